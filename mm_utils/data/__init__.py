@@ -1,0 +1,1 @@
+"""From raw sources to batches. Nothing here imports a model."""

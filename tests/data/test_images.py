@@ -1,0 +1,278 @@
+"""Every mode of image becomes RGB; whatever is broken is named; squares have the shape and the area they should."""
+
+import contextlib
+import io
+import math
+import random
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mm_utils.data import images
+from mm_utils.data.images import UnreadableImageError, center_square, open_image, random_square
+
+RED = (200, 30, 60)
+
+
+def stored(image: Image.Image, form: str = "PNG", **options: Any) -> dict[str, Any]:
+    """`image` as a row holds it."""
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def photo(width: int, height: int) -> Image.Image:
+    """A smooth picture whose colours say where a pixel came from: red is x, green is y."""
+    y, x = np.mgrid[0:height, 0:width]
+    scale = 255 / max(width - 1, height - 1, 1)
+    return Image.fromarray(np.stack([x * scale, y * scale, 0 * x + 99], 2).round().astype(np.uint8))
+
+
+# -- modes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "HSV"])
+def test_colour_modes(mode: str) -> None:
+    plain = Image.new("RGB", (6, 4), RED)
+    if mode == "PA":
+        value = stored(plain.convert("RGBA").quantize(), "PNG", transparency=bytes([255] * 256))
+    elif mode in ("CMYK", "YCbCr", "HSV"):
+        value = stored(plain.convert("CMYK") if mode == "CMYK" else plain.convert("YCbCr"), "TIFF")
+    else:
+        value = stored(plain.quantize() if mode == "P" else plain.convert(mode))
+    image = open_image(value)
+    assert image.mode == "RGB"
+    assert image.size == (6, 4)
+    assert np.abs(np.asarray(image).astype(int) - RED).max() <= 3
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16", "I"])
+def test_grey_modes(mode: str) -> None:
+    if mode.startswith("I"):
+        grey = Image.fromarray(np.full((4, 6), 128 * 257, np.uint16 if mode == "I;16" else np.int32))
+        value = stored(grey, "PNG" if mode == "I;16" else "TIFF")
+    elif mode == "1":
+        value = stored(Image.new("1", (6, 4), 1))
+    else:
+        value = stored(Image.new("L", (6, 4), 128).convert(mode))
+    image = open_image(value)
+    assert image.mode == "RGB"
+    assert set(np.asarray(image).flatten().tolist()) == {255 if mode == "1" else 128}
+
+
+def test_transparency_is_white() -> None:
+    image = Image.new("RGBA", (4, 1), (*RED, 255))
+    image.putpixel((1, 0), (*RED, 0))
+    image.putpixel((2, 0), (0, 0, 0, 128))
+    pixels = np.asarray(open_image(stored(image)))[0]
+    assert pixels[[0, 1]].tolist() == [list(RED), [255] * 3]
+    assert np.abs(pixels[2].astype(int) - 127).max() <= 1
+    palette = Image.new("P", (2, 1), 0)
+    palette.putpalette([*RED, 0, 0, 255])
+    palette.putpixel((1, 0), 1)
+    assert np.asarray(open_image(stored(palette, transparency=1)))[0].tolist() == [list(RED), [255] * 3]
+    assert np.asarray(open_image(stored(Image.new("LA", (1, 1), (0, 0)))))[0].tolist() == [[255] * 3]
+
+
+@pytest.mark.parametrize("kind", ["RGB", "L", "I;16"])
+def test_png_with_a_transparent_colour(kind: str) -> None:
+    """tRNS of a PNG without an alpha channel: one colour that stands for nothing."""
+    if kind == "I;16":
+        value = stored(Image.fromarray(np.full((2, 2), 128 * 257, np.uint16)))
+        chunk = b"tRNS" + struct.pack(">H", 7)
+        header = value["bytes"].index(b"IDAT") - 4
+        chunk = struct.pack(">I", 2) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        value["bytes"] = value["bytes"][:header] + chunk + value["bytes"][header:]
+        assert np.asarray(open_image(value))[0, 0].tolist() == [128] * 3
+        return
+    colour = RED if kind == "RGB" else 80
+    value = stored(Image.new(kind, (2, 2), colour), transparency=colour)
+    assert np.asarray(open_image(value))[0, 0].tolist() == [255] * 3
+
+
+@pytest.mark.parametrize(("orientation", "corner"), [(1, (0, 0)), (3, (1, 1)), (6, (0, 1)), (8, (1, 0))])
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_exif_rotation_is_applied(orientation: int, corner: tuple[int, int], form: str) -> None:
+    image = Image.new("RGB", (64, 32), "black")
+    image.paste("white", (0, 0, 16, 16))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for min_side in (None, 32):
+        opened = open_image(stored(image, form, exif=exif), min_side)
+        assert opened.size == ((64, 32) if orientation in (1, 3) else (32, 64))
+        right, bottom = corner[1] * (opened.width - 1), corner[0] * (opened.height - 1)
+        bright = [
+            (x, y) for x in (0, opened.width - 1) for y in (0, opened.height - 1) if opened.getpixel((x, y))[0] > 128
+        ]
+        assert bright == [(right, bottom)]
+
+
+FORMATS = ("GIF", "WEBP", "AVIF", "TIFF", "BMP")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_formats(form: str) -> None:
+    difference = np.asarray(open_image(stored(photo(40, 30), form))).astype(int) - np.asarray(photo(40, 30))
+    assert np.abs(difference).mean() < 8
+
+
+# -- broken images ------------------------------------------------------------------------------------------------------
+
+JPEG = stored(photo(80, 60), "JPEG")["bytes"]
+PNG = stored(photo(80, 60), "PNG")["bytes"]
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"<html>404</html>", JPEG[: len(JPEG) // 2], PNG[:60], JPEG[:3]])
+@pytest.mark.parametrize("where", ["bytes", "path"])
+def test_broken_images_are_named(content: bytes, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken one.jpg"
+    path.write_bytes(content)
+    value = {"bytes": content if where == "bytes" else None, "path": str(path)}
+    with pytest.raises(UnreadableImageError, match=r"broken one\.jpg: ."):
+        open_image(value)
+
+
+@pytest.mark.parametrize("value", [{"bytes": b"", "path": None}, {"bytes": None, "path": None}, {"bytes": b"no"}])
+def test_nameless_broken_images(value: dict[str, Any]) -> None:
+    with pytest.raises(UnreadableImageError, match=r"embedded image: ."):
+        open_image(value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "gone.png", tmp_path):
+        with pytest.raises(UnreadableImageError, match=path.name):
+            open_image({"bytes": None, "path": str(path)})
+
+
+def test_bomb_is_refused(tmp_path: Path) -> None:
+    """A PNG of 1 kB that claims 50,000 x 50,000 pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    content = PNG[:8] + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + PNG[33:]
+    path = tmp_path / "bomb.png"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableImageError, match=r"bomb\.png: .*2500000000 pixels"):
+        open_image({"bytes": None, "path": str(path)})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@given(st.data())
+@settings(max_examples=150)
+def test_damaged_files_give_an_image_or_the_one_error(data: st.DataObject) -> None:
+    content = bytearray(data.draw(st.sampled_from(DAMAGED)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, min(len(content) - 1, 400)))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(UnreadableImageError):
+        assert open_image({"bytes": bytes(content), "path": None}, 32).mode == "RGB"
+
+
+def _with_exif() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "maker"
+    return stored(photo(40, 30), "JPEG", exif=exif)["bytes"]
+
+
+DAMAGED = [JPEG, PNG, _with_exif(), *(stored(photo(40, 30), form)["bytes"] for form in FORMATS)]
+
+
+# -- reduced decoding ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(1, 300))
+@settings(max_examples=60)
+def test_reduced_decode_is_never_too_small(width: int, height: int, min_side: int) -> None:
+    value = stored(Image.new("RGB", (width, height)), "JPEG")
+    opened = open_image(value, min_side)
+    assert min(opened.size) >= min(min_side, width, height)
+    assert opened.size in [(math.ceil(width / scale), math.ceil(height / scale)) for scale in (1, 2, 4, 8)]
+    assert open_image(value).size == (width, height)
+
+
+def test_reduced_decode_happens() -> None:
+    value = stored(photo(1600, 1200), "JPEG")
+    assert open_image(value, 150).size == (200, 150)
+    assert open_image(value, 151).size == (400, 300)
+    assert open_image(stored(photo(160, 120)), 15).size == (160, 120)  # PNG has no such thing
+
+
+# -- squares ------------------------------------------------------------------------------------------------------------
+
+
+def window_of(square: torch.Tensor, width: int, height: int) -> tuple[float, float]:
+    """Width and height of the window of `photo(width, height)` that was resized to `square`, from its colours."""
+    size = square.shape[-1]
+    scale = max(width - 1, height - 1) / 255
+    low, high = size // 4, 3 * size // 4
+    across = (square[0, :, high].float().mean() - square[0, :, low].float().mean()) * scale * size / (high - low)
+    down = (square[1, high].float().mean() - square[1, low].float().mean()) * scale * size / (high - low)
+    return float(across), float(down)
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 64), (200, 100), (100, 200), (3, 500), (1, 1), (500, 7)])
+@pytest.mark.parametrize("size", [16, 224])
+def test_shapes_and_types(width: int, height: int, size: int) -> None:
+    image = photo(width, height)
+    for square in (center_square(image, size), random_square(image, size, 0.5, random.Random(0))):
+        assert square.shape == (3, size, size)
+        assert square.dtype == torch.uint8
+        assert square.is_contiguous()
+
+
+def test_center_square_is_the_centre() -> None:
+    image = Image.new("RGB", (300, 100), "black")
+    image.paste(RED, (100, 0, 200, 100))
+    assert (center_square(image, 50).float().mean((1, 2)) - torch.tensor(RED)).abs().max() < 4
+    assert torch.equal(center_square(photo(64, 64), 64), torch.from_numpy(np.array(photo(64, 64))).permute(2, 0, 1))
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_whole_area_is_the_centre(width: int, height: int, seed: int) -> None:
+    image = photo(width, height)
+    assert torch.equal(random_square(image, 24, 1.0, random.Random(seed)), center_square(image, 24))
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32), st.integers(1, 10))
+@settings(max_examples=150)
+def test_crops_stay_inside_and_keep_their_area(
+    width: int, height: int, min_area: float, seed: int, draws: int
+) -> None:
+    boxes: list[tuple[float, ...]] = []
+    image, rng = Image.new("L", (width, height)), random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "_resize", lambda image, size, box: boxes.append(box))
+        for _ in range(draws):
+            random_square(image, 8, min_area, rng)
+    for left, top, right, bottom in boxes:
+        assert 0 <= left < right <= width * (1 + 1e-12)
+        assert 0 <= top < bottom <= height * (1 + 1e-12)
+        share = (right - left) * (bottom - top) / min(width, height) ** 2
+        assert min_area * (1 - 1e-9) <= share <= 1 + 1e-9
+        assert 3 / 4 - 1e-9 <= (right - left) / (bottom - top) <= 4 / 3 + 1e-9
+
+
+def test_crop_is_what_the_pixels_show() -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        across, down = window_of(random_square(photo(240, 180), 64, 0.4, rng), 240, 180)
+        assert 0.36 * 180**2 < across * down < 1.08 * 180**2
+        assert 0.7 < across / down < 1.45
+
+
+def test_crops_reach_every_place() -> None:
+    rng, image = random.Random(0), photo(100, 100)
+    squares = [random_square(image, 8, 0.2, rng).float() for _ in range(300)]
+    for channel in (0, 1):
+        assert min(square[channel].min() for square in squares) < 12
+        assert max(square[channel].max() for square in squares) > 245
+    areas = [across * down / 100**2 for across, down in (window_of(square, 100, 100) for square in squares)]
+    assert 0.52 < sum(areas) / len(areas) < 0.68  # uniform in [0.2, 1]
+    again = random.Random(0)
+    assert torch.equal(squares[0], random_square(image, 8, 0.2, again).float())

@@ -1,0 +1,432 @@
+"""From rows to batches: which caption and crop, what is padded, what is skipped, what is computed only once."""
+
+import io
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
+
+from mm_utils import ranks
+from mm_utils.data.images import center_square
+from mm_utils.data.loaders import (
+    Collator,
+    DeviceLoader,
+    LoaderArguments,
+    Loaders,
+    Pairs,
+    fingerprint,
+    tokenize_captions,
+    tokenize_splits,
+)
+from mm_utils.data.order import GlobalOrder, RankBatches
+from mm_utils.wordpiece import train_tokenizer
+
+CPU = torch.device("cpu")
+FEATURES = Features(
+    {"id": Value("string"), "image": datasets.Image(decode=False), "captions": datasets.Sequence(Value("string"))}
+)
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+SIZE = 16
+disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return new_tokenizer()
+
+
+def new_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    return train_tokenizer([f"picture {word} says it once more" for word in WORDS] + list(extra), 300)
+
+
+def colour(index: int) -> tuple[int, int, int]:
+    """Each image has its own colour, which survives any crop."""
+    return (20 * index, 255 - 20 * index, 7 * index)
+
+
+def png(index: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20 + index, 30), colour(index)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
+    """Image i has i % 4 + 1 captions, all of which say its number."""
+    rows = [
+        {
+            "id": f"id-{index}",
+            "image": {"bytes": png(index)[: 50 if index in broken else None], "path": None},
+            "captions": [f"picture {WORDS[index]}" + " once more" * extra for extra in range(index % 4 + 1)],
+        }
+        for index in range(count)
+    ]
+    return Dataset.from_list(rows, features=FEATURES)
+
+
+def loaders(num_workers: int = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
+    arguments = LoaderArguments(max_seq_length, min_crop_area, num_workers)
+    return Loaders(arguments, CPU, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+
+def number_said(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> int:
+    return next(WORDS.index(word) for word in tokenizer.decode(ids).split() if word in WORDS)
+
+
+def number_shown(pixels: Tensor) -> int:
+    red = pixels[0].mean() * 0.2 + 0.5
+    return round(float(red * 255 / 20))
+
+
+def equal(batch: dict[str, Any], other: dict[str, Any]) -> bool:
+    return batch.keys() == other.keys() and all(
+        torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        for name, value in batch.items()
+    )
+
+
+# -- examples -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_example_depends_on_seed_epoch_and_id_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    pairs, again = (Pairs(rows, SIZE, train=True, min_crop_area=0.3, seed=1) for _ in range(2))
+    turned = Pairs(rows.select(range(11, -1, -1)), SIZE, train=True, min_crop_area=0.3, seed=1)
+    together = pairs.__getitems__([(row, 2) for row in range(12)])
+    for row in range(12):
+        for other in (pairs[(row, 2)], again[(row, 2)], together[row], turned[(11 - row, 2)]):
+            assert equal({**other, "row": row}, together[row])
+
+
+def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedTokenizerFast) -> None:
+    buffer = io.BytesIO()
+    Image.merge(
+        "RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L").rotate(90)]
+    ).save(buffer, "PNG")
+    captions = [f"picture {word}" for word in WORDS[:4]]
+    rows = Dataset.from_list(
+        [{"id": "a", "image": {"bytes": buffer.getvalue(), "path": None}, "captions": captions}], features=FEATURES
+    )
+    rows = tokenize_captions(rows, tokenizer, 16)
+    found = {
+        seed: [Pairs(rows, SIZE, train=True, min_crop_area=0.3, seed=seed)[(0, epoch)] for epoch in range(40)]
+        for seed in (0, 1)
+    }
+    for examples in found.values():
+        said = [number_said(torch.tensor(example["input_ids"][0]), tokenizer) for example in examples]
+        assert set(said) == {0, 1, 2, 3}
+        assert max(map(said.count, said)) < 20  # 10 each in expectation
+        assert len({example["pixel_values"].numpy().tobytes() for example in examples}) == 40
+    assert any(not equal(one, other) for one, other in zip(found[0], found[1], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("train", [True, False])
+def test_workers_change_nothing(train: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(12, broken=[3]), tokenizer, 16)
+
+    def batches(num_workers: int) -> list[dict[str, Any]]:
+        make = loaders(num_workers)
+        if train:
+            return list(make.train(rows, GlobalOrder(12, 5, seed=3), 2, 9))
+        return list(make.evaluation(rows, 5))
+
+    alone, with_workers = batches(0), batches(2)
+    assert len(alone) == len(with_workers) == (7 if train else 3)
+    assert all(equal(one, other) for one, other in zip(alone, with_workers, strict=True))
+
+
+# -- pairing ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of().shuffle(seed=4), tokenizer, 16)
+    order = GlobalOrder(12, 5, seed=3)
+    for step, batch in enumerate(loaders().train(rows, order, 0, 24)):
+        said = [number_said(ids, tokenizer) for ids in batch["input_ids"]]
+        assert [number_shown(pixels) for pixels in batch["pixel_values"]] == said
+        drawn = rows.select(batch["rows"].tolist())
+        assert list(drawn["id"]) == [f"id-{number}" for number in said]
+        assert batch["rows"].tolist() == [row for row, _ in order.batch(step)]
+        assert batch["caption_image"].tolist() == list(range(5))
+        assert batch["ids"][:, 0].tolist() == list(drawn["image_key"])
+        assert all(key in keys for key, keys in zip(batch["ids"][:, 1].tolist(), drawn["caption_keys"], strict=True))
+
+
+def test_evaluation_gives_every_caption_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    seen: list[str] = []
+    images: list[int] = []
+    for batch in loaders().evaluation(rows, 5):
+        assert len(batch["pixel_values"]) == len(batch["rows"])
+        assert len(batch["ids"]) == len(batch["input_ids"]) == len(batch["caption_image"])
+        images += batch["rows"].tolist()
+        for ids, image in zip(batch["input_ids"], batch["caption_image"], strict=True):
+            assert number_said(ids, tokenizer) == number_shown(batch["pixel_values"][image]) == batch["rows"][image]
+            seen.append(tokenizer.decode(ids, skip_special_tokens=True))
+    assert images == list(range(12))
+    assert seen == [caption for captions in rows["captions"] for caption in captions]
+
+
+def test_evaluation_images_are_the_whole_centre(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    for index in range(12):
+        image = Image.open(io.BytesIO(png(index)))
+        assert torch.equal(Pairs(rows, SIZE, train=False)[(index, 0)]["pixel_values"], center_square(image, SIZE))
+
+
+# -- broken images ------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_image_is_skipped_and_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(12, broken=[2, 7]), tokenizer, 16)
+    skipped: list[str] = []
+    shown: list[int] = []
+    for batch in loaders().train(rows, GlobalOrder(12, 4, seed=0), 0, 3):
+        assert len(batch["rows"]) + len(batch["skipped"]) == 4
+        skipped += batch["skipped"]
+        shown += batch["rows"].tolist()
+        assert [number_said(ids, tokenizer) for ids in batch["input_ids"]] == batch["rows"].tolist()
+    assert sorted(shown) == [index for index in range(12) if index not in (2, 7)]
+    assert sorted(reason[: len("image id-2: embedded image: ")] for reason in skipped) == [
+        "image id-2: embedded image: ",
+        "image id-7: embedded image: ",
+    ]
+    found = list(loaders().evaluation(rows, 4))
+    assert [len(batch["skipped"]) for batch in found] == [1, 1, 0]
+    assert sum(len(batch["rows"]) for batch in found) == 10
+
+
+def test_broken_files_of_every_kind(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "page.jpg").write_text("<html>not found</html>")
+    values = [
+        *({"bytes": None, "path": str(tmp_path / name)} for name in ("empty.png", "page.jpg", "gone.png")),
+        *({"bytes": content, "path": None} for content in (b"", png(0)[:40])),
+    ]
+    rows = [{"id": str(place), "image": value, "captions": ["zero"]} for place, value in enumerate(values)]
+    tokens = tokenize_captions(Dataset.from_list(rows, features=FEATURES), tokenizer, 16)
+    [batch] = loaders().evaluation(tokens, 10)
+    assert [reason.split(":")[0] for reason in batch["skipped"]] == [f"image {place}" for place in range(5)]
+    assert all(name in batch["skipped"][place] for place, name in enumerate(("empty.png", "page.jpg", "gone.png")))
+
+
+def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also the share of a rank that has no row, where there are more ranks than rows in a batch."""
+    rows = tokenize_captions(rows_of(4, broken=range(4)), tokenizer, 16)
+    [batch] = loaders().train(rows, GlobalOrder(4, 4, seed=0), 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "rank", lambda: 0)
+        patch.setattr(ranks, "world_size", lambda: 5)
+        [nothing] = loaders().train(rows, GlobalOrder(4, 4, seed=0), 0, 1)
+    assert len(batch["skipped"]) == 4
+    assert nothing["skipped"] == []
+    for empty in (batch, nothing):
+        assert empty["pixel_values"].shape == (0, 3, SIZE, SIZE)
+        assert empty["input_ids"].shape == empty["attention_mask"].shape == (0, 8)
+        assert empty["ids"].shape == (0, 2)
+        assert empty["rows"].shape == empty["caption_image"].shape == (0,)
+        assert {empty[name].dtype for name in ("input_ids", "ids", "rows", "caption_image")} == {torch.long}
+
+
+# -- collator and device ------------------------------------------------------------------------------------------------
+
+
+def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
+    return {
+        "row": row,
+        "image_key": 100 + row,
+        "pixel_values": torch.full((3, SIZE, SIZE), row, dtype=torch.uint8),
+        "input_ids": [list(range(1, length + 1)) for length in lengths],
+        "caption_keys": [1000 * row + length for length in lengths],
+    }
+
+
+@pytest.mark.parametrize(("longest", "padded"), [(1, 8), (8, 8), (9, 16), (16, 16), (63, 64), (64, 64)])
+def test_collator_pads_to_a_multiple_of_eight(longest: int, padded: int) -> None:
+    batch = Collator(pad_token_id=77, image_size=SIZE)([example([longest, 1], 4), {"skipped": "why"}, example([1], 9)])
+    assert batch["input_ids"].shape == (3, padded)
+    assert batch["input_ids"][0].tolist() == list(range(1, longest + 1)) + [77] * (padded - longest)
+    assert batch["attention_mask"].sum(1).tolist() == [longest, 1, 1]
+    assert batch["attention_mask"][0].tolist() == [1] * longest + [0] * (padded - longest)
+    assert batch["ids"].tolist() == [[104, 4000 + longest], [104, 4001], [109, 9001]]
+    assert batch["caption_image"].tolist() == [0, 0, 1]
+    assert batch["rows"].tolist() == [4, 9]
+    assert batch["skipped"] == ["why"]
+    assert batch["pixel_values"].dtype == torch.uint8
+    assert batch["pixel_values"][:, 0, 0, 0].tolist() == [4, 9]
+
+
+def test_images_are_normalised_on_the_device() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    loader = DeviceLoader(DataLoader([{"pixel_values": pixels, "skipped": []}], batch_size=None), CPU, mean, std)
+    [batch] = loader
+    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    torch.testing.assert_close(batch["pixel_values"], expected, rtol=1e-5, atol=1e-5)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert batch["skipped"] == []
+    assert len(loader) == 1
+    assert loader.wait >= 0
+
+
+def test_ranks_share_the_batches(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    order = GlobalOrder(12, 7, seed=0)
+    whole = list(loaders().train(rows, order, 0, 4))
+    shares = []
+    for rank in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "rank", lambda rank=rank: rank)
+            patch.setattr(ranks, "world_size", lambda: 3)
+            assert len(RankBatches(order, 0, 4)) == 4
+            shares.append(list(loaders().train(rows, order, 0, 4)))
+    for batch, parts in zip(whole, zip(*shares, strict=True), strict=True):
+        for name in ("pixel_values", "rows", "ids"):
+            assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+
+
+# -- tokens -------------------------------------------------------------------------------------------------------------
+
+
+def one_row(*captions: str, image_id: str = "a") -> Dataset:
+    row = {"id": image_id, "image": {"bytes": png(0), "path": None}, "captions": list(captions)}
+    return Dataset.from_list([row], features=FEATURES)
+
+
+def test_special_tokens_in_captions_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    captions = ["one [SEP] two", "[CLS] one", "[PAD] [PAD]", "[MASK]"]
+    for ids in tokenize_captions(one_row(*captions), tokenizer, 16)[0]["input_ids"]:
+        assert ids[0] == tokenizer.cls_token_id
+        assert ids[-1] == tokenizer.sep_token_id
+        special = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id}
+        assert not special & set(ids[1:-1])
+
+
+def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = tokenize_captions(one_row("one " * 100, "two"), tokenizer, 10)[0]["input_ids"]
+    assert list(map(len, tokens)) == [10, 3]
+    assert tokens[0][-1] == tokenizer.sep_token_id
+
+
+def test_a_caption_of_a_megabyte(tokenizer: PreTrainedTokenizerFast) -> None:
+    for caption in ("one two " * 125_000, "x" * 1_000_000):
+        start = time.perf_counter()
+        tokens = tokenize_captions(one_row(caption), tokenizer, 16)[0]["input_ids"]
+        assert time.perf_counter() - start < 1
+        assert len(tokens[0]) <= 16
+    assert (
+        tokenize_captions(one_row("one two " * 125_000), tokenizer, 16)[0]["input_ids"]
+        == (tokenize_captions(one_row("one two " * 100), tokenizer, 16)[0]["input_ids"])
+    )
+
+
+def test_keys_say_what_is_equal(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = tokenize_captions(one_row("A  red\tcar ", "a red car", "a red cat", "ÄÖ", "äö"), tokenizer, 16)[0]
+    keys = found["caption_keys"]
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[3] == keys[4]
+    other = tokenize_captions(one_row("a red car", image_id="b"), tokenizer, 16)[0]
+    assert other["caption_keys"] == keys[:1]
+    assert other["image_key"] != found["image_key"]
+    assert all(0 <= key < 2**63 for key in [*keys, found["image_key"]])
+
+
+def cached(folder: Path) -> dict[str, int]:
+    return {path.name: os.stat(path).st_mtime_ns for path in (folder / "tandem_tokens").glob("*.arrow")}
+
+
+def test_tokens_are_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = DatasetDict({"train": rows_of(8), "validation": rows_of(3)})
+    before = tokenize_splits(splits, new_tokenizer(), 16)
+    written = cached(own_cache)
+    assert len(written) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr("mm_utils.data.loaders._key", lambda _: pytest.fail("tokenised again"))
+        fresh, used = new_tokenizer(), new_tokenizer()
+        used(["one two"], truncation=True, max_length=5, padding=True)  # a tokenizer keeps its last settings
+        for tokenizer in (fresh, used, fresh):
+            again = tokenize_splits(splits, tokenizer, 16)
+            assert again["train"].to_dict() == before["train"].to_dict()
+    assert cached(own_cache) == written
+
+
+def test_tokens_are_made_anew_for_other_settings(own_cache: Path) -> None:
+    rows = rows_of(4)
+    tokenize_captions(rows, new_tokenizer(), 16)
+    for number, (changed, tokenizer, length) in enumerate(
+        [
+            (rows, new_tokenizer(), 15),
+            (rows, new_tokenizer(["something else"]), 16),
+            (rows.select([0, 1]), new_tokenizer(), 16),
+        ]
+    ):
+        tokens = tokenize_captions(changed, tokenizer, length)
+        assert len(cached(own_cache)) == number + 2
+        assert len(tokens) == len(changed)
+
+
+def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerFast) -> None:
+    def print_of(rows: Dataset, length: int = 16) -> str:
+        return fingerprint(tokenize_captions(rows, tokenizer, length))
+
+    base = print_of(rows_of(6))
+    assert len(base) == 16
+    int(base, 16)
+    assert base == print_of(rows_of(6))
+    assert base == print_of(rows_of(6), length=5)
+    assert base == print_of(rows_of(8).select(range(6)))
+    assert base == print_of(rows_of(6).add_column("split", ["x"] * 6))
+    assert base == print_of(rows_of(6, broken=[1]))  # the same image id, whatever its bytes
+    different = {
+        "order": rows_of(6).select([1, 0, 2, 3, 4, 5]),
+        "rows": rows_of(5),
+        "caption": rows_of(6).map(lambda row: {"captions": [*row["captions"], "more"]}),
+        "images": rows_of(6).map(lambda row: {"id": row["id"] + "x"}),
+    }
+    prints = {print_of(rows) for rows in different.values()}
+    assert len(prints) == len(different)
+    assert base not in prints
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------------
+
+
+def test_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mm_utils.ranks.available_cores", lambda: 8)
+    assert LoaderArguments(dataloader_num_workers=3).num_workers == 3
+    for local_ranks, expected in (("1", 7), ("2", 3), ("8", 0), ("64", 0)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+        assert LoaderArguments().num_workers == expected
+    monkeypatch.setattr("mm_utils.ranks.available_cores", lambda: 400)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert LoaderArguments().num_workers == 16
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_seq_length": 2}, "--max_seq_length is 2"),
+        ({"min_crop_area": 0.0}, "--min_crop_area is 0.0"),
+        ({"min_crop_area": 1.5}, "--min_crop_area is 1.5"),
+    ],
+)
+def test_errors_name_the_flag(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoaderArguments(**values)

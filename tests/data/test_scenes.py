@@ -1,0 +1,382 @@
+import hashlib
+import io
+import json
+import logging
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from mm_utils.data import scenes as scenes_module
+from mm_utils.data.scenes import COLOURS, SHAPES, SIZES, TEXTURES, load_scenes, order_pairs
+
+SMALL = {"num_train": 300, "num_eval": 60}
+TINY = {"num_train": 12, "num_eval": 2}
+
+GERMAN_STEMS = {
+    "klein": "small", "groß": "large", "einfarbig": "plain", "gestreift": "striped", "gepunktet": "dotted",
+    "rot": "red", "grün": "green", "blau": "blue", "gelb": "yellow", "orangefarben": "orange",
+    "violett": "purple", "weiß": "white", "schwarz": "black",
+}  # fmt: skip
+GERMAN_NOUNS = {
+    "Kreis": ("circle", "der"), "Quadrat": ("square", "das"), "Dreieck": ("triangle", "das"),
+    "Stern": ("star", "der"), "Kreuz": ("cross", "das"), "Raute": ("diamond", "die"),
+}  # fmt: skip
+GERMAN_FORMS = {
+    ("nominative", "der"): ("ein", "er"), ("nominative", "die"): ("eine", "e"), ("nominative", "das"): ("ein", "es"),
+    ("accusative", "der"): ("einen", "en"), ("accusative", "die"): ("eine", "e"), ("accusative", "das"): ("ein", "es"),
+    ("dative", "der"): ("einem", "en"), ("dative", "die"): ("einer", "en"), ("dative", "das"): ("einem", "en"),
+}  # fmt: skip
+DIRECTIONS = {
+    "left": ["left of", "to the left of", "to its left", "on the left", "links", "links von"],
+    "right": ["right of", "to the right of", "to its right", "on the right", "rechts", "rechts von"],
+    "above": ["above", "above it", "at the top", "oben", "über"],
+    "below": ["below", "below it", "at the bottom", "unten", "unter"],
+}
+DIRECTION_OF = {words: direction for direction, phrases in DIRECTIONS.items() for words in phrases}
+OPPOSITE = {"left": "right", "right": "left", "above": "below", "below": "above"}
+ENGLISH_PHRASE = re.compile(
+    rf"\b(an?) ((?:(?:{'|'.join(SIZES)}) )?(?:(?:{'|'.join(TEXTURES)}) )?({'|'.join(COLOURS)}) (?:{'|'.join(SHAPES)}))\b"
+)
+GERMAN_PHRASE = re.compile(rf"\b(ein\w*) ((?:[a-zß-ü]+ )+)({'|'.join(GERMAN_NOUNS)})\b")
+SIDE = "(" + "|".join(sorted(DIRECTION_OF, key=len, reverse=True)) + ")"
+THING = r"<(\w+)>"
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> datasets.DatasetDict:
+    return load_scenes(**SMALL, cache_dir=tmp_path_factory.mktemp("scenes"))
+
+
+@pytest.fixture(scope="module")
+def rows(scenes: datasets.DatasetDict) -> list[dict[str, Any]]:
+    return [row for split in scenes.values() for row in split]
+
+
+def pixels_of(row: dict[str, Any]) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])))
+
+
+def centre(region: dict[str, Any]) -> np.ndarray:
+    x, y, width, height = region["box"]
+    return np.array([x + width / 2, y + height / 2])
+
+
+def holds(row: dict[str, Any], fact: tuple[str, str, str]) -> bool:
+    """Whether the relation is true of the boxes with the margin that the data set promises."""
+    by_colour = {region["phrase"].split()[2]: region for region in row["regions"]}
+    first, direction, second = fact
+    difference = centre(by_colour[first]) - centre(by_colour[second])
+    axis, sign = {"left": (0, -1), "right": (0, 1), "above": (1, -1), "below": (1, 1)}[direction]
+    along, across = difference[axis] * sign, abs(difference[1 - axis])
+    return along >= pixels_of(row).shape[0] / 5 and along > 1.2 * across
+
+
+def german_case(caption: str) -> str:
+    beginnings = {"Man sieht": "accusative", "Das Bild zeigt": "accusative", "Ein Bild mit": "dative"}
+    return next((case for words, case in beginnings.items() if caption.startswith(words)), "nominative")
+
+
+def abstract(caption: str, language: str) -> tuple[str, list[set[str]]]:
+    """The caption with `<colour>` for each noun phrase, and the attribute words of each, in English."""
+    described: list[set[str]] = []
+
+    def english(match: re.Match[str]) -> str:
+        assert match[1] == ("an" if match[2][0] in "aeiou" else "a")
+        described.append(set(match[2].split()))
+        return f"<{match[3]}>"
+
+    def german(match: re.Match[str]) -> str:
+        shape, definite = GERMAN_NOUNS[match[3]]
+        article, ending = GERMAN_FORMS[german_case(caption), definite]
+        assert match[1] == article, caption
+        assert all(word.endswith(ending) for word in match[2].split()), caption
+        words = [GERMAN_STEMS[word[: -len(ending)]] for word in match[2].split()]
+        described.append({*words, shape})
+        return f"<{words[-1]}>"
+
+    if language == "en":
+        return ENGLISH_PHRASE.sub(english, caption), described
+    return GERMAN_PHRASE.sub(german, caption), described
+
+
+def facts_of(caption: str, language: str) -> list[tuple[str, str, str]]:
+    """Every relation the caption states, as (colour, direction, colour)."""
+    text = abstract(caption, language)[0]
+    text = text.replace("Von links nach rechts:", "sweep left").replace("Von rechts nach links:", "sweep right")
+    text = text.replace("Von oben nach unten:", "sweep above").replace("Von unten nach oben:", "sweep below")
+    text = text[0].lower() + text[1:]
+    third = re.search(
+        rf"(?:, and|, with|,|;| sowie) (?:{THING} )?{SIDE} (?:both(?: of them)?|beiden)(?: ist)?(?: {THING})?$", text
+    )
+    facts = []
+    if third:
+        text = text[: third.start()]
+    places = [
+        (rf"{THING} (?:is )?{SIDE} {THING}", (1, 2, 3)),
+        (rf"{THING} and {THING}, the \1 one {SIDE} the \2 one", (1, 3, 2)),
+        (rf"{SIDE} {THING} is {THING}", (3, 1, 2)),
+        (rf"{THING} with {THING} {SIDE}", (2, 3, 1)),
+        (r"sweep (\w+) " + rf"{THING}, {THING}", (2, 1, 3)),
+        (rf"{SIDE}(?: ist)? {THING}, {SIDE}(?: ist)? {THING}", (2, 1, 4, 3)),
+        (rf"man sieht {SIDE} {THING} und {SIDE} {THING}", (2, 1, 4, 3)),
+        (rf"(?:das Bild zeigt|ein Bild mit) {THING} {SIDE} und {THING} {SIDE}", (1, 2, 3, 4)),
+    ]
+    for pattern, (first, side, second, *opposite) in places:
+        if match := re.fullmatch(pattern, text):
+            direction = DIRECTION_OF.get(match[side], match[side])
+            assert not opposite or DIRECTION_OF[match[opposite[0]]] == OPPOSITE[direction]
+            facts.append((match[first], direction, match[second]))
+    assert len(facts) == 1, f"{caption!r} became {text!r}"
+    if third:
+        side, added = DIRECTION_OF[third[2]], third[1] or third[3]
+        facts += [(added, side, colour) for colour in (facts[0][0], facts[0][2])]
+    return facts
+
+
+def bag(caption: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+", caption))
+
+
+def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Content up to exchanging the first two objects, from the regions alone."""
+    first, second, *third = row["regions"]
+    axis = int(np.argmax(abs(centre(first) - centre(second))))
+    side = bool(third) and bool(centre(third[0])[1 - axis] > centre(first)[1 - axis])
+    return axis, side, tuple(sorted([first["phrase"], second["phrase"]])), tuple(region["phrase"] for region in third)
+
+
+def twins_in(split: datasets.Dataset) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    groups = defaultdict(list)
+    for row in split:
+        groups[group_of(row)].append(row)
+    assert all(len(members) <= 2 for members in groups.values())
+    return [(members[0], members[1]) for members in groups.values() if len(members) == 2]
+
+
+def test_schema_and_sizes(scenes: datasets.DatasetDict, rows: list[dict[str, Any]]) -> None:
+    assert {name: len(split) for name, split in scenes.items()} == {"train": 300, "validation": 60, "test": 60}
+    assert scenes["train"][7]["id"] == "scene-train-00007"
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert scenes["train"].features["image"] == datasets.Image(decode=False)
+    assert scenes["train"].cache_files, "the rows should be memory-mapped"
+    for row in rows:
+        assert row["image"]["path"] is None
+        assert pixels_of(row).shape == (64, 64, 3)
+        assert len(set(row["captions"])) == 4
+        assert row["languages"] in (["en", "en", "de", "de"], ["en", "en", "en", "de"])
+        assert len(row["regions"]) in (2, 3)
+
+
+def test_same_seed_gives_the_same_bytes(scenes: datasets.DatasetDict, tmp_path: Path) -> None:
+    again = load_scenes(**SMALL, cache_dir=tmp_path)
+    assert all(again[split].to_list() == scenes[split].to_list() for split in scenes)
+    other = load_scenes(**TINY, seed=1, cache_dir=tmp_path)
+    assert other["train"][0]["captions"] != scenes["train"][0]["captions"]
+
+
+def test_rows_change_only_with_the_generator_version(scenes: datasets.DatasetDict) -> None:
+    """Guards old caches: where the digest changes on purpose, GENERATOR_VERSION must be raised with it."""
+    digest = hashlib.sha256()
+    for row in scenes["train"].select(range(40)):
+        digest.update(pixels_of(row).tobytes())
+        digest.update(json.dumps([row["captions"], row["regions"], row["order_pair"]]).encode())
+    assert (scenes_module.GENERATOR_VERSION, digest.hexdigest()[:16]) == ("1", "c486fbda89eb1af0")
+
+
+def test_captions_are_true(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        for caption, language in zip(row["captions"], row["languages"], strict=True):
+            facts = facts_of(caption, language)
+            assert len(facts) == (3 if len(row["regions"]) == 3 else 1), caption
+            assert all(holds(row, fact) for fact in facts), (row["id"], caption)
+
+
+def test_captions_describe_the_objects_of_the_scene(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        objects = {region["phrase"].split()[2]: set(region["phrase"].split()) for region in row["regions"]}
+        for caption, language in zip(row["captions"], row["languages"], strict=True):
+            described = abstract(caption, language)[1]
+            assert len(described) == len(objects)
+            for words in described:
+                (colour,) = words & set(COLOURS)
+                assert words <= objects[colour]
+                assert len(words) >= 3
+
+
+def test_german_phrases_cover_every_case_and_gender(rows: list[dict[str, Any]]) -> None:
+    seen = set()
+    for row in rows:
+        for caption, language in zip(row["captions"], row["languages"], strict=True):
+            if language == "de":
+                phrases = GERMAN_PHRASE.findall(caption)
+                seen |= {(german_case(caption), GERMAN_NOUNS[noun][1]) for _, _, noun in phrases}
+                assert caption[0].isupper()
+    assert seen == set(GERMAN_FORMS)
+
+
+def test_splits_share_no_content(scenes: datasets.DatasetDict) -> None:
+    groups = [{group_of(row) for row in split} for split in scenes.values()]
+    assert not groups[0] & groups[1]
+    assert not groups[0] & groups[2]
+    assert not groups[1] & groups[2]
+
+
+def test_content_has_its_split_whatever_the_seed() -> None:
+    counts = {"train": 2000, "validation": 200, "test": 200}
+    one, other = (scenes_module._draw_contents(counts, seed) for seed in (0, 1))
+    held_out = {scene.group() for split in ("validation", "test") for scene in one[split]}
+    assert held_out.isdisjoint(scene.group() for scene in other["train"])
+
+
+def test_evaluation_words_occur_in_training(scenes: datasets.DatasetDict) -> None:
+    words = {name: set().union(*(bag(c) for row in split for c in row["captions"])) for name, split in scenes.items()}
+    assert words["validation"] | words["test"] <= words["train"]
+
+
+def test_no_bag_of_words_separates_mirror_twins(scenes: datasets.DatasetDict) -> None:
+    for split in scenes.values():
+        twins = twins_in(split)
+        assert 2 * len(twins) > 0.5 * len(split)
+        for row, twin in twins:
+            for caption, mirrored in zip(row["captions"], twin["captions"], strict=True):
+                assert caption != mirrored
+                assert bag(caption) == bag(mirrored)
+            assert [region["phrase"] for region in row["regions"][:2]] == [
+                region["phrase"] for region in twin["regions"][1::-1]
+            ]
+            assert (abs(pixels_of(row).astype(int) - pixels_of(twin)).max(axis=-1) > 60).mean() > 0.03
+
+
+def test_order_pairs_differ_only_in_order(scenes: datasets.DatasetDict) -> None:
+    split = scenes["test"]
+    pairs = list(order_pairs(split))
+    assert [index for index, _, _ in pairs] == list(range(len(split)))
+    for index, true, false in pairs:
+        row = split[index]
+        assert true in row["captions"]
+        assert bag(true) == bag(false)
+        assert all(holds(row, fact) for fact in facts_of(true, "en"))
+        assert not holds(row, facts_of(false, "en")[0])
+
+
+def test_order_pairs_of_another_data_set() -> None:
+    with pytest.raises(ValueError, match="order_pair is missing"):
+        order_pairs(datasets.Dataset.from_dict({"text": ["a"]}))
+
+
+def test_few_captions_fit_another_scene() -> None:
+    contents = scenes_module._draw_contents({"train": 4000, "validation": 500, "test": 500}, seed=0)
+    for split in contents.values():
+        counts = Counter(caption for scene in split for caption in set(scenes_module._captions(scene, 0)[0]))
+        assert sum(count for count in counts.values() if count > 1) < 0.03 * counts.total()
+
+
+@pytest.mark.parametrize("image_size", [64, 81, 96])
+def test_objects_lie_in_the_image_and_show_their_colour(image_size: int, tmp_path: Path) -> None:
+    checked = 0
+    for row in load_scenes(image_size=image_size, num_train=60, num_eval=1, cache_dir=tmp_path)["train"]:
+        pixels = pixels_of(row).astype(int)
+        assert pixels.shape == (image_size, image_size, 3)
+        boxes = [region["box"] for region in row["regions"]]
+        for x, y, width, height in boxes:
+            assert 0 <= x < x + width <= image_size
+            assert 0 <= y < y + height <= image_size
+        for index, (x, y, width, height) in enumerate(boxes):
+            for left, top, other_width, other_height in boxes[:index]:
+                apart = max(left - x - width, x - left - other_width, top - y - height, y - top - other_height)
+                assert apart >= 0
+        for region in row["regions"]:
+            _, texture, colour, _ = region["phrase"].split()
+            column, line = centre(region).astype(int)
+            if texture == "plain":
+                patch = pixels[line - 1 : line + 2, column - 1 : column + 2].mean(axis=(0, 1))
+                distances = {name: np.abs(patch - value).max() for name, value in COLOURS.items()}
+                assert min(distances, key=distances.__getitem__) == colour
+                assert distances[colour] <= 9
+                checked += 1
+    assert checked > 30
+
+
+def test_textures_and_sizes_show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        pixels = pixels_of(row).astype(int)
+        for region in row["regions"]:
+            size, texture, _, _ = region["phrase"].split()
+            assert (max(region["box"][2:]) > 20) == (size == "large")
+            column, line = centre(region).astype(int)
+            patch = pixels[line - 2 : line + 3, column - 2 : column + 3].sum(axis=-1)
+            if texture != "plain":
+                assert np.ptp(patch) > 150
+
+
+def test_second_load_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, logger=scenes_module.__name__):
+        first = load_scenes(**TINY, cache_dir=tmp_path)
+        monkeypatch.delattr(scenes_module, "_row")
+        second = load_scenes(**TINY, cache_dir=tmp_path)
+    assert first["train"].to_list() == second["train"].to_list()
+    assert len(caplog.records) == 1
+    assert not list(tmp_path.rglob("*.tmp-*"))
+
+
+def test_default_cache_is_that_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    load_scenes(**TINY)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["tandem_scenes"]
+
+
+def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_row = scenes_module._row
+
+    def failing_row(scene: Any, split: str, index: int, *rest: int) -> dict[str, Any]:
+        if split == "validation":
+            raise KeyboardInterrupt
+        return real_row(scene, split, index, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scenes_module, "_row", failing_row)
+        with pytest.raises(KeyboardInterrupt):
+            load_scenes(**TINY, cache_dir=tmp_path)
+    assert not list((tmp_path / "tandem_scenes").iterdir())
+    assert len(load_scenes(**TINY, cache_dir=tmp_path)["train"]) == 12
+
+
+def test_half_written_folder_of_a_killed_process_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(scratch: Path, folder: Path) -> None:
+        assert not folder.exists()
+        raise OSError("disk gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scenes_module.os, "replace", killed)
+        patch.setattr(scenes_module.shutil, "rmtree", lambda *args, **kwargs: None)
+        with pytest.raises(OSError, match="disk gone"):
+            load_scenes(**TINY, cache_dir=tmp_path)
+    assert len(list((tmp_path / "tandem_scenes").iterdir())) == 1
+    assert len(load_scenes(**TINY, cache_dir=tmp_path)["train"]) == 12
+
+
+def test_the_slower_of_two_processes_uses_the_result_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_draw = scenes_module._draw_contents
+
+    def overtaken(counts: dict[str, int], seed: int) -> Any:
+        monkeypatch.setattr(scenes_module, "_draw_contents", real_draw)
+        load_scenes(**TINY, cache_dir=tmp_path)
+        return real_draw(counts, seed)
+
+    monkeypatch.setattr(scenes_module, "_draw_contents", overtaken)
+    assert len(load_scenes(**TINY, cache_dir=tmp_path)["train"]) == 12
+    assert len(list((tmp_path / "tandem_scenes").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("image_size", 32), ("num_train", 0), ("num_eval", -1)])
+def test_numbers_out_of_range(name: str, value: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}; "):
+        load_scenes(**{name: value}, cache_dir=tmp_path)

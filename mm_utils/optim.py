@@ -1,0 +1,78 @@
+"""Parameter groups and the learning rate as a function of the step."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mm_utils.arguments import arg
+
+
+@dataclass
+class OptimizerArguments:
+    """AdamW and its schedule."""
+
+    learning_rate: float = arg(1e-3, "Peak learning rate of newly initialised parameters.")
+    backbone_learning_rate: float | None = arg(
+        None, "Peak learning rate of the two backbones; default: a tenth of --learning_rate if pretrained, else equal."
+    )
+    weight_decay: float = arg(0.1, "Decay of matrices; never of norms, biases and scalars.")
+    adam_beta1: float = arg(0.9, "AdamW's first moment.")
+    adam_beta2: float = arg(0.98, "AdamW's second moment.")
+    adam_epsilon: float = arg(1e-6, "AdamW's epsilon.")
+    lr_scheduler_type: str = arg(
+        "cosine", "'cosine' to zero, or 'constant_with_cooldown' (linear to zero at the end)."
+    )
+    warmup_ratio: float = arg(0.05, "Share of the steps in which the rate rises linearly from zero.")
+    cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.")
+    max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type not in ("cosine", "constant_with_cooldown"):
+            raise ValueError(
+                f"--lr_scheduler_type is {self.lr_scheduler_type!r}; choose cosine or constant_with_cooldown."
+            )
+        if not (self.warmup_ratio >= 0 and self.cooldown_ratio >= 0 and self.warmup_ratio + self.cooldown_ratio <= 1):
+            raise ValueError("--warmup_ratio and --cooldown_ratio are shares of the run; together at most 1.")
+        if self.learning_rate < 0:
+            raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
+
+
+def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
+    """The learning rate of step `step` (from 0) as a share of its peak."""
+    warmup = args.warmup_ratio * max_steps
+    if step + 1 < warmup:
+        return (step + 1) / warmup
+    if args.lr_scheduler_type == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup))) if step > warmup else 1.0
+    cooldown = args.cooldown_ratio * max_steps
+    return min(1.0, (max_steps - step) / cooldown) if cooldown else 1.0
+
+
+def build_optimizer(
+    model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device
+) -> torch.optim.AdamW:
+    """AdamW over the trained parameters: matrices decay, backbones may learn at a rate of their own.
+
+    Every group remembers its peak rate as `peak_lr`; the trainer sets `lr` from it and `schedule`.
+    """
+    backbone_rate = args.backbone_learning_rate
+    if backbone_rate is None:
+        backbone_rate = args.learning_rate * (0.1 if pretrained else 1.0)
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        backbone, decays = ".text_model." in f".{name}" or ".vision_model." in f".{name}", parameter.dim() > 1
+        rate = backbone_rate if backbone else args.learning_rate
+        group = groups.setdefault(
+            (backbone, decays),
+            {"params": [], "lr": rate, "peak_lr": rate, "weight_decay": args.weight_decay if decays else 0.0},
+        )
+        group["params"].append(parameter)
+    if not groups:
+        raise ValueError("no parameter is left to train; drop --freeze_vision or --freeze_text")
+    betas = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(list(groups.values()), betas=betas, eps=args.adam_epsilon, fused=device.type == "cuda")

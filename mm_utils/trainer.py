@@ -1,0 +1,382 @@
+"""The one training loop: steps, clipping, schedule, evaluation, checkpoints, callbacks.
+
+Names follow `transformers.Trainer` wherever the meaning is the same, and its callbacks run here unchanged. What differs:
+the unit of a step is the global batch, whose rows depend on (data, seed, step) alone, so a run resumed with another number
+of processes goes on with the same batches.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from mm_utils import ranks
+from mm_utils.arguments import arg
+from mm_utils.averaging import WeightAverage
+from mm_utils.checkpoints import (
+    checkpoint_path,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+    truncate_log,
+)
+from mm_utils.data.loaders import DeviceLoader
+from mm_utils.grad_cache import backward
+from mm_utils.metrics import Evaluate
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives import Objective
+from mm_utils.optim import OptimizerArguments, schedule
+from mm_utils.sharding import register_forward_methods
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingArguments:
+    """The loop's own flags. Names and meanings follow `transformers.TrainingArguments`."""
+
+    output_dir: str | None = arg(None, "Everything goes here; default: a new outputs/<script>-N.")
+    overwrite_output_dir: bool = arg(False, "Start anew in an --output_dir that holds a run.")
+    resume_from_checkpoint: str | None = arg(
+        None, "A checkpoint-N folder, or 'latest' (a first start if there is none)."
+    )
+    global_batch_size: int = arg(64, "Pairs per step, over all processes: it decides what is learnt.")
+    micro_batch_size: int | None = arg(
+        None, "Pairs per process to hold activations of at a time, when memory is short: it decides nothing."
+    )
+    per_device_eval_batch_size: int = arg(64, "Images per process and forward in evaluation: it decides nothing.")
+    num_train_epochs: float = arg(6.0, "Passes over the training images.")
+    max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
+    logging_steps: int = arg(10, "Log every N steps.")
+    eval_steps: int = arg(0, "Evaluate every N steps; 0 = only at the end.")
+    save_steps: int = arg(500, "Save a resumable checkpoint every N steps; 0 = never.")
+    save_total_limit: int | None = arg(2, "Keep this many checkpoints, and the best one besides.")
+    metric_for_best_model: str = arg("text_to_image_recall@1", "Decides early stopping and which checkpoint is best.")
+    greater_is_better: bool = arg(True, "Whether more of that metric is better.")
+    load_best_model_at_end: bool = arg(False, "Keep the best evaluated weights instead of the last.")
+    early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
+    ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
+    seed: int = arg(42, "Decides initial weights, order of data, crops, negatives and dropout.")
+
+    def __post_init__(self) -> None:
+        self.eval_strategy = "steps" if self.eval_steps else "no"  # transformers' callbacks ask for it
+        if self.max_steps <= 0 and self.num_train_epochs <= 0:
+            raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ValueError(f"--micro_batch_size is {self.micro_batch_size}; give at least 1, or leave it out.")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
+        if (self.early_stopping_patience or self.load_best_model_at_end) and not self.eval_steps:
+            raise ValueError(
+                "--early_stopping_patience and --load_best_model_at_end need evaluations: set --eval_steps."
+            )
+
+    def total_steps(self, num_rows: int) -> int:
+        """Steps of the whole run over a training split of `num_rows` images."""
+        return (
+            self.max_steps
+            if self.max_steps > 0
+            else max(1, round(self.num_train_epochs * num_rows / self.global_batch_size))
+        )
+
+
+class Trainer:
+    """Train an objective. It is built from parts, in the open.
+
+    Args:
+        args, optimizer_args: the dataclasses.
+        accelerator: from `mm_utils.run.start_run`.
+        objective: called with (batch, step); returns what to optimise and to log.
+        optimizer: whose groups carry a `peak_lr`.
+        processor: saved beside the model.
+        train_batches: (start, stop) -> loader of this rank's share of the global batches of these steps.
+        num_rows: images of the training split.
+        eval_loader, evaluate: what is measured, on what.
+        callbacks: any `transformers.TrainerCallback`.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        optimizer_args: OptimizerArguments,
+        accelerator: Accelerator,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        processor: ProcessorMixin,
+        train_batches: Callable[[int, int], DeviceLoader],
+        num_rows: int,
+        eval_loader: DeviceLoader | None = None,
+        evaluate: Evaluate | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+    ):
+        self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
+        self.output_dir = Path(args.output_dir or ".")
+        if accelerator.state.deepspeed_plugin is not None:
+            # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
+            config = accelerator.state.deepspeed_plugin.deepspeed_config
+            config["train_micro_batch_size_per_gpu"] = max(1, args.global_batch_size // accelerator.num_processes)
+        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+        register_forward_methods(self.objective)
+        self.model: FusionDualEncoderModel = objective.model
+        self.processor, self.train_batches, self.num_rows = processor, train_batches, num_rows
+        self.eval_loader, self.evaluate_model, self.callbacks = eval_loader, evaluate, list(callbacks)
+        self.state = TrainerState(
+            max_steps=args.total_steps(num_rows),
+            is_world_process_zero=accelerator.is_main_process,
+            is_local_process_zero=accelerator.is_local_main_process,
+        )
+        self.state.num_train_epochs = -(-self.state.max_steps * args.global_batch_size // num_rows)
+        self.control = TrainerControl()
+        self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
+        self.skipped, self._evaluated_at = 0, -1
+        self._window = _Window()
+        if accelerator.distributed_type.value in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            accelerator.register_save_state_pre_hook(self._save_weights)
+            accelerator.register_load_state_pre_hook(self._load_weights)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from: Path | None = None) -> dict[str, float]:
+        """Run to the last step or until a callback stops it, and save the model. Returns the last metrics."""
+        if resume_from is not None:
+            self._resume(resume_from)
+        metrics: dict[str, float] = {}
+        self._event("on_train_begin")
+        loader = self.train_batches(self.state.global_step, self.state.max_steps)
+        self._window.restart()
+        for batch in loader:
+            report = self.training_step(batch)
+            self.state.global_step += 1
+            self.state.epoch = self.state.global_step * self.args.global_batch_size / self.num_rows
+            self._window.add(len(batch["rows"]), loader.wait)
+            self._note_skipped(batch["skipped"])
+            self._plan()
+            self._event("on_step_end", report=report)
+            metrics = self._act(report) or metrics
+            if self.control.should_training_stop:
+                break
+        if self.evaluate_model and self._evaluated_at != self.state.global_step:
+            metrics = self.evaluate()
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            metrics = self._take_best(metrics)
+        self._event("on_train_end")
+        self.save_model()
+        return metrics
+
+    def training_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """One global batch: loss, gradient, clipping, update. Returns what the objective reports and the gradient norm."""
+        self.objective.train()
+        step = self.state.global_step
+        # Dropout is a function of (seed, step, rank), so a resumed run repeats the straight one without stored states.
+        torch.manual_seed((self.args.seed * 1_000_003 + step) * ranks.world_size() + ranks.rank())
+        rate = schedule(step, self.state.max_steps, self.optimizer_args)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * rate
+        report = backward(self.accelerator, self.objective, batch, step, self.args.micro_batch_size)
+        if self.optimizer_args.max_grad_norm > 0:
+            norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.optimizer_args.max_grad_norm)
+            report["grad_norm"] = torch.as_tensor(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update()
+        return report
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate now, log, and tell the callbacks. With an average of the weights, it is the average that is measured."""
+        if self.evaluate_model is None or self.eval_loader is None:
+            raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
+        self.objective.eval()
+        with self.average.applied() if self.average is not None else nullcontext():
+            found = self.evaluate_model(self.model, self.eval_loader, self.accelerator)
+        metrics = {f"eval_{name}": value for name, value in found.items()}
+        self._evaluated_at = self.state.global_step
+        self._log(metrics)
+        # Callbacks compare with the best so far, so that changes after them.
+        self._event("on_evaluate", metrics=metrics)
+        value, best = metrics.get(f"eval_{self.args.metric_for_best_model}"), self.state.best_metric
+        if value is None:
+            raise ValueError(
+                f"--metric_for_best_model is {self.args.metric_for_best_model}; measured were {', '.join(found)}."
+            )
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            self.control.should_save |= self.args.load_best_model_at_end
+        return metrics
+
+    # -- what is left behind ----------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> Path:
+        """Write all that a resumed run needs, as a folder that `from_pretrained` reads."""
+        exported = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
+        self.state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in exported}  # type: ignore
+        path = checkpoint_path(self.output_dir, self.state.global_step)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(path)
+        save_checkpoint(self.accelerator, self.output_dir, self.state, self._write_extras)
+        if self.accelerator.is_main_process:
+            remove_old_checkpoints(self.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+        self._event("on_save")
+        return path
+
+    def save_model(self) -> None:
+        """Write model and processor to the output folder, and the stock dual encoder to `dual_encoder/` inside it."""
+        weights = self.accelerator.get_state_dict(self.objective)
+        if self.accelerator.is_main_process:
+            weights = {name.removeprefix("model."): value for name, value in weights.items()}
+            if self.average is not None:
+                weights |= self.average.values
+            self.model.save_pretrained(self.output_dir, state_dict=weights)
+            self.processor.save_pretrained(self.output_dir)
+            save_dual_encoder(self.output_dir, self.processor)
+        self.accelerator.wait_for_everyone()
+
+    def _write_extras(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+        if self.average is not None:
+            self.average.save(folder)
+
+    def _save_weights(self, models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        if self.accelerator.is_main_process:
+            self.model.save_pretrained(folder)
+        weights.clear()
+
+    def _load_weights(self, models: list[nn.Module], folder: str) -> None:
+        models.clear()
+        self.model.load_state_dict(FusionDualEncoderModel.from_pretrained(folder).state_dict())
+
+    def _resume(self, path: Path) -> None:
+        state = load_checkpoint(self.accelerator, path)
+        state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
+        state.is_world_process_zero = self.state.is_world_process_zero
+        state.is_local_process_zero = self.state.is_local_process_zero
+        self.state = state
+        exported: Any = state.stateful_callbacks or {}
+        for callback in self.callbacks:
+            for name, value in exported.get(type(callback).__name__, {}).get("attributes", {}).items():
+                setattr(callback, name, value)
+        if self.average is not None:
+            self.average.load(path)
+        if self.accelerator.is_main_process:
+            truncate_log(self.output_dir / "metrics.jsonl", state.global_step)
+            logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
+
+    def _take_best(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Go back to the best checkpoint's weights; its metrics are those logged when it was evaluated."""
+        best = str(self.state.best_model_checkpoint)
+        self._load_weights([], best)
+        if self.average is not None:
+            self.average.load(Path(best))
+        evaluated = [
+            {name: value for name, value in row.items() if name.startswith("eval_")}
+            for row in self.state.log_history
+            if row["step"] == self.state.best_global_step
+        ]
+        return next((row for row in evaluated if row), metrics)
+
+    # -- small parts ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """What is due after this step; callbacks may change it."""
+        step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
+        self.control.should_log = last or _due(step, self.args.logging_steps)
+        self.control.should_evaluate = self.evaluate_model is not None and (last or _due(step, self.args.eval_steps))
+        self.control.should_save = _due(step, self.args.save_steps)
+
+    def _act(self, report: dict[str, Tensor]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self.control.should_log:
+            rate = self.optimizer.param_groups[0]["lr"]
+            values = {name: value.item() for name, value in report.items()}
+            skipped = int(ranks.sum_over_ranks(torch.tensor([self.skipped], device=self.accelerator.device)))
+            self._log(
+                {
+                    **values,
+                    "learning_rate": rate,
+                    **self._window.rates(),
+                    **({"skipped_images": skipped} if skipped else {}),
+                }
+            )
+        if self.control.should_evaluate:
+            metrics = self.evaluate()
+        if self.control.should_save:
+            self.save_checkpoint()
+        if self.control.should_evaluate or self.control.should_save:
+            self._window.restart()
+        return metrics
+
+    def _log(self, values: dict[str, float]) -> None:
+        row = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4), **values}
+        self.state.log_history.append(row)
+        if self.accelerator.is_main_process:
+            with open(self.output_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        self.accelerator.log(values, step=self.state.global_step)
+        self._event("on_log", logs=row)
+
+    def _event(self, name: str, **values: Any) -> None:
+        for callback in self.callbacks:
+            changed = getattr(callback, name)(
+                self.args,
+                self.state,
+                self.control,
+                model=self.model,
+                processing_class=self.processor,
+                optimizer=self.optimizer,
+                eval_dataloader=self.eval_loader,
+                **values,
+            )
+            self.control = changed or self.control
+
+    def _note_skipped(self, reasons: list[str]) -> None:
+        for reason in reasons:
+            self.skipped += 1
+            if self.skipped <= 10:
+                logger.warning("Skipped a pair: %s", reason)
+
+
+class _Window:
+    """Throughput since the last line of the log."""
+
+    def restart(self) -> None:
+        self.start, self.pairs, self.wait = time.perf_counter(), 0, 0.0
+
+    def add(self, pairs: int, wait: float) -> None:
+        self.pairs += pairs
+        self.wait += wait
+
+    def rates(self) -> dict[str, float]:
+        """Pairs per second of all ranks and the share of this rank's time spent waiting for data; starts a new window."""
+        seconds = max(1e-9, time.perf_counter() - self.start)
+        rates = {
+            "pairs_per_second": self.pairs * ranks.world_size() / seconds,
+            "data_wait": self.wait / seconds,
+        }
+        self.restart()
+        return rates
+
+
+def save_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
+    """Write `dual_encoder/` beside a saved model, as stock transformers loads it; say why where it cannot."""
+    model = FusionDualEncoderModel.from_pretrained(folder)
+    try:
+        stock = model.to_dual_encoder()
+    except ValueError as error:
+        logger.info("No dual_encoder/ folder: %s.", error)
+        return
+    stock.save_pretrained(folder / "dual_encoder")
+    processor.save_pretrained(folder / "dual_encoder")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

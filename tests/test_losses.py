@@ -1,0 +1,385 @@
+"""The exact losses against ten lines of dense fp64, alone and between processes."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mm_utils import ranks
+from mm_utils.losses import gather_batch, hard_negatives, info_nce, same_pair
+from tests.test_ranks import run_on_ranks
+
+UNEVEN = {2: [(4, 4), (3, 5), (8, 0)], 3: [(3, 3, 2), (1, 5, 2), (4, 0, 4), (0, 0, 8)]}
+
+
+def dense_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+    """The definition, with every matrix in memory."""
+    other_positives = (ids[:, None] == ids).any(-1).fill_diagonal_(False)
+    logits = (scale * image @ text.T).masked_fill(other_positives, -torch.inf)
+    target = torch.arange(len(logits))
+    return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
+
+
+def tiled_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, tile: int | None = None) -> Tensor:
+    return info_nce(image, text, scale, gather_batch(image, text, ids), tile)
+
+
+def with_gradients(loss: Any, *inputs: Tensor, **rest: Any) -> list[Tensor]:
+    """Value and gradients of `loss(image, text, scale, ids)`."""
+    *leaves, ids = inputs
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    value = loss(*leaves, ids, **rest)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+def make_batch(
+    count: int, width: int, seed: int = 0, images: int = 10**6, captions: int = 10**6
+) -> tuple[Tensor, ...]:
+    """Unit embeddings in fp64 and ids, of which few distinct ones make duplicates."""
+    generator = torch.Generator().manual_seed(seed)
+    image, text = torch.randn(2, count, width, generator=generator, dtype=torch.double)
+    highest = torch.tensor([images, captions])
+    ids = (torch.rand(count, 2, generator=generator) * highest).long()
+    return normalize(image, dim=1), normalize(text, dim=1), ids
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
+
+
+# -- InfoNCE, one process -----------------------------------------------------------------------------------------------
+
+
+@given(
+    count=st.integers(1, 14),
+    width=st.integers(1, 9),
+    tile=st.one_of(st.none(), st.integers(1, 16)),
+    images=st.integers(1, 20),
+    captions=st.integers(1, 20),
+    log_scale=st.floats(-4, 5),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=120)
+def test_equals_the_definition(
+    count: int, width: int, tile: int | None, images: int, captions: int, log_scale: float, seed: int
+) -> None:
+    image, text, ids = make_batch(count, width, seed, images, captions)
+    scale = torch.tensor(log_scale, dtype=torch.double).exp()
+    found = with_gradients(tiled_info_nce, image, text, scale, ids, tile=tile)
+    expected = with_gradients(dense_info_nce, image, text, scale, ids)
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    image, text, ids = make_batch(6, 4, images=5, captions=5)
+    inputs = [value.requires_grad_() for value in (image, text, torch.tensor(3.0, dtype=torch.double))]
+    assert torch.autograd.gradcheck(lambda *values: tiled_info_nce(*values, ids, tile=4), inputs)
+
+
+def test_upstream_gradient_multiplies() -> None:
+    image, text, ids = make_batch(6, 4)
+    scale = torch.tensor(5.0, dtype=torch.double)
+    for value, right in zip(
+        with_gradients(lambda *values: -3 * tiled_info_nce(*values), image, text, scale, ids),
+        with_gradients(lambda *values: -3 * dense_info_nce(*values), image, text, scale, ids),
+        strict=True,
+    ):
+        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
+def test_fp32_is_as_good_as_it_can_be(scale: float) -> None:
+    image, text, ids = make_batch(64, 32, images=60)
+    exact = with_gradients(dense_info_nce, image.float(), text.float(), torch.tensor(scale), ids)
+    found = with_gradients(tiled_info_nce, image.float(), text.float(), torch.tensor(scale), ids, tile=10)
+    double = with_gradients(dense_info_nce, image, text, torch.tensor(scale, dtype=torch.double), ids)
+    for value, fp32, right in zip(found, exact, double, strict=True):
+        assert value.dtype == torch.float32
+        assert relative_error(value, right) < max(1e-5, 2 * relative_error(fp32, right))
+
+
+def test_fp32_gradient_survives_convergence() -> None:
+    """At a loss of 1e-10, softmax - 1 is 0 in fp32, and with it half of the gradient of plain cross-entropy."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.double))[0][:8]
+    text = normalize(image + 0.02 * torch.randn(8, 16, generator=generator, dtype=torch.double), dim=1)
+    image, text = image.float(), text.float()
+    ids, scale = torch.arange(8)[:, None].expand(-1, 2), torch.tensor(25.0)
+    right = with_gradients(dense_info_nce, image.double(), text.double(), scale.double(), ids)
+    assert 1e-11 < right[0] < 1e-9
+    found = with_gradients(tiled_info_nce, image, text, scale, ids)
+    plain = with_gradients(dense_info_nce, image, text, scale, ids)
+    assert max(relative_error(value, expected) for value, expected in zip(found, right, strict=True)) < 1e-4
+    assert max(relative_error(value, expected) for value, expected in zip(plain[1:], right[1:], strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("column", [0, 1], ids=["image", "caption"])
+def test_pairs_that_share_an_image_or_a_caption_are_no_negatives(column: int) -> None:
+    image, text, ids = make_batch(8, 4)
+    ids = torch.arange(16).view(8, 2)
+    ids[5, column] = ids[2, column]
+    scale = torch.tensor(20.0, dtype=torch.double)
+    before = tiled_info_nce(image, text, scale, ids)
+    text[5], text[2] = text[2].clone(), text[5].clone()  # now each looks like the other's positive
+    image[5], image[2] = image[2].clone(), image[5].clone()
+    torch.testing.assert_close(tiled_info_nce(image, text, scale, ids), before)
+    apart = torch.arange(16).view(8, 2)
+    assert tiled_info_nce(image, text, scale, apart) > before
+
+
+@pytest.mark.parametrize("tile", [None, 1, 3])
+def test_no_negatives_at_all(tile: int | None) -> None:
+    for count, ids in ((1, torch.zeros(1, 2)), (5, torch.zeros(5, 2))):
+        image, text, _ = make_batch(count, 4)
+        scale = torch.tensor(7.0, dtype=torch.double)
+        for value in with_gradients(tiled_info_nce, image, text, scale, ids.long(), tile=tile):
+            assert torch.equal(value, torch.zeros_like(value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e3, 1e4, 1e6])
+def test_extremes_of_scale(scale: float, dtype: torch.dtype) -> None:
+    image, text, ids = make_batch(12, 6)
+    right = with_gradients(dense_info_nce, image, text, torch.tensor(scale, dtype=torch.double), ids)
+    found = with_gradients(tiled_info_nce, image.to(dtype), text.to(dtype), torch.tensor(scale, dtype=dtype), ids)
+    rounding = 10 * torch.finfo(dtype).eps * max(1.0, scale)  # of the logits
+    for value, expected in zip(found, right, strict=True):
+        assert value.isfinite().all()
+        if rounding < 0.1:
+            assert float((value.double() - expected).norm()) < rounding * max(1.0, float(expected.norm()))
+
+
+def test_autocast_leaves_fp32() -> None:
+    image, text, ids = make_batch(16, 8)
+    inputs = image.float(), text.float(), torch.tensor(30.0), ids
+    outside = with_gradients(tiled_info_nce, *inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = with_gradients(tiled_info_nce, *inputs)
+    assert all(torch.equal(value, right) for value, right in zip(inside, outside, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+def test_half_precision_embeddings_are_computed_on_in_fp32(dtype: torch.dtype, tolerance: float) -> None:
+    image, text, ids = make_batch(16, 8)
+    image, text = image.to(dtype), text.to(dtype)
+    right = with_gradients(dense_info_nce, image.double(), text.double(), torch.tensor(30.0, dtype=torch.double), ids)
+    found = with_gradients(tiled_info_nce, image, text, torch.tensor(30.0), ids)
+    assert [value.dtype for value in found] == [torch.float32, dtype, dtype, torch.float32]
+    assert relative_error(found[0], right[0]) < 1e-5
+    assert max(relative_error(value, expected) for value, expected in zip(found, right, strict=True)) < tolerance
+
+
+def test_fp16_under_a_loss_scaler() -> None:
+    """Gradients of 1e-6 are no numbers of fp16; multiplied by the scaler's 65536 in fp32 first, they are."""
+    image, text, ids = make_batch(256, 8)
+    image, text = image.half(), text.half()
+    scaled = with_gradients(lambda *values: 65536 * tiled_info_nce(*values), image, text, torch.tensor(0.05), ids)
+    right = with_gradients(
+        lambda *values: 65536 * dense_info_nce(*values),
+        *(image.double(), text.double(), torch.tensor(0.05, dtype=torch.double), ids),
+    )
+    for value, expected in zip(scaled, right, strict=True):
+        assert value.isfinite().all()
+        assert relative_error(value, expected) < 1e-3
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+@contextmanager
+def largest_tensor() -> Iterator[_Largest]:
+    with _Largest() as largest:
+        yield largest
+
+
+def test_no_quadratic_tensor() -> None:
+    count, width, tile = 128, 4, 8
+    image, text, ids = make_batch(count, width)
+    scale = torch.tensor(10.0, dtype=torch.double)
+    with largest_tensor() as dense:
+        with_gradients(dense_info_nce, image, text, scale, ids)
+    with largest_tensor() as tiled:
+        with_gradients(tiled_info_nce, image, text, scale, ids, tile=tile)
+        hard_negatives(image, text, scale, gather_batch(image, text, ids), key=0, tile=tile)
+    assert dense.elements >= count**2
+    assert tiled.elements <= 2 * tile * count  # the comparison of both ids of a tile
+
+
+def test_default_tiles_do_not_depend_on_the_batch() -> None:
+    image, text, ids = make_batch(9, 4)
+    scale = torch.tensor(4.0, dtype=torch.double)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mm_utils.losses.TILE_ELEMENTS", 20)
+        small = with_gradients(tiled_info_nce, image, text, scale, ids)
+        patch.setattr("mm_utils.losses.TILE_ELEMENTS", 1)
+        one_row = with_gradients(tiled_info_nce, image, text, scale, ids)
+    for value, other, right in zip(
+        small, one_row, with_gradients(tiled_info_nce, image, text, scale, ids), strict=True
+    ):
+        torch.testing.assert_close(value, right)
+        torch.testing.assert_close(other, right)
+
+
+# -- hard negatives, one process ----------------------------------------------------------------------------------------
+
+
+@given(
+    count=st.integers(1, 20),
+    images=st.integers(1, 12),
+    captions=st.integers(1, 12),
+    log_scale=st.floats(-5, 10),
+    key=st.integers(-(2**70), 2**70),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=60)
+def test_a_known_positive_is_never_drawn(
+    count: int, images: int, captions: int, log_scale: float, key: int, seed: int
+) -> None:
+    image, text, ids = make_batch(count, 3, seed, images, captions)
+    batch = gather_batch(image, text, ids)
+    scale = torch.tensor(log_scale).exp()
+    drawn = hard_negatives(image, text, scale, batch, key)
+    positive = same_pair(ids, ids)
+    assert drawn.shape == (count,)
+    assert drawn.dtype == torch.long
+    assert ((drawn == -1) == positive.all(1)).all()
+    rows = (drawn >= 0).nonzero()[:, 0]
+    assert not positive[rows, drawn[rows]].any()
+    for tile in (1, 3):
+        assert torch.equal(hard_negatives(image, text, scale, batch, key, tile), drawn)
+
+
+def test_distribution_is_softmax() -> None:
+    """Chi-square of 40 x 256 draws among eight kinds of columns; the noise is a hash, so the figure never changes."""
+    count, kinds = 256, 8
+    kind = torch.arange(count) % kinds
+    keys = normalize(torch.randn(kinds, 4, generator=torch.Generator().manual_seed(1)), dim=1)[kind]
+    queries = keys[:1].expand(count, -1).contiguous()
+    ids = torch.arange(2 * count).view(count, 2)
+    ids[:32, 0] = 0  # 32 rows exclude each other
+    batch, scale = gather_batch(queries, keys, ids), torch.tensor(1.5)
+    probability = (scale * queries @ keys.T).masked_fill(same_pair(ids, ids), -torch.inf).softmax(1)
+    draws = torch.stack([hard_negatives(queries, keys, scale, batch, key) for key in range(40)])
+    expected = 40 * torch.zeros(count, kinds).index_add_(1, kind, probability).sum(0)
+    seen = torch.bincount(kind[draws].flatten(), minlength=kinds)
+    assert float(((seen - expected) ** 2 / expected).sum()) < 24.3  # 1 in 1000 for 7 degrees of freedom
+    single = torch.bincount(draws.flatten(), minlength=count) / draws.numel()
+    error = (single - probability.mean(0)).abs() / (probability.mean(0) / draws.numel()).sqrt()
+    assert error.max() < 4.5  # standard deviations, of 256
+
+
+def test_draws_differ_between_keys_and_rows() -> None:
+    count = 200
+    same = torch.ones(count, 4) / 2
+    batch = gather_batch(same, same, torch.arange(2 * count).view(count, 2))
+    draws = [hard_negatives(same, same, torch.tensor(10.0), batch, key) for key in (0, 1, 2, 2**40, 2**41, 2**61, -1)]
+    for place, draw in enumerate(draws):
+        assert draw.unique().numel() > count / 2  # 63 % of as many columns are hit
+        for other in draws[:place]:
+            assert (draw == other).sum() < 10  # one in expectation
+
+
+def test_no_underflow() -> None:
+    """At a scale of 1e4 only the nearest negative has a probability above 0 in fp32; it must be the one drawn."""
+    image, text, ids = make_batch(32, 8)
+    batch = gather_batch(image, text, ids)
+    hardest = (image @ text.T).fill_diagonal_(-torch.inf)
+    for scale in (1e4, 1e6):
+        drawn = hard_negatives(image, text, torch.tensor(scale), batch, key=3)
+        gap = hardest.amax(1) - hardest[torch.arange(32), drawn]
+        assert (gap * scale < 30).all()
+    repelled = hard_negatives(image, -text * 1e4, torch.tensor(1e4), batch, key=3)
+    assert (repelled >= 0).all()
+
+
+def test_draws_do_not_depend_on_the_slice() -> None:
+    image, text, ids = make_batch(24, 6, images=20, captions=20)
+    batch = gather_batch(image, text, ids)
+    scale = torch.tensor(5.0)
+    whole = hard_negatives(image, text, scale, batch, key=11)
+    for low, high in ((0, 5), (5, 6), (6, 24), (24, 24)):
+        batch.offset = low
+        assert torch.equal(hard_negatives(image[low:high], text, scale, batch, key=11), whole[low:high])
+
+
+def test_draws_are_the_same_under_autocast() -> None:
+    image, text, ids = make_batch(64, 32)
+    batch = gather_batch(image.float(), text.float(), ids)
+    inputs = batch.image_NE, batch.text_NE, torch.tensor(100.0), batch
+    outside = [hard_negatives(*inputs, key) for key in range(10)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(hard_negatives(*inputs, key), right) for key, right in enumerate(outside))
+
+
+# -- between processes --------------------------------------------------------------------------------------------------
+
+
+def towers(features: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    image_weight, text_weight, log_scale = weights
+    image, text = normalize(features[:, 0] @ image_weight, dim=1), normalize(features[:, 1] @ text_weight, dim=1)
+    return image, text, log_scale.exp()
+
+
+def training_batch() -> tuple[Tensor, Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(8, 2, 6, generator=generator, dtype=torch.double)
+    weights = [torch.randn(6, 4, generator=generator, dtype=torch.double) for _ in range(2)]
+    ids = torch.arange(16).view(8, 2)
+    ids[6, 0], ids[4, 1] = ids[1, 0], ids[3, 1]
+    return features, ids, [*weights, torch.tensor(1.3, dtype=torch.double)]
+
+
+def step_on_this_rank(cases: list[tuple[int, ...]]) -> list[dict[str, Any]]:
+    features, ids, weights = training_batch()
+    weights = [weight.requires_grad_() for weight in weights]
+    results = []
+    for sizes in cases:
+        mine = slice(sum(sizes[: ranks.rank()]), sum(sizes[: ranks.rank() + 1]))
+        image, text, scale = towers(features[mine], weights)
+        batch = gather_batch(image, text, ids[mine])
+        loss = info_nce(image, text, scale, batch, tile=2)
+        drawn = [hard_negatives(image.detach(), batch.text_NE, scale.detach(), batch, key) for key in range(5)]
+        gradients = torch.autograd.grad(loss, weights)
+        results.append(
+            {"loss": loss.item(), "gradients": [g.tolist() for g in gradients], "drawn": [d.tolist() for d in drawn]}
+        )
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_average_over_ranks_is_the_single_process_gradient(world: int) -> None:
+    features, ids, weights = training_batch()
+    weights = [weight.requires_grad_() for weight in weights]
+    image, text, scale = towers(features, weights)
+    right = dense_info_nce(image, text, scale, ids)
+    right_gradients = torch.autograd.grad(right, weights)
+    batch = gather_batch(image, text, ids)
+    right_draws = [hard_negatives(image, text, scale, batch, key).tolist() for key in range(5)]
+
+    by_rank = run_on_ranks(world, step_on_this_rank, UNEVEN[world])
+    for by_case in zip(*by_rank, strict=True):
+        assert all(math.isclose(found["loss"], right.item(), rel_tol=1e-12) for found in by_case)
+        for place, expected in enumerate(right_gradients):
+            average = torch.tensor([found["gradients"][place] for found in by_case], dtype=torch.double).mean(0)
+            torch.testing.assert_close(average, expected, rtol=1e-10, atol=1e-13)
+        for key, expected in enumerate(right_draws):
+            assert [row for found in by_case for row in found["drawn"][key]] == expected

@@ -1,0 +1,640 @@
+"""The model on every family of backbones: saving, exporting, masks, the fusion head, freezing."""
+
+import ast
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BertConfig,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    ConvNextConfig,
+    DebertaV2Config,
+    Dinov2Config,
+    DistilBertConfig,
+    ElectraConfig,
+    MobileNetV2Config,
+    ModernBertConfig,
+    MPNetConfig,
+    PreTrainedConfig,
+    ResNetConfig,
+    RobertaConfig,
+    RobertaPreLayerNormConfig,
+    SiglipVisionConfig,
+    SwinConfig,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
+    ViTConfig,
+    XLMRobertaConfig,
+)
+
+from mm_utils import modeling_fusion_dual_encoder as modeling
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
+
+VOCABULARY = 50
+END = VOCABULARY - 1
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+IMAGE = {"image_size": 32, "patch_size": 8}
+BERT = {**TOWER, "vocab_size": VOCABULARY}
+VISION: dict[str, PreTrainedConfig] = {
+    "vit": ViTConfig(**TOWER, **IMAGE),
+    "dinov2": Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **IMAGE),
+    "resnet": ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 24, 32, 40], depths=[1, 1, 1, 1], layer_type="basic", image_size=32
+    ),
+    "convnext": ConvNextConfig(
+        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=32, layer_scale_init_value=1.0
+    ),
+    "siglip": SiglipVisionConfig(**TOWER, **IMAGE),
+    "mobilenet": MobileNetV2Config(depth_multiplier=0.25, image_size=32),
+    "swin": SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, window_size=4, patch_size=4),
+    "clip": CLIPVisionConfig(**TOWER, **IMAGE),
+}
+TEXT: dict[str, PreTrainedConfig] = {
+    "bert": BertConfig(**BERT),
+    "distilbert": DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=VOCABULARY),
+    "roberta": RobertaConfig(**BERT),
+    "modernbert": ModernBertConfig(
+        **BERT, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+    ),
+    "xlm-roberta": XLMRobertaConfig(**BERT),
+    "minilm": BertConfig(**{**BERT, "hidden_size": 48, "num_attention_heads": 12, "num_hidden_layers": 3}),
+    "electra": ElectraConfig(**BERT, embedding_size=16),
+    "deberta": DebertaV2Config(
+        **BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, position_biased_input=False
+    ),
+    "clip": CLIPTextConfig(**BERT, max_position_embeddings=16, bos_token_id=END - 1, eos_token_id=END, pad_token_id=1),
+}  # SigLIP's text tower is no AutoModel: see test_models.py
+PAIRS = [
+    *((vision, "bert") for vision in VISION),
+    *(("vit", text) for text in TEXT if text != "bert"),
+    ("convnext", "distilbert"),
+    ("resnet", "modernbert"),
+    ("swin", "clip"),
+    ("mobilenet", "deberta"),
+]
+OUTPUTS = ("image_embeds", "text_embeds", "match_logits")
+Batch = dict[str, Tensor]
+
+
+def backbone(config: PreTrainedConfig) -> torch.nn.Module:
+    """Weights larger than an initialisation's, so that attention is far from uniform and a lost mask shows."""
+    model = AutoModel.from_config(copy.deepcopy(config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "relative" not in name:
+                parameter.normal_(std=0.15)
+            elif parameter.dim() == 4:
+                torch.nn.init.kaiming_normal_(parameter)
+    return model
+
+
+def build(vision: str = "vit", text: str = "bert", seed: int = 0, **config) -> FusionDualEncoderModel:
+    """A tiny model in evaluation mode, its batch norms calibrated."""
+    torch.manual_seed(seed)
+    towers = backbone(VISION[vision]), backbone(TEXT[text])
+    model = FusionDualEncoderModel.from_backbones(*towers, **{"projection_dim": 16, **config})
+    if vision in ("resnet", "mobilenet"):
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = 1.0
+        with torch.no_grad():
+            model.vision_model.train()(batch_for(model)["pixel_values"])
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = 0.1
+    return model.eval()
+
+
+def batch_for(model: FusionDualEncoderModel, lengths: tuple[int, ...] = (7, 3, 5, 9)) -> Batch:
+    """Texts of several lengths, padded; each ends in the token that CLIP pools."""
+    generator = torch.Generator().manual_seed(1)
+    rows, longest = len(lengths), max(lengths)
+    position = torch.arange(longest).expand(rows, -1)
+    length = torch.tensor(lengths)[:, None]
+    ids = torch.randint(3, END - 1, (rows, longest), generator=generator)
+    ids[position == length - 1] = END
+    ids[position >= length] = model.text_model.config.pad_token_id
+    pixels = torch.randn(rows, 3, 32, 32, generator=generator).to(model.dtype)
+    return {"input_ids": ids, "pixel_values": pixels, "attention_mask": (position < length).long()}
+
+
+@torch.no_grad()
+def outputs(model: torch.nn.Module, batch: Batch, names: tuple[str, ...] = OUTPUTS) -> dict[str, Tensor]:
+    output = model(**batch)
+    return {name: output[name] for name in names}
+
+
+def assert_same_state(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype, name
+        assert torch.equal(value, theirs[name]), name
+
+
+def assert_same_output(name: str, expected: Tensor, actual: Tensor, vision: str) -> None:
+    """Bit for bit; only convolution kernels may round by where in memory the loaded tensors lie."""
+    exact = name == "text_embeds" or vision not in ("convnext", "mobilenet", "resnet")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0 if exact else 1e-4, msg=name)
+
+
+def attention_of(model: torch.nn.Module) -> list[str | None]:
+    return [tower.config._attn_implementation for tower in (model.vision_model, model.text_model)]
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize(("vision", "text"), PAIRS)
+def test_saved_and_loaded_bit_for_bit(vision, text, tmp_path):
+    model = build(vision, text)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is FusionDualEncoderModel
+    assert not loaded.training
+    assert_same_state(model, loaded)
+    assert attention_of(loaded) == attention_of(model)
+    batch = batch_for(model)
+    expected, actual = outputs(model, batch), outputs(loaded, batch)
+    for name in OUTPUTS:
+        assert torch.isfinite(expected[name]).all(), name
+        assert expected[name].std(0).max() > 1e-3, f"{name} does not depend on its input; the test would be vacuous"
+        assert_same_output(name, expected[name], actual[name], vision)
+
+
+def test_bfloat16_forward_and_round_trip(tmp_path):
+    model = build()
+    expected = outputs(model, batch_for(model))
+    model.bfloat16()
+    actual = outputs(model, batch_for(model))
+    for name, tolerance in zip(OUTPUTS, (0.03, 0.03, 0.2), strict=True):
+        assert actual[name].dtype == torch.bfloat16
+        assert (actual[name] - expected[name]).abs().max() < tolerance, name
+    model.save_pretrained(tmp_path)
+    assert_same_state(model, AutoModel.from_pretrained(tmp_path))
+
+
+ELSEWHERE = """
+import sys
+class NoProject:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == "mm_utils":
+            raise ImportError("mm_utils is not here")
+sys.meta_path.insert(0, NoProject())
+import torch
+from transformers import AutoModel
+model = AutoModel.from_pretrained("saved", trust_remote_code=True).eval()
+assert "mm_utils" not in sys.modules
+with torch.no_grad():
+    output = model(**torch.load("batch.pt"))
+torch.save({name: output[name] for name in ("image_embeds", "text_embeds", "match_logits")}, "outputs.pt")
+"""
+
+
+def test_saved_folder_loads_where_this_project_is_not_installed(tmp_path):
+    model = build("convnext", "roberta")
+    model.save_pretrained(tmp_path / "saved")
+    auto_map = json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
+    assert auto_map == {
+        f"Auto{kind}": f"modeling_fusion_dual_encoder.FusionDualEncoder{kind}" for kind in ("Config", "Model")
+    }
+    batch = batch_for(model)
+    torch.save(batch, tmp_path / "batch.pt")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", ELSEWHERE], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    actual, expected = torch.load(tmp_path / "outputs.pt"), outputs(model, batch)
+    for name in OUTPUTS:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-5)
+
+
+def test_modelling_file_imports_torch_and_transformers_alone():
+    tree = ast.parse(Path(modeling.__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "." for node in imports if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) == {"torch", "transformers"}
+
+
+# The stock class
+
+
+def export(model: FusionDualEncoderModel, folder: Path, **options) -> VisionTextDualEncoderModel:
+    model.to_dual_encoder().save_pretrained(folder)
+    return VisionTextDualEncoderModel.from_pretrained(folder, **options).eval()
+
+
+@pytest.mark.parametrize("vision", [name for name in VISION if name != "resnet"])
+def test_stock_class_gives_the_same_image_embeddings(vision, tmp_path):
+    model = build(vision, text_pooling="pooler")
+    batch = batch_for(model)
+    ours, stock = outputs(model, batch), outputs(export(model, tmp_path), batch, OUTPUTS[:2])
+    for name in OUTPUTS[:2]:
+        assert_same_output(name, ours[name], stock[name], vision)
+
+
+@pytest.mark.parametrize("text", ["bert", "roberta", "xlm-roberta", "minilm", "clip"])
+def test_stock_class_gives_the_same_text_embeddings(text, tmp_path):
+    model = build("convnext", text)
+    batch = batch_for(model)
+    assert model.config.text_pooling == ("pooler" if text == "clip" else "mean")
+    ours, stock = outputs(model, batch), outputs(export(model, tmp_path), batch, OUTPUTS[:2])
+    assert_same_output("image_embeds", ours["image_embeds"], stock["image_embeds"], "convnext")
+    tolerance = 0 if text == "clip" else 1e-4
+    torch.testing.assert_close(stock["text_embeds"], ours["text_embeds"], rtol=0, atol=tolerance)
+
+
+def test_exported_mean_is_the_mean_whatever_the_other_weights_are(tmp_path):
+    model = build(fusion_layers=0)
+    with torch.no_grad():
+        model.text_projection.weight.mul_(0.05)
+        norm = model.text_model.encoder.layer[-1].output.LayerNorm
+        norm.weight.normal_(1, 0.5)
+        norm.bias.normal_(0, 2)
+    batch = batch_for(model, (1, 16, 2, 30))
+    stock = outputs(export(model, tmp_path), batch, OUTPUTS[:2])
+    torch.testing.assert_close(stock["text_embeds"], model(**batch).text_embeds.detach(), rtol=0, atol=1e-4)
+
+
+def test_export_of_bfloat16_weights_has_one_dtype():
+    model = build().bfloat16()
+    batch = batch_for(model)
+    stock = model.to_dual_encoder()
+    assert {value.dtype for value in stock.state_dict().values()} == {torch.bfloat16}
+    assert (stock(**batch).text_embeds - model(**batch).text_embeds).abs().max() < 0.03
+
+
+def test_export_survives_float16(tmp_path):
+    model = build()
+    batch = batch_for(model)
+    expected = outputs(model, batch)["text_embeds"]
+    stock = export(model, tmp_path, dtype=torch.float16)
+    actual = outputs(stock, batch | {"pixel_values": batch["pixel_values"].half()}, OUTPUTS[:2])["text_embeds"]
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("vision", "text", "config", "reason"),
+    [
+        ("resnet", "bert", {}, "one pooled vector per image"),
+        ("vit", "bert", {"vision_pooling": "mean"}, "one pooled vector per image"),
+        ("vit", "distilbert", {}, "pools texts by a pooler"),
+        ("vit", "modernbert", {}, "pools texts by a pooler"),
+        ("vit", "electra", {}, "pools texts by a pooler"),
+        ("vit", "bert", {"text_pooling": "cls"}, "pools texts by a pooler"),
+        ("vit", "bert", {"projection_dim": 32}, "narrower than the text tower"),
+    ],
+)
+def test_what_the_stock_class_cannot_express_is_refused(vision, text, config, reason):
+    with pytest.raises(ValueError, match=reason):
+        build(vision, text, **config).to_dual_encoder()
+
+
+@pytest.mark.parametrize("config", [MPNetConfig(**BERT), RobertaPreLayerNormConfig(**BERT)])
+def test_mean_is_refused_for_layers_that_only_resemble_berts(config):
+    """They have a pooler and `encoder.layer`; one more layer with BERT's names gave NaN or another embedding."""
+    model = FusionDualEncoderModel.from_backbones(backbone(VISION["vit"]), backbone(config), projection_dim=16)
+    with pytest.raises(ValueError, match="not BERT's"):
+        model.to_dual_encoder()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "pooler"])
+def test_export_leaves_the_model_as_it_was(pooling):
+    model = build(text_pooling=pooling)
+    batch, before, attention = batch_for(model), copy.deepcopy(model), attention_of(model)
+    expected = outputs(model, batch)
+    stock = model.to_dual_encoder()
+    assert None not in attention
+    assert attention_of(model) == attention == attention_of(stock)
+    assert_same_state(before, model)
+    actual = outputs(model, batch)
+    for name in OUTPUTS:
+        assert torch.equal(expected[name], actual[name]), name
+    shared = dict(stock.named_parameters())["vision_model.embeddings.cls_token"]
+    assert shared.data_ptr() == model.vision_model.embeddings.cls_token.data_ptr()
+
+
+@pytest.mark.parametrize("fusion_layers", [0, 1])
+def test_stock_model_converts_and_back(fusion_layers):
+    torch.manual_seed(0)
+    config = VisionTextDualEncoderConfig.from_vision_text_configs(
+        copy.deepcopy(VISION["vit"]), copy.deepcopy(TEXT["bert"]), projection_dim=12, logit_scale_init_value=1.5
+    )
+    towers = backbone(VISION["vit"]), backbone(TEXT["bert"])
+    stock = VisionTextDualEncoderModel(config, *towers).eval()
+    batch = batch_for(stock)
+    expected = outputs(stock, batch, (*OUTPUTS[:2], "logits_per_image"))
+    model = FusionDualEncoderModel.from_dual_encoder(stock, fusion_layers=fusion_layers).eval()
+    assert (model.fusion is None) == (fusion_layers == 0)
+    assert model.config.projection_dim == 12
+    assert model.logit_scale.item() == 1.5
+    for other in (model, model.to_dual_encoder(), stock):
+        actual = outputs(other, batch, tuple(expected))
+        for name in OUTPUTS[:2]:
+            assert torch.equal(expected[name], actual[name]), name
+        torch.testing.assert_close(actual["logits_per_image"], expected["logits_per_image"])
+
+
+# Masks
+
+
+@torch.no_grad()
+def padding_error(model: FusionDualEncoderModel) -> dict[str, float]:
+    """Largest difference between a pair in a padded batch and the same pair alone, per output."""
+    batch = batch_for(model)
+    together = outputs(model, batch)
+    error = dict.fromkeys(OUTPUTS, 0.0)
+    for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+        alone = outputs(
+            model,
+            {
+                "input_ids": batch["input_ids"][row : row + 1, :length],
+                "attention_mask": batch["attention_mask"][row : row + 1, :length],
+                "pixel_values": batch["pixel_values"][row : row + 1],
+            },
+        )
+        for name in OUTPUTS:
+            error[name] = max(error[name], (alone[name][0] - together[name][row]).abs().max().item())
+    return error
+
+
+@pytest.mark.parametrize("text", TEXT)
+def test_padding_changes_nothing(text):
+    assert max(padding_error(build("swin", text)).values()) < 1e-5
+
+
+def test_padding_changes_nothing_after_every_way_to_get_a_model(tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    stock = build(text_pooling="pooler").to_dual_encoder()
+    FusionDualEncoderConfig(model.vision_model.config, model.text_model.config)
+    for other in (model, AutoModel.from_pretrained(tmp_path), FusionDualEncoderModel.from_dual_encoder(stock).eval()):
+        assert max(padding_error(other).values()) < 1e-5
+
+
+def test_padding_test_sees_a_tower_that_lost_its_attention_implementation():
+    """The regression that the tests above guard against: transformers then builds no mask and says nothing."""
+    model = build()
+    model.text_model.config._attn_implementation_internal = None
+    error = padding_error(model)
+    assert error["text_embeds"] > 1e-3
+    assert error["match_logits"] > 1e-3
+
+
+def test_fusion_head_honours_the_mask_by_itself():
+    model = build()
+    batch = batch_for(model)
+    states = torch.randn(4, 9, 32)
+    with torch.no_grad():
+        _, keys_values = model.encode_image(batch["pixel_values"])
+        before = model.match_pairs(keys_values, states, batch["attention_mask"])
+        states[batch["attention_mask"] == 0] = 100.0
+        after = model.match_pairs(keys_values, states, batch["attention_mask"])
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+# The fusion head
+
+
+@pytest.mark.parametrize("vision", ["vit", "convnext"])
+def test_an_images_keys_and_values_serve_every_text(vision):
+    model = build(vision)
+    batch = batch_for(model)
+    with torch.no_grad():
+        _, keys_values = model.encode_image(batch["pixel_values"][:1])
+        _, states = model.encode_text(batch["input_ids"], batch["attention_mask"])
+        reused = tuple(layer.expand(-1, 4, -1, -1, -1) for layer in keys_values)
+        together = model.match_pairs(reused, states, batch["attention_mask"])
+        apart = [
+            model(
+                input_ids=batch["input_ids"][row : row + 1],
+                attention_mask=batch["attention_mask"][row : row + 1],
+                pixel_values=batch["pixel_values"][:1],
+            ).match_logits
+            for row in range(4)
+        ]
+    torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
+    assert together.std() > 1e-3
+
+
+@torch.no_grad()
+def test_residuals_are_kept():
+    model = build()
+    batch, head = batch_for(model), model.fusion
+    for layer in head.layers:
+        for linear in (layer.self_attention.output, layer.cross_attention.output, layer.mlp[2]):
+            torch.nn.init.zeros_(linear.weight)
+            torch.nn.init.zeros_(linear.bias)
+    _, keys_values = model.encode_image(batch["pixel_values"])
+    _, states = model.encode_text(batch["input_ids"], batch["attention_mask"])
+    fused = head(keys_values, states, batch["attention_mask"])
+    tokens = torch.cat([head.cls_token.expand(4, -1, -1), head.text_adapter(states)], 1)
+    assert torch.equal(fused, head.output_norm(tokens))
+
+
+@torch.no_grad()
+def test_gate_is_the_only_way_from_the_image_to_the_match():
+    model = build()
+    batch = batch_for(model)
+    shuffled = batch | {"pixel_values": batch["pixel_values"].flip(0)}
+    assert (outputs(model, batch)["match_logits"] - outputs(model, shuffled)["match_logits"]).abs().max() > 1e-3
+    for layer in model.fusion.layers:
+        layer.gate.zero_()
+    assert torch.equal(outputs(model, batch)["match_logits"], outputs(model, shuffled)["match_logits"])
+
+
+@pytest.mark.parametrize(
+    ("vision", "taps", "tokens"), [("resnet", (-1, -2, 1), 1 + 4 + 9), ("vit", (0, -1), 18), ("swin", (-1,), 9)]
+)
+def test_taps_become_at_most_so_many_tokens_each(vision, taps, tokens):
+    model = build(vision, fusion_vision_taps=taps, fusion_tokens_per_tap=9, fusion_dim=32, fusion_heads=2)
+    _, keys_values = model.encode_image(batch_for(model)["pixel_values"])
+    assert len(keys_values) == model.config.fusion_layers
+    assert {tuple(layer.shape) for layer in keys_values} == {(2, 4, 2, tokens, 16)}
+
+
+def test_positions_tell_every_place_of_a_map_apart():
+    positions = modeling._sincos_positions(3, 5, 32, torch.device("cpu"))
+    assert positions.shape == (15, 32)
+    assert torch.pdist(positions).min() > 0.1
+
+
+@torch.no_grad()
+def test_forward_encodes_what_it_is_given():
+    model = build()
+    batch = batch_for(model)
+    images, texts = model(pixel_values=batch["pixel_values"]), model(input_ids=batch["input_ids"])
+    assert images.text_embeds is None
+    assert texts.image_embeds is None
+    assert len(images.keys_values) == 2
+    torch.testing.assert_close(images.image_embeds.norm(dim=-1), torch.ones(4))
+    without = model(**batch, match=False, return_loss=True, token_type_ids=batch["input_ids"], return_dict=True)
+    assert without.keys_values is without.match_logits is None
+    logits = model.logit_scale.exp() * without.image_embeds @ without.text_embeds.T
+    torch.testing.assert_close(without.logits_per_image, logits)
+    target = torch.arange(4)
+    expected = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    torch.testing.assert_close(without.loss, expected)
+    uneven = model(**batch | {"pixel_values": batch["pixel_values"][:3]})
+    assert uneven.logits_per_text.shape == (4, 3)
+    assert uneven.match_logits is None
+
+
+@pytest.mark.parametrize("text", ["bert", "clip"])
+@torch.no_grad()
+def test_text_poolings(text):
+    for pooling in ("mean", "cls", "pooler"):
+        model = build(text=text, text_pooling=pooling)
+        batch = batch_for(model)
+        embeds, states = model.encode_text(batch["input_ids"], batch["attention_mask"])
+        rows = [states[row, : int(length)] for row, length in enumerate(batch["attention_mask"].sum(1))]
+        if pooling == "pooler":
+            pooled = [row[-1] for row in rows] if text == "clip" else model.text_model.pooler(states)
+        else:
+            pooled = [row.mean(0) if pooling == "mean" else row[0] for row in rows]
+        expected = F.normalize(model.text_projection(torch.stack(list(pooled))), dim=-1)
+        torch.testing.assert_close(embeds, expected)
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("width", "projection_dim", "fusion_dim"),
+    [(32, 24, 32), (128, 96, 64), (312, 234, 128), (768, 256, 384), (2048, 256, 512)],
+)
+def test_default_widths_follow_the_text_tower(width, projection_dim, fusion_dim):
+    """312 is the width of TinyBERT; half of it does not divide into heads."""
+    config = FusionDualEncoderConfig(VISION["vit"], TEXT["bert"], text_width=width)
+    assert config.projection_dim == projection_dim
+    assert (config.fusion_dim, config.fusion_heads) == (fusion_dim, fusion_dim // 32)
+
+
+def test_config_survives_json(tmp_path):
+    config = build("resnet", "clip", fusion_vision_taps=(-1, -2)).config
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    for name in ("vision_widths", "vision_pooled_width", "text_width", "fusion_vision_taps", "text_pooling"):
+        assert getattr(loaded, name) == getattr(config, name), name
+    assert isinstance(loaded.vision_config, ResNetConfig)
+    assert isinstance(loaded.text_config, CLIPTextConfig)
+
+
+def test_config_leaves_the_towers_configs_alone():
+    vision, text = copy.deepcopy(VISION["vit"]), copy.deepcopy(TEXT["bert"])
+    text._attn_implementation_internal = "eager"
+    FusionDualEncoderConfig(vision, text)
+    assert text._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "message"),
+    [
+        ("bert", {"text_pooling": "max"}, "text_pooling is 'max'; choose one of"),
+        ("distilbert", {"text_pooling": "pooler"}, "text_pooling is 'pooler'; this backbone has none"),
+        ("bert", {"fusion_vision_taps": (-1, 3)}, "fusion_vision_taps holds 3; .* from -3 to 2"),
+        ("bert", {"fusion_dim": 64, "fusion_heads": 3}, "fusion_dim is 64 with 3 heads"),
+        ("bert", {"fusion_dim": 12, "fusion_heads": 2}, "fusion_dim is 12 with 2 heads"),
+    ],
+)
+def test_impossible_settings_are_refused(text, config, message):
+    with pytest.raises(ValueError, match=message):
+        build("vit", text, **config)
+
+
+def test_model_without_measured_widths_is_refused():
+    with pytest.raises(ValueError, match="from_backbones"):
+        FusionDualEncoderModel(FusionDualEncoderConfig(VISION["vit"], TEXT["bert"]))
+
+
+def test_model_without_a_head_cannot_score_pairs():
+    model = build(fusion_layers=0)
+    assert model(**batch_for(model)).match_logits is None
+    with pytest.raises(ValueError, match="fusion_layers=0"):
+        model.match_pairs((), torch.zeros(1, 2, 32), torch.ones(1, 2))
+
+
+def test_measuring_leaves_the_backbones_in_their_mode():
+    vision, text = backbone(VISION["resnet"]).train(), backbone(TEXT["bert"]).eval()
+    statistics = {name: value.clone() for name, value in vision.named_buffers()}
+    model = FusionDualEncoderModel.from_backbones(vision, text)
+    assert model.vision_model.training
+    assert not model.text_model.training
+    assert all(torch.equal(value, statistics[name]) for name, value in vision.named_buffers())
+
+
+# Training
+
+
+def train_step(model: FusionDualEncoderModel) -> FusionDualEncoderModel:
+    output = model(**batch_for(model), return_loss=True)
+    (output.loss + F.binary_cross_entropy_with_logits(output.match_logits, torch.tensor([1.0, 0, 1, 0]))).backward()
+    return model
+
+
+def batch_statistics(model: FusionDualEncoderModel) -> Iterator[Tensor]:
+    return chain.from_iterable((m.running_mean, m.running_var) for m in model.modules() if hasattr(m, "running_mean"))
+
+
+@pytest.mark.parametrize("frozen", ["vision", "text"])
+def test_frozen_tower_stays_in_evaluation_mode_and_gets_no_gradient(frozen):
+    model = build("resnet")
+    model.freeze(frozen)
+    model.train()
+    towers = {"vision": model.vision_model, "text": model.text_model}
+    still, moving = towers.pop(frozen), towers.popitem()[1]
+    assert not any(module.training for module in still.modules())
+    assert moving.training
+    assert model.fusion.training
+    before = copy.deepcopy(still.state_dict())
+    train_step(model)
+    assert all(parameter.grad is None for parameter in still.parameters())
+    assert any(parameter.grad is not None for parameter in moving.parameters())
+    assert model.visual_projection.weight.grad.abs().sum() > 0
+    assert model.text_projection.weight.grad.abs().sum() > 0
+    assert all(torch.equal(value, before[name]) for name, value in still.state_dict().items())
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_freeze_batch_norm_keeps_running_statistics(freeze):
+    model = build("resnet", freeze_batch_norm=freeze).train()
+    before = [value.clone() for value in batch_statistics(model)]
+    train_step(model)
+    assert before
+    assert all(torch.equal(*pair) for pair in zip(before, batch_statistics(model), strict=True)) == freeze
+    assert all(parameter.grad is not None for parameter in model.vision_model.parameters())
+
+
+@pytest.mark.parametrize(("vision", "text"), [("vit", "bert"), ("convnext", "modernbert")])
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient(vision, text):
+    plain, checkpointed = build(vision, text).train(), build(vision, text).train()
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = checkpointed.text_model.encoder.layer if text == "bert" else checkpointed.text_model.layers
+    calls = []
+    inner = next(module for module in layers[0].modules() if isinstance(module, torch.nn.Linear))
+    inner.register_forward_pre_hook(lambda *_: calls.append(1))
+    for model in (plain, checkpointed):
+        torch.manual_seed(7)
+        train_step(model)
+    assert len(calls) == 2
+    for (name, one), two in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        if one.grad is None:
+            assert two.grad is None, name
+        else:
+            torch.testing.assert_close(two.grad, one.grad, rtol=1e-5, atol=1e-7, msg=name)

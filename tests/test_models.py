@@ -1,0 +1,462 @@
+"""Models and processors from presets, from pretrained backbones and from earlier runs."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    Dinov2Config,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipModel,
+    VisionTextDualEncoderModel,
+    VisionTextDualEncoderProcessor,
+    ViTConfig,
+    ViTImageProcessor,
+)
+
+from mm_utils import models, wordpiece
+from mm_utils.data.images import center_square
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.models import (
+    TEXT_PRESETS,
+    VISION_PRESETS,
+    ModelArguments,
+    build_model,
+    freeze_unreached,
+    image_geometry,
+    load_model,
+    load_processor,
+    load_processor_of,
+)
+from mm_utils.wordpiece import SPECIAL_TOKENS, train_tokenizer
+
+CAPTIONS = [
+    f"{text} number {number}"
+    for number in range(20)
+    for text in ("A red circle left of a blue square,", "Ein größerer grüner Kreis über der Brücke:")
+]
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+VIT = {"model_type": "vit", **TOWER, "image_size": 32, "patch_size": 8}
+MEAN, STD = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(CAPTIONS, 200)
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
+    """Folders as a user may have them: `vision`, `text`, `clip` and a `stock` dual encoder."""
+    root = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model(**VIT)).save_pretrained(root / "vision")
+    ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD).save_pretrained(
+        root / "vision"
+    )
+    bert = BertConfig(**TOWER, vocab_size=len(tokenizer))
+    AutoModel.from_config(bert).half().save_pretrained(root / "text")
+    tokenizer.save_pretrained(root / "text")
+    tower = {**TOWER, "projection_dim": 16}
+    clip = CLIPConfig(
+        text_config={**tower, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.sep_token_id},
+        vision_config={**tower, "image_size": 32, "patch_size": 8},
+    )
+    CLIPModel(clip).save_pretrained(root / "clip")
+    CLIPImageProcessor(size={"shortest_edge": 36}, crop_size=32).save_pretrained(root / "clip")
+    tokenizer.save_pretrained(root / "clip")
+    towers = (AutoModel.from_pretrained(root / name, dtype="float32") for name in ("vision", "text"))
+    FusionDualEncoderModel.from_backbones(*towers).to_dual_encoder().save_pretrained(root / "stock")
+    processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD)
+    VisionTextDualEncoderProcessor(processor, tokenizer).save_pretrained(root / "stock")
+    return {folder.name: str(folder) for folder in root.iterdir()}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def trained(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name].to(value.dtype)) for name, value in ours.items())
+
+
+# Presets and backbones
+
+
+def test_tiny_preset_is_the_default_and_takes_a_training_step(cache):
+    args = ModelArguments()
+    processor = load_processor(args, CAPTIONS)
+    model = build_model(args, processor.tokenizer).train()
+    assert not args.pretrained
+    assert model.config.vision_config.model_type == "convnext"
+    assert model.config.text_config.vocab_size == len(processor.tokenizer)
+    assert model.config.text_config.pad_token_id == processor.tokenizer.pad_token_id
+    assert image_geometry(processor) == (64, [0.5] * 3, [0.5] * 3)
+    image = Image.new("RGB", (80, 60), "red")
+    inputs = processor(text=CAPTIONS[:2], images=[image, image], padding=True, return_tensors="pt")
+    output = model(**inputs, return_loss=True)
+    (output.loss + output.match_logits.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 5e6
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_presets_build(size):
+    shallow = {} if size == "tiny" else {"num_hidden_layers": 1}
+    presets = VISION_PRESETS[size] | shallow, TEXT_PRESETS[size] | {"vocab_size": 100} | shallow
+    towers = [AutoModel.from_config(AutoConfig.for_model(**preset)) for preset in presets]
+    model = FusionDualEncoderModel.from_backbones(*towers)
+    assert model.fusion is not None
+    assert model.config.projection_dim < model.config.text_config.hidden_size  # else no stock export
+
+
+def test_backbone_from_a_config_file(tokenizer, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(VIT))
+    args = ModelArguments(vision_config=str(path), image_size=48, projection_dim=24, fusion_dim=64, fusion_heads=4)
+    config = build_model(args, tokenizer).config
+    assert (config.vision_config.model_type, config.vision_config.image_size) == ("vit", 48)
+    assert (config.projection_dim, config.fusion_dim, config.fusion_heads) == (24, 64, 4)
+
+
+def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders):
+    args = ModelArguments(
+        vision_model_name_or_path=folders["vision"], text_model_name_or_path=folders["text"], text_pooling="cls"
+    )
+    assert args.pretrained
+    processor = load_processor(args, [])
+    model = build_model(args, processor.tokenizer)
+    assert_same_weights(model.vision_model, AutoModel.from_pretrained(folders["vision"]))
+    assert_same_weights(model.text_model, AutoModel.from_pretrained(folders["text"]))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.freeze_batch_norm
+    assert model.config.text_pooling == "cls"
+    side, mean, std = image_geometry(processor)
+    assert side == 32
+    assert mean == pytest.approx(MEAN)
+    assert std == pytest.approx(STD)
+    assert processor.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folders["text"]).get_vocab()
+
+
+def test_image_size_wins_over_the_backbones(folders, tokenizer):
+    args = ModelArguments(vision_model_name_or_path=folders["vision"], image_size=48)
+    assert image_geometry(VisionTextDualEncoderProcessor(models._image_processor(args), tokenizer))[0] == 48
+
+
+def test_two_tower_checkpoint_gives_the_tower_asked_for(folders):
+    whole = CLIPModel.from_pretrained(folders["clip"])
+    args = ModelArguments(vision_model_name_or_path=folders["clip"], text_model_name_or_path=folders["clip"])
+    processor = load_processor(args, [])
+    model = build_model(args, processor.tokenizer)
+    for ours, theirs in ((model.vision_model, whole.vision_model), (model.text_model, whole.text_model)):
+        theirs = dict(theirs.named_parameters())
+        assert len(theirs) == len(list(ours.parameters()))
+        for name, value in ours.named_parameters():
+            assert torch.equal(value, theirs[name.removeprefix("vision_model.").removeprefix("text_model.")]), name
+    assert (model.config.vision_pooling, model.config.text_pooling) == ("pooler", "pooler")
+    assert image_geometry(processor)[0] == 32
+
+
+def test_siglip_gives_its_image_tower_alone(tokenizer, tmp_path):
+    """Its text tower is no AutoModel and pools the last position, padding included."""
+    tower = {**TOWER, "vocab_size": 100, "projection_size": 32}
+    config = SiglipConfig(text_config=tower, vision_config={**TOWER, "image_size": 32, "patch_size": 8})
+    SiglipModel(config).save_pretrained(tmp_path)
+    model = build_model(ModelArguments(vision_model_name_or_path=str(tmp_path)), tokenizer)
+    assert_same_weights(model.vision_model, SiglipModel.from_pretrained(tmp_path).vision_model)
+    with pytest.raises(ValueError, match=r"--text_model_name_or_path is .*; AutoModel knows no siglip_text_model"):
+        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), tokenizer)
+
+
+def test_checkpoint_without_weights_for_the_backbone_is_refused(folders, tokenizer):
+    """transformers would go on with random weights and a warning."""
+    with pytest.raises(ValueError, match=r"--vision_model_name_or_path is .*; it holds no weights of a vit"):
+        build_model(ModelArguments(vision_model_name_or_path=folders["stock"]), tokenizer)
+
+
+@pytest.mark.parametrize("frozen", ["vision", "text"])
+def test_freezing_and_checkpointing_flags(frozen, tokenizer, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(VIT))
+    args = ModelArguments(vision_config=str(path), gradient_checkpointing=True, **{f"freeze_{frozen}": True})
+    model = build_model(args, tokenizer)
+    assert not any(name.startswith(f"{frozen}_model.") for name in trained(model))
+    other = {"vision": "text_model.", "text": "vision_model."}[frozen]
+    assert any(name.startswith(other) for name in trained(model))
+    assert model.text_model.is_gradient_checkpointing
+    assert model.vision_model.is_gradient_checkpointing
+
+
+# Unreached parameters
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_freeze_unreached_freezes_exactly_what_gets_no_gradient(training):
+    torch.manual_seed(0)
+    vision = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
+    text = BertConfig(**TOWER, vocab_size=100)
+    model = FusionDualEncoderModel.from_backbones(AutoModel.from_config(vision), AutoModel.from_config(text))
+    model.train(training)
+    before = trained(model)
+    number = freeze_unreached(model)
+    unreached = before - trained(model)
+    assert unreached == {
+        "vision_model.embeddings.mask_token",
+        "text_model.pooler.dense.weight",
+        "text_model.pooler.dense.bias",
+    }
+    assert number == sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    assert model.training == training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    ids = torch.randint(0, 100, (3, 6))
+    output = model.train()(input_ids=ids, pixel_values=torch.randn(3, 3, 32, 32), return_loss=True)
+    (output.loss + output.match_logits.sum()).backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
+    assert freeze_unreached(model) == 0
+
+
+def test_freeze_unreached_without_a_head_and_with_frozen_towers():
+    model = FusionDualEncoderModel.from_backbones(
+        AutoModel.from_config(ViTConfig(**{**VIT, "image_size": [32, 48]})),
+        AutoModel.from_config(BertConfig(**TOWER, vocab_size=100)),
+        fusion_layers=0,
+        vision_pooling="cls",
+    )
+    model.freeze("text")
+    freeze_unreached(model)
+    names = trained(model)
+    assert {"logit_scale", "visual_projection.weight", "text_projection.weight"} <= names
+    assert not any("pooler" in name or name.startswith("text_model") for name in names)
+    model.requires_grad_(False)
+    assert freeze_unreached(model) == 0
+
+
+# Images
+
+
+SIZES = [(64, 64), (65, 64), (100, 75), (75, 100), (640, 480), (333, 500), (31, 47), (300, 70), (64, 256), (129, 131)]
+
+
+def test_saved_processor_does_what_center_square_does(tokenizer):
+    generator = np.random.default_rng(0)
+    args = ModelArguments(image_size=64)
+    processor = VisionTextDualEncoderProcessor(models._image_processor(args), tokenizer)
+    side, mean, std = image_geometry(processor)
+    mean, std = (torch.tensor(value)[:, None, None] for value in (mean, std))
+    differences = {}
+    for size in SIZES:
+        coarse = Image.fromarray(generator.integers(0, 256, (5, 5, 3), dtype=np.uint8))
+        image = coarse.resize(size, Image.Resampling.BICUBIC)
+        ours = (center_square(image, side) / 255 - mean) / std
+        theirs = processor.image_processor(images=image, return_tensors="pt")["pixel_values"][0]
+        differences[size] = ((ours - theirs) * std * 255).abs().max().item()
+    assert max(differences.values()) <= 2.01, differences
+
+
+def test_foreign_processors_become_center_squares(folders):
+    """A stock model's own processor may stretch images; training and evaluation do not."""
+    for processor in (
+        load_processor_of(folders["stock"]),
+        load_processor(ModelArguments(model_name_or_path=folders["stock"]), []),
+    ):
+        side, mean, std = image_geometry(processor)
+        assert side == 32
+        assert (mean, std) == (pytest.approx(MEAN), pytest.approx(STD))
+        wide = Image.new("RGB", (96, 32))
+        wide.paste("white", (32, 0, 64, 32))
+        pixels = processor(images=wide, return_tensors="pt")["pixel_values"][0]
+        white = (1 - torch.tensor(MEAN)) / torch.tensor(STD)
+        torch.testing.assert_close(pixels.mean((1, 2)), white, rtol=0, atol=1e-3)
+
+
+# The tokenizer
+
+
+@pytest.mark.parametrize("vocab_size", [30, 90, 1000])
+def test_tokenizer_is_deterministic(vocab_size):
+    """Its trainer numbers letters in the order of a hash map that differs each time, and breaks ties by number."""
+    captions = [
+        *CAPTIONS,
+        "Ça, c'est 一只红色的猫!",
+        "Синий круг-над «квадратом» №7",
+        "नीला घेरा",
+        "e\u0301te\u0301 \U0001f600x",
+    ]
+    assert len({train_tokenizer(iter(captions), vocab_size).backend_tokenizer.to_str() for _ in range(5)}) == 1
+    tokenizer = train_tokenizer(captions, vocab_size)
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+    assert set(tokenizer.get_added_vocab()) == set(SPECIAL_TOKENS.values())
+    assert tokenizer.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS.values())
+
+
+def test_tokenizer_keeps_to_its_size():
+    assert len(train_tokenizer(CAPTIONS, 90)) == 90
+
+
+def test_new_letters_never_exceed_the_alphabet(monkeypatch):
+    monkeypatch.setattr(wordpiece, "ALPHABET", 10)
+    letters = {token.removeprefix("##") for token in train_tokenizer(CAPTIONS, 30).get_vocab()} - {
+        *SPECIAL_TOKENS.values()
+    }
+    assert len({letter for letter in letters if len(letter) == 1}) == 10
+
+
+def test_tokenizer_is_trained_once_per_captions_and_size(cache, monkeypatch):
+    sizes = []
+
+    def count(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+        sizes.append(vocab_size)
+        return train_tokenizer(captions, vocab_size)
+
+    monkeypatch.setattr(wordpiece, "train_tokenizer", count)
+    args = ModelArguments(vocab_size=150)
+    first, second = (load_processor(args, iter(CAPTIONS)).tokenizer for _ in range(2))
+    assert sizes == [150]
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+    load_processor(args, CAPTIONS[1:])
+    load_processor(ModelArguments(vocab_size=120), CAPTIONS)
+    assert sizes == [150, 150, 120]
+    assert len(list(cache.rglob("tokenizer.json"))) == 3
+    assert len(list((cache / "tandem_tokenizers").iterdir())) == 3
+
+
+def test_tokenizer_survives_another_process_that_was_faster(cache, monkeypatch):
+    def overtaken(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+        monkeypatch.setattr(wordpiece, "train_tokenizer", train_tokenizer)
+        wordpiece.cached_tokenizer(captions, vocab_size)
+        return train_tokenizer(captions, vocab_size)
+
+    monkeypatch.setattr(wordpiece, "train_tokenizer", overtaken)
+    assert wordpiece.cached_tokenizer(CAPTIONS, 100).get_vocab() == train_tokenizer(CAPTIONS, 100).get_vocab()
+    assert len(list((cache / "tandem_tokenizers").iterdir())) == 1
+
+
+def test_tokenizer_handles_two_languages(tokenizer):
+    for caption in CAPTIONS[:2]:
+        ids = tokenizer(caption)["input_ids"]
+        assert ids[0] == tokenizer.cls_token_id
+        assert ids[-1] == tokenizer.sep_token_id
+        assert tokenizer.unk_token_id not in ids
+    decoded = tokenizer.decode(tokenizer(CAPTIONS[1])["input_ids"], skip_special_tokens=True)
+    assert "ein größerer grüner kreis über der brücke" in decoded
+    assert tokenizer("Kreis")["input_ids"] == tokenizer("kreis")["input_ids"]
+    assert tokenizer("über")["input_ids"] != tokenizer("uber")["input_ids"]
+
+
+def test_every_name_of_a_special_token_in_a_caption_stays_text(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    hostile = "a " + " ".join(SPECIAL_TOKENS.values()) + " circle"
+    for other in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert set(other.all_special_tokens) == set(SPECIAL_TOKENS.values())
+        ids = other(hostile, split_special_tokens=True)["input_ids"]
+        inside = set(ids[1:-1]) - {other.unk_token_id}  # a letter that no caption had
+        assert not inside & set(other.all_special_ids)
+        assert (ids[0], ids[-1]) == (other.cls_token_id, other.sep_token_id)
+
+
+def test_tokenizer_without_padding_pads_with_its_end(tokenizer, tmp_path):
+    bare = copy.deepcopy(tokenizer)
+    bare.pad_token = None
+    bare.eos_token = "[SEP]"
+    bare.save_pretrained(tmp_path)
+    assert models._tokenizer(ModelArguments(tokenizer_name_or_path=str(tmp_path)), []).pad_token == "[SEP]"
+
+
+# Whole models
+
+
+def test_model_and_processor_share_a_folder(cache, tmp_path):
+    args = ModelArguments(image_size=32)
+    processor = load_processor(args, CAPTIONS)
+    model = build_model(args, processor.tokenizer).eval()
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    image = Image.effect_noise((50, 40), 80).convert("RGB")
+    inputs = processor(text=CAPTIONS[:2], images=[image] * 2, padding=True, return_tensors="pt")
+    again = AutoTokenizer.from_pretrained(tmp_path)(CAPTIONS[:2], padding=True, return_tensors="pt")
+    assert torch.equal(again["input_ids"], inputs["input_ids"])
+    again["pixel_values"] = AutoImageProcessor.from_pretrained(tmp_path)([image] * 2, return_tensors="pt").pixel_values
+    assert torch.equal(again["pixel_values"], inputs["pixel_values"])
+    resumed = ModelArguments(model_name_or_path=str(tmp_path))
+    assert resumed.pretrained
+    assert image_geometry(load_processor(resumed, [])) == image_geometry(processor)
+    loaders: list[Callable[[], FusionDualEncoderModel]] = [
+        lambda: AutoModel.from_pretrained(tmp_path),
+        lambda: load_model(str(tmp_path)),
+        lambda: build_model(resumed, processor.tokenizer).eval(),
+    ]
+    expected = model(**inputs)
+    for load in loaders:
+        actual = load()(**again)
+        for name in ("image_embeds", "text_embeds", "match_logits"):
+            torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-5)
+
+
+def test_training_goes_on_in_float32_from_a_bfloat16_model(folders, tokenizer, tmp_path):
+    load_model(folders["stock"]).bfloat16().save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).dtype == torch.bfloat16
+    model = build_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_stock_dual_encoder_is_a_start(folders, tokenizer):
+    stock = VisionTextDualEncoderModel.from_pretrained(folders["stock"]).eval()
+    model = build_model(ModelArguments(model_name_or_path=folders["stock"]), tokenizer).eval()
+    inputs = tokenizer(CAPTIONS[:2], padding=True, return_tensors="pt")
+    inputs["pixel_values"] = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected, actual = stock(**inputs), model(**inputs)
+    torch.testing.assert_close(actual.image_embeds, expected.image_embeds, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual.text_embeds, expected.text_embeds, rtol=0, atol=1e-6)
+    assert actual.match_logits.shape == (2,)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("kind", ["empty", "missing", "broken", "backbone"])
+def test_folder_without_a_model_is_named(kind, folders, tmp_path):
+    folder = {"missing": str(tmp_path / "nowhere"), "backbone": folders["text"]}.get(kind, str(tmp_path))
+    if kind == "broken":
+        (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="holds no model: ") as caught:
+        load_model(folder)
+    assert str(caught.value).startswith(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"vision_pooling": "max"}, "--vision_pooling is 'max'; choose one of auto, pooler, mean, cls."),
+        ({"text_pooling": ""}, "--text_pooling is ''; choose one of"),
+        ({"vision_config": "huge"}, "--vision_config is 'huge'; give tiny, small, base or the path of a config.json."),
+        ({"text_config": "no/such.json"}, "--text_config is 'no/such.json'; give tiny, small, base or"),
+    ],
+)
+def test_arguments_are_checked(flags, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArguments(**flags)

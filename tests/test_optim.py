@@ -1,0 +1,143 @@
+"""Which parameters decay and learn how fast, and the learning rate over the steps."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.optim import OptimizerArguments, build_optimizer, schedule
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> FusionDualEncoderModel:
+    vision = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 16}
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return FusionDualEncoderModel.from_backbones(
+        AutoModel.from_config(AutoConfig.for_model("convnext", **vision)),
+        AutoModel.from_config(AutoConfig.for_model("bert", **text, vocab_size=50)),
+        fusion_layers=1,
+    )
+
+
+def settings_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
+    """Rate and decay of every parameter; each must stand in one group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [(names[id(p)], group) for group in optimizer.param_groups for p in group["params"]]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def test_only_matrices_decay(model: FusionDualEncoderModel) -> None:
+    groups = settings_by_name(model, build_optimizer(model, OptimizerArguments(), pretrained=False, device=CPU))
+    assert set(groups) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        spared = name.endswith(
+            ("bias", "norm.weight", "LayerNorm.weight", "gate", "logit_scale", "layer_scale_parameter")
+        )
+        assert groups[name]["weight_decay"] == (0.1 if parameter.dim() > 1 else 0.0)
+        if spared:
+            assert groups[name]["weight_decay"] == 0.0, name
+    assert sum(group["weight_decay"] > 0 for group in groups.values()) > 10
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "rate", "expected"),
+    [(False, None, 4e-4), (True, None, 4e-5), (False, 7e-6, 7e-6), (True, 0.0, 0.0)],
+)
+def test_backbones_have_a_rate_of_their_own(
+    model: FusionDualEncoderModel, pretrained: bool, rate: float | None, expected: float
+) -> None:
+    args = OptimizerArguments(learning_rate=4e-4, backbone_learning_rate=rate)
+    groups = settings_by_name(model, build_optimizer(model, args, pretrained=pretrained, device=CPU))
+    for name, group in groups.items():
+        assert group["peak_lr"] == group["lr"]
+        assert group["peak_lr"] == pytest.approx(
+            expected if name.startswith(("vision_model.", "text_model.")) else 4e-4
+        )
+    assert groups["text_projection.weight"]["peak_lr"] == groups["logit_scale"]["peak_lr"] == 4e-4
+
+
+def test_inside_a_wrapper_and_frozen(model: FusionDualEncoderModel) -> None:
+    args = OptimizerArguments(backbone_learning_rate=1e-6)
+    wrapped = nn.ModuleDict({"model": model})
+    groups = settings_by_name(wrapped, build_optimizer(wrapped, args, pretrained=True, device=CPU))
+    assert groups["model.text_model.embeddings.word_embeddings.weight"]["peak_lr"] == 1e-6
+    try:
+        model.freeze("text")
+        names = settings_by_name(model, build_optimizer(model, args, pretrained=True, device=CPU))
+        assert not any(name.startswith("text_model.") for name in names)
+        assert "text_projection.weight" in names
+        model.requires_grad_(False)
+        with pytest.raises(ValueError, match="no parameter is left to train"):
+            build_optimizer(model, args, pretrained=True, device=CPU)
+    finally:
+        model.requires_grad_(True)
+
+
+def test_adam_gets_its_settings(model: FusionDualEncoderModel) -> None:
+    args = OptimizerArguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3, weight_decay=0.3)
+    optimizer = build_optimizer(model, args, pretrained=False, device=CPU)
+    assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-3 for group in optimizer.param_groups)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.3}
+
+
+@given(
+    st.integers(1, 300),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.sampled_from(["cosine", "constant_with_cooldown"]),
+)
+@settings(max_examples=80)
+def test_schedule_rises_once_and_falls_once(max_steps: int, warmup: float, cooldown: float, kind: str) -> None:
+    cooldown = min(cooldown, 1 - warmup)
+    args = OptimizerArguments(lr_scheduler_type=kind, warmup_ratio=warmup, cooldown_ratio=cooldown)
+    rates = [schedule(step, max_steps, args) for step in range(max_steps)]
+    assert all(0 < rate <= 1 for rate in rates)
+    peak = rates.index(max(rates))
+    assert all(low < high for low, high in itertools.pairwise(rates[: peak + 1]))
+    assert all(high >= low for high, low in itertools.pairwise(rates[peak:]))
+    if max_steps >= 3:
+        assert max(rates) > 0.7
+
+
+def test_cosine() -> None:
+    args = OptimizerArguments(warmup_ratio=0.1)
+    rates = [schedule(step, 1000, args) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.01)
+    assert rates[49] == pytest.approx(0.5)
+    assert rates[99] == rates[100] == 1
+    assert rates[550] == pytest.approx(0.5)
+    assert rates[325] == pytest.approx(0.5 + math.sqrt(0.125))
+    assert 0 < rates[999] < 1e-5
+
+
+def test_cooldown() -> None:
+    args = OptimizerArguments(lr_scheduler_type="constant_with_cooldown", warmup_ratio=0.1, cooldown_ratio=0.2)
+    rates = [schedule(step, 100, args) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10:81] == [1.0] * 71
+    assert rates[81:] == pytest.approx([(100 - step) / 20 for step in range(81, 100)])
+    flat = OptimizerArguments(lr_scheduler_type="constant_with_cooldown", warmup_ratio=0, cooldown_ratio=0)
+    assert {schedule(step, 100, flat) for step in range(100)} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({"lr_scheduler_type": "linear"}, "--lr_scheduler_type is 'linear'"),
+        ({"warmup_ratio": 0.9, "cooldown_ratio": 0.2}, "--warmup_ratio and --cooldown_ratio"),
+        ({"warmup_ratio": -0.1}, "--warmup_ratio"),
+        ({"learning_rate": -1.0}, "--learning_rate is -1.0"),
+    ],
+)
+def test_errors_name_the_flag(values: dict, flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        OptimizerArguments(**values)

@@ -1,0 +1,111 @@
+"""Collectives of `mm_utils.ranks` between real processes, and the helper with which other tests start some."""
+
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mm_utils import ranks
+
+# One clean process imports everything once; the ranks of all files are forked from it in a fraction of a second.
+PRELOADED = ["pytest", "hypothesis", "torch.distributed", "mm_utils.metrics", "mm_utils.objectives", "mm_utils.models"]
+PRELOADED.append("mm_utils.data.loaders")
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `function(*args)`, a module's function, in `world` gloo processes: what each returned, in rank order."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _on_rank, (world, folder, function, args), nprocs=world, start_method="forkserver"
+        )
+        return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def _on_rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    meeting_point = f"file://{folder}/meeting_point"
+    dist.init_process_group("gloo", meeting_point, timedelta(seconds=120), world_size=world, rank=rank)
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(function(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_tensor_per_rank(sizes: list[int]) -> list[torch.Tensor]:
+    everything = torch.arange(3.0 * sum(sizes)).view(-1, 3)
+    return list(everything.split(sizes))
+
+
+def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
+    found = []
+    for sizes in cases:
+        mine = one_tensor_per_rank(sizes)[ranks.rank()].requires_grad_()
+        seen = ranks.gather_sizes(len(mine), torch.device("cpu"))
+        ragged = torch.full((len(mine), ranks.rank() + 1), ranks.rank(), dtype=torch.long)
+        summed = torch.tensor([1.0, ranks.rank()], requires_grad=True)
+        found.append(
+            {
+                "world": (ranks.world_size(), ranks.rank()),
+                "sizes": seen,
+                "gathered": ranks.gather(mine, seen),
+                "ragged": ranks.gather_ragged(ragged, seen, pad=7),
+                "sum": ranks.sum_over_ranks(summed),
+                "untouched": summed.tolist(),
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_between_processes(world: int) -> None:
+    cases = [[2] * world, [3, 1, 4][:world], [0, 2, 1][:world], [4, 0, 0][:world], [0] * world]
+    results = run_on_ranks(world, collectives, cases)
+    for rank, found in enumerate(results):
+        for sizes, seen in zip(cases, found, strict=True):
+            assert seen["world"] == (world, rank)
+            assert seen["sizes"] == sizes
+            assert torch.equal(seen["gathered"], torch.cat(one_tensor_per_rank(sizes)))
+            assert not seen["gathered"].requires_grad
+            owners = [owner for owner, size in enumerate(sizes) for _ in range(size)]
+            expected = [[owner] * (owner + 1) + [7] * (world - owner - 1) for owner in owners]
+            assert seen["ragged"].tolist() == expected
+            assert seen["sum"].tolist() == [world, sum(range(world))]
+            assert not seen["sum"].requires_grad
+            assert seen["untouched"] == [1.0, rank]
+
+
+def test_alone() -> None:
+    rows = torch.ones(2, 3, requires_grad=True)
+    assert (ranks.world_size(), ranks.rank()) == (1, 0)
+    assert ranks.gather_sizes(5, torch.device("cpu")) == [5]
+    assert torch.equal(ranks.gather(rows, [2]), rows)
+    assert not ranks.gather(rows, [2]).requires_grad
+    assert not ranks.gather_ragged(rows, [2]).requires_grad
+    assert torch.equal(ranks.sum_over_ranks(rows), rows)
+    assert ranks.available_cores() >= 1
+
+
+@given(st.integers(0, 10_000), st.integers(1, 64))
+@settings(max_examples=50)
+def test_shares_are_contiguous_complete_and_even(count: int, parts: int) -> None:
+    shares = [ranks.share(count, part, parts) for part in range(parts)]
+    assert [row for share in shares for row in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_failing_rank_is_an_error_here() -> None:
+    with pytest.raises(Exception, match="division by zero"):
+        run_on_ranks(2, fail)
+
+
+def fail() -> None:
+    1 / 0  # noqa: B018

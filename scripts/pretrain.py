@@ -1,0 +1,90 @@
+"""Train an image encoder and a text encoder together, from pairs of images and captions.
+
+On a laptop, with the embedded data set, in under four minutes:
+    accelerate launch scripts/pretrain.py
+
+Your own pairs, from pretrained encoders, on every GPU that `accelerate config` was told of:
+    accelerate launch scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine
+        --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
+
+Go on after an interruption, on any number of GPUs:
+    accelerate launch scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
+"""
+
+import logging
+
+from transformers import EarlyStoppingCallback
+
+from mm_utils.arguments import parse_args, to_dict
+from mm_utils.callbacks import ProgressBar, TemperatureClamp
+from mm_utils.checkpoints import find_checkpoint
+from mm_utils.data.loaders import LoaderArguments, Loaders, tokenize_splits
+from mm_utils.data.order import GlobalOrder
+from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
+from mm_utils.finish import HubCallback, finish_run
+from mm_utils.hub import HubArguments, HubPusher
+from mm_utils.metrics import EvaluationArguments, RetrievalEvaluator
+from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
+from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.optim import OptimizerArguments, build_optimizer
+from mm_utils.run import RunArguments, run_script, start_run
+from mm_utils.trainer import Trainer, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    towers = (DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments, OptimizerArguments)
+    groups = (*towers, TrainingArguments, EvaluationArguments, HubArguments, RunArguments)
+    parsed = parse_args(*groups, argv=argv, doc=__doc__)
+    data_args, loader_args, model_args, objective_args, optimizer_args, args, eval_args, hub_args, run_args = parsed
+    accelerator = start_run("pretrain", args, *parsed, report_to=run_args.report_to)
+
+    # 2. Data: the main process fills the cache first, the others read it.
+    with accelerator.main_process_first():
+        pairs = load_pairs(data_args)
+        processor = load_processor(model_args, iterate_captions(pairs["train"]))
+        pairs = tokenize_splits(
+            pairs, processor.tokenizer, loader_args.max_seq_length, data_args.preprocessing_num_workers
+        )
+    order = GlobalOrder(len(pairs["train"]), args.global_batch_size, args.seed)
+    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
+    logger.info("%s", ", ".join(f"{name}: {len(split):,} images" for name, split in pairs.items()))
+
+    # 3. Model, objective, optimizer.
+    model = build_model(model_args, processor.tokenizer)
+    objective = build_objective(model, objective_args, args.seed)
+    optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=accelerator.device)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    logger.info("%s parameters, %s of them trained", f"{model.num_parameters():,}", f"{trained:,}")
+
+    # 4. Train.
+    evaluator, pusher = RetrievalEvaluator(eval_args.rerank_top_k), HubPusher(hub_args, args.output_dir)
+    callbacks = [ProgressBar(), TemperatureClamp(objective_args.max_logit_scale), HubCallback(pusher)]
+    if args.early_stopping_patience:
+        callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
+    trainer = Trainer(
+        args,
+        optimizer_args,
+        accelerator,
+        objective,
+        optimizer,
+        processor,
+        train_batches=lambda start, stop: loaders.train(pairs["train"], order, start, stop),
+        num_rows=len(pairs["train"]),
+        eval_loader=loaders.evaluation(pairs["validation"], args.per_device_eval_batch_size),
+        evaluate=evaluator,
+        callbacks=callbacks,
+    )
+    metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
+
+    # 5. Finish: pictures, model card, push, and what one would want next.
+    finish_run(accelerator, args.output_dir, model, pairs, evaluator, metrics, to_dict(*parsed), pusher)
+    accelerator.end_training()
+    return metrics
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,59 @@
+"""A tiny corpus on disk, and the flags that make a run take seconds."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from hypothesis import settings
+from PIL import Image, ImageDraw
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)  # python -m pytest --hypothesis-profile=explore
+settings.load_profile("repeatable")
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 70, 220), "yellow": (235, 205, 40)}
+SHAPES = ("circle", "square")
+
+
+def draw(colour: str, shape: str, size: int = 48) -> Image.Image:
+    """A coloured shape on grey."""
+    image = Image.new("RGB", (size, size), (120, 120, 120))
+    box = [size // 4, size // 4, 3 * size // 4, 3 * size // 4]
+    getattr(ImageDraw.Draw(image), "ellipse" if shape == "circle" else "rectangle")(box, fill=COLOURS[colour])
+    return image
+
+
+def write_corpus(folder: Path, copies: int = 3) -> Path:
+    """`pairs.jsonl` and its images: 8 kinds of picture, `copies` of each, two captions an image, a third of them validation."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    rows = []
+    for copy in range(copies):
+        for colour in COLOURS:
+            for shape in SHAPES:
+                name = f"images/{colour}-{shape}-{copy}.png"
+                draw(colour, shape, 40 + 4 * copy).save(folder / name)
+                captions = [f"a {colour} {shape}, number {copy}", f"number {copy}: one {shape} in {colour}"]
+                split = "validation" if copy == copies - 1 else "train"
+                rows.append({"image": name, "captions": captions, "split": split})
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of the tiny corpus's JSONL file."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def tiny_flags(corpus: Path) -> list[str]:
+    """Flags of a run on the tiny corpus that takes about a second."""
+    return [
+        *("--train_file", str(corpus), "--image_size", "32", "--global_batch_size", "8", "--max_steps", "4"),
+        *("--logging_steps", "1", "--dataloader_num_workers", "0", "--rerank_top_k", "4", "--fusion_layers", "1"),
+    ]

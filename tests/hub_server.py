@@ -1,0 +1,206 @@
+"""A local stand-in for the Hub: the part of its API that creating a repository and uploading a folder really calls."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+class HubServer(ThreadingHTTPServer):
+    """Repositories in memory, behind one valid token; faults can be planted per path."""
+
+    daemon_threads = True
+
+    def __init__(self, token: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.token = token
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+        self.commits: list[str] = []
+        self.blobs: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.faults: list[tuple[str, int]] = []
+        self.upload_began = threading.Event()
+        self.upload_may_end = threading.Event()
+        self.upload_may_end.set()
+
+    def fail(self, path: str, status: int, times: int = 1) -> None:
+        """Answer the next `times` requests whose path matches the pattern `path` with `status`."""
+        self.faults += [(path, status)] * times
+
+    def take_fault(self, path: str) -> int | None:
+        """The status planted for `path`, used up by this call."""
+        for fault in self.faults:
+            if re.search(fault[0], path):
+                self.faults.remove(fault)
+                return fault[1]
+        return None
+
+    def sha256(self, repo: str, path: str) -> str:
+        """The digest of what a download of `path` would give."""
+        return hashlib.sha256(self.repos[repo][path]).hexdigest()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed closes its connection: not worth a traceback."""
+
+
+@contextmanager
+def serve(token: str) -> Iterator[HubServer]:
+    """Run the stand-in on a free port of the loopback interface."""
+    server = HubServer(token)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.upload_may_end.set()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def do_PUT(self) -> None:
+        self._serve()
+
+    def _serve(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.requests.append(f"{self.command} {path}")
+        if self.command == "PUT":
+            self.server.upload_began.set()
+            self.server.upload_may_end.wait(30)
+        body = self._body()
+        planted = self.server.take_fault(path)
+        signed = path.startswith("/storage/")  # like a pre-signed URL: it carries no token
+        if planted is not None:
+            # Echoing the secret is the worst that a server could do: the client quotes this text in its errors.
+            self._answer(planted, {"error": f"planted for {self.headers.get('Authorization')}"})
+        elif not signed and self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            self._answer(401, {"error": "Invalid username or password."})
+        else:
+            self._route(path, body)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _answer(self, status: int, content: Any) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _route(self, path: str, body: bytes) -> None:
+        for method, pattern, handler in (
+            ("GET", r"/api/whoami-v2", self._whoami),
+            ("POST", r"/api/repos/create", self._create),
+            ("POST", r"/api/validate-yaml", self._validate_yaml),
+            ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/main", self._preupload),
+            ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/main", self._commit),
+            ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/main", self._tree),
+            ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/main)?", self._info),
+            ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", self._lfs_batch),
+            ("PUT", r"/storage/(?P<oid>[0-9a-f]{64})", self._lfs_put),
+        ):
+            match = re.fullmatch(pattern, path)
+            if method == self.command and match is not None:
+                groups = match.groupdict()
+                if "repo" in groups and groups["repo"] not in self.server.repos:
+                    self._answer(404, {"error": "Repository not found"})
+                else:
+                    handler(body, **groups)
+                return
+        self._answer(404, {"error": f"the stand-in has no {self.command} {path}"})
+
+    def _whoami(self, body: bytes) -> None:
+        self._answer(200, {"type": "user", "name": "tester", "orgs": []})
+
+    def _create(self, body: bytes) -> None:
+        asked = json.loads(body)
+        repo = f"{asked['organization'] or 'tester'}/{asked['name']}"
+        url = {"url": f"{self.server.endpoint}/{repo}"}
+        if repo in self.server.repos:
+            self._answer(409, {"error": "You already created this model repo", **url})
+            return
+        self.server.repos[repo] = {}
+        self.server.private[repo] = asked.get("visibility") == "private" or asked.get("private") is True
+        self._answer(200, url)
+
+    def _validate_yaml(self, body: bytes) -> None:
+        self._answer(200, {"errors": [], "warnings": []})
+
+    def _info(self, body: bytes, repo: str) -> None:
+        self._answer(200, {"id": repo, "sha": "0" * 40, "siblings": []})
+
+    def _tree(self, body: bytes, repo: str) -> None:
+        files = self.server.repos[repo].items()
+        self._answer(200, [{"type": "file", "path": path, "size": len(data), "oid": ""} for path, data in files])
+
+    def _preupload(self, body: bytes, repo: str) -> None:
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin")) else "regular",
+                "shouldIgnore": False,
+            }
+            for file in json.loads(body)["files"]
+        ]
+        self._answer(200, {"files": files})
+
+    def _lfs_batch(self, body: bytes, repo: str) -> None:
+        objects = json.loads(body)["objects"]
+        for entry in objects:
+            if entry["oid"] not in self.server.blobs:
+                entry["actions"] = {"upload": {"href": f"{self.server.endpoint}/storage/{entry['oid']}"}}
+        self._answer(200, {"transfer": "basic", "objects": objects})
+
+    def _lfs_put(self, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            self._answer(400, {"error": "the content does not match its digest"})
+            return
+        self.server.blobs[oid] = body
+        self._answer(200, {})
+
+    def _commit(self, body: bytes, repo: str) -> None:
+        files = dict(self.server.repos[repo])
+        summary = ""
+        for line in body.splitlines():
+            key, value = (entry := json.loads(line))["key"], entry["value"]
+            if key == "header":
+                summary = value["summary"]
+            elif key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                files[value["path"]] = self.server.blobs[value["oid"]]
+            elif key == "deletedFile":
+                del files[value["path"]]
+        self.server.repos[repo] = files
+        self.server.commits.append(summary)
+        oid = hashlib.sha1(body).hexdigest()
+        self._answer(200, {"commitUrl": f"{self.server.endpoint}/{repo}/commit/{oid}", "commitOid": oid})

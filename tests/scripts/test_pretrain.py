@@ -1,0 +1,358 @@
+"""The main job, in process, on a tiny corpus; and what it says to bad input."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    TrainerCallback,
+    VisionTextDualEncoderModel,
+    VisionTextDualEncoderProcessor,
+)
+
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.run import RunError
+from scripts import eval_retrieval, pretrain
+from tests.test_hub import server  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows_of(folder) if "loss" in row}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return FusionDualEncoderModel.from_pretrained(folder).state_dict()
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_flags, tmp_path_factory):
+    """One run to its end, with a checkpoint half-way."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    metrics = pretrain.main([*tiny_flags, "--save_steps", "2", "--eval_steps", "2", "--output_dir", str(folder)])
+    return folder, metrics
+
+
+def test_everything_is_left_behind(finished):
+    folder, metrics = finished
+    for name in ("model.safetensors", "config.json", "config.yaml", "metrics.jsonl", "training.png", "retrieval.png"):
+        assert (folder / name).stat().st_size > 0, name
+    assert 0 <= metrics["eval_text_to_image_recall@1"] <= 1
+    assert metrics["eval_text_to_image_chance@1"] == 1 / 8
+    card = (folder / "README.md").read_text()
+    assert "accelerate launch" in card
+    assert "recall@1" in card
+
+
+def test_log_has_what_a_reader_looks_for(finished):
+    folder, _ = finished
+    line = rows_of(folder)[0]
+    expected = {"loss", "contrastive_loss", "matching_loss", "matching_lift", "temperature", "grad_norm"}
+    assert expected | {"learning_rate", "pairs_per_second", "data_wait"} <= set(line)
+    assert 0 <= line["data_wait"] <= 1
+
+
+def test_saved_model_loads_with_plain_transformers(finished):
+    folder, _ = finished
+    fused = AutoModel.from_pretrained(folder).eval()
+    stock = VisionTextDualEncoderModel.from_pretrained(folder / "dual_encoder").eval()
+    processor = VisionTextDualEncoderProcessor.from_pretrained(folder / "dual_encoder")
+    assert AutoTokenizer.from_pretrained(folder).pad_token == "[PAD]"
+    from tests.conftest import draw
+
+    inputs = processor(
+        text=["a red circle", "one blue square, number 2"],
+        images=[draw("red", "circle"), draw("blue", "square")],
+        padding=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        ours, theirs = fused(**inputs), stock(**inputs)
+    torch.testing.assert_close(ours.image_embeds, theirs.image_embeds, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.text_embeds, theirs.text_embeds, atol=1e-4, rtol=0)
+
+
+def test_a_checkpoint_is_a_loadable_model(finished):
+    folder, _ = finished
+    assert AutoModel.from_pretrained(folder / "checkpoint-2").config.model_type == "fusion-dual-encoder"
+
+
+def test_resume_repeats_the_straight_run_bit_for_bit(finished, tiny_flags, tmp_path):
+    folder, metrics = finished
+    again = pretrain.main(
+        [
+            *tiny_flags,
+            "--eval_steps",
+            "2",
+            "--output_dir",
+            str(tmp_path),
+            "--resume_from_checkpoint",
+            str(folder / "checkpoint-2"),
+        ]
+    )
+    assert losses(tmp_path) == {step: loss for step, loss in losses(folder).items() if step > 2}
+    assert again == metrics
+    for name, value in weights(folder).items():
+        assert torch.equal(value, weights(tmp_path)[name]), name
+
+
+def test_latest_is_a_first_start_where_there_is_no_checkpoint(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--max_steps", "2", "--save_steps", "1", "--output_dir", str(tmp_path)]
+    pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
+    assert sorted(losses(tmp_path)) == [1, 2]
+    longer = [*flags, "--max_steps", "3", "--resume_from_checkpoint", "latest"]
+    pretrain.main(longer)
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
+
+
+def test_config_yaml_reruns_the_run(finished, tmp_path):
+    folder, metrics = finished
+    assert yaml.safe_load((folder / "config.yaml").read_text())["global_batch_size"] == 8
+    again = pretrain.main(["--config", str(folder / "config.yaml"), "--output_dir", str(tmp_path / "again")])
+    assert again == metrics
+
+
+def test_evaluation_script_gives_the_figures_of_the_run(finished, corpus, tmp_path):
+    folder, metrics = finished
+    flags = ["--model_name_or_path", str(folder), "--train_file", str(corpus), "--rerank_top_k", "4"]
+    again = eval_retrieval.main([*flags, "--output_file", str(tmp_path / "figures.json")])
+    assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(metrics)
+    assert json.loads((tmp_path / "figures.json").read_text()) == again
+
+
+def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--ema_decay", "0.5", "--save_steps", "2"]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "a")])
+    resume = ["--resume_from_checkpoint", str(tmp_path / "a/checkpoint-2")]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "b"), *resume])
+    plain = pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "c")])
+    assert plain
+    name = "visual_projection.weight"
+    torch.testing.assert_close(weights(tmp_path / "a")[name], weights(tmp_path / "b")[name])
+    assert not torch.equal(weights(tmp_path / "a")[name], weights(tmp_path / "c")[name])
+
+
+def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags, tmp_path):
+    still = ["--learning_rate", "0", "--max_steps", "20", "--eval_steps", "2", "--early_stopping_patience", "1"]
+    pretrain.main([*tiny_flags, *still, "--load_best_model_at_end", "--output_dir", str(tmp_path)])
+    assert max(losses(tmp_path)) < 20
+
+
+def test_parts_of_the_batch_learn_what_the_whole_learns(finished, tiny_flags, tmp_path):
+    folder, _ = finished
+    pretrain.main([*tiny_flags, "--micro_batch_size", "3", "--output_dir", str(tmp_path)])
+    assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
+    for name, value in weights(folder).items():
+        torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_frozen_towers_stay_as_they_are(tiny_flags, tmp_path):
+    flags = [
+        *tiny_flags,
+        "--freeze_vision",
+        "--freeze_text",
+        "--save_steps",
+        "1",
+        "--max_steps",
+        "2",
+        "--gradient_checkpointing",
+    ]
+    pretrain.main([*flags, "--output_dir", str(tmp_path)])
+    before, after = weights(tmp_path / "checkpoint-1"), weights(tmp_path)
+    for name, value in after.items():
+        if name.startswith(("vision_model.", "text_model.")):
+            assert torch.equal(value, before[name]), name
+    assert not torch.equal(after["visual_projection.weight"], before["visual_projection.weight"])
+
+
+def test_contrastive_alone(tiny_flags, tmp_path):
+    pretrain.main([*tiny_flags, "--objectives", "contrastive", "--fusion_layers", "0", "--output_dir", str(tmp_path)])
+    assert "matching_loss" not in rows_of(tmp_path)[0]
+
+
+def test_a_run_is_pushed_and_a_hub_that_fails_loses_nothing(tiny_flags, tmp_path, server, caplog):  # noqa: F811
+    flags = [*tiny_flags, "--max_steps", "2", "--push_to_hub", "--hub_model_id", "tester/run", "--hub_private_repo"]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "a")])
+    sent = hashlib.sha256((tmp_path / "a/model.safetensors").read_bytes()).hexdigest()
+    assert server.sha256("tester/run", "model.safetensors") == sent
+    assert {"README.md", "config.yaml", "dual_encoder/model.safetensors", "training.png"} <= set(
+        server.repos["tester/run"]
+    )
+    assert server.private["tester/run"]
+    server.fail("/commit/", status=403)
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "b")])
+    assert (tmp_path / "b/model.safetensors").is_file()
+    assert "hf upload tester/run" in caplog.text
+
+
+def test_any_transformers_callback_runs_unchanged(tiny_flags, tmp_path, monkeypatch):
+    seen = []
+
+    class Recorder(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((state.global_step, kwargs["model"] is not None))
+            control.should_training_stop = state.global_step == 2
+
+    monkeypatch.setattr(pretrain, "ProgressBar", Recorder)
+    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path)])
+    assert seen == [(1, True), (2, True)]
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train_file", "no_such.jsonl"], "no such file"),
+        (["--caption_column", "captoins"], "captions"),
+        (["--global_batch_size", "500"], "--global_batch_size is 500"),
+        (["--global_batch_size", "1"], "at least 2 pairs"),
+        (["--max_train_samples", "1"], "at least 2 pairs"),
+        (["--resume_from_checkpoint", "nowhere"], "--resume_from_checkpoint is nowhere"),
+        (["--freeze_vision", "--freeze_text", "--model_name_or_path", "nowhere"], "nowhere"),
+        (["--metric_for_best_model", "accuracy"], "--metric_for_best_model is accuracy"),
+        (["--fusion_layers", "0"], "--fusion_layers"),
+        (["--report_to", "no_such_tracker"], "--report_to is no_such_tracker"),
+    ],
+)
+def test_mistakes_found_while_running_name_the_remedy(tiny_flags, tmp_path, flags, message):
+    with pytest.raises((ValueError, RunError, OSError), match=message) as caught:
+        pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "out"), *flags])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--learning_rte", "1"], "Did you mean '--learning_rate'?"),
+        (["--objectives", "contrasitve"], "--objectives"),
+        (["--vision_config", "huge"], "--vision_config is 'huge'"),
+        (["--lr_scheduler_type", "linear"], "--lr_scheduler_type"),
+        (["--ema_decay", "1"], "--ema_decay"),
+        (["--early_stopping_patience", "1"], "--eval_steps"),
+    ],
+)
+def test_mistakes_in_the_flags_end_with_status_2(flags, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        pretrain.main(flags)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unreadable_image_is_counted_and_named_and_does_not_stop_the_run(tiny_flags, tmp_path, caplog):
+    from tests.conftest import write_corpus
+
+    path = write_corpus(tmp_path / "data")
+    (tmp_path / "data/images/red-circle-0.png").write_bytes(b"not an image")
+    (tmp_path / "data/images/red-circle-2.png").write_bytes(b"")
+    pretrain.main([*tiny_flags, "--train_file", str(path), "--max_steps", "2", "--output_dir", str(tmp_path / "out")])
+    assert "red-circle-0.png" in caplog.text
+    last = [row for row in rows_of(tmp_path / "out") if "loss" in row][-1]
+    assert last["skipped_images"] == 1
+
+
+def test_an_output_folder_that_holds_a_run_is_not_overwritten(finished, tiny_flags):
+    folder, _ = finished
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match="already holds a run"):
+        pretrain.main([*tiny_flags, "--output_dir", str(folder)])
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_an_output_folder_that_cannot_be_written(tiny_flags, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "file/out")])
+
+
+# -- real launches ------------------------------------------------------------------------------------------------------
+
+
+def launch(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
+    return subprocess.run(
+        [*accelerate, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(tiny_flags, tmp_path):
+    script, flags = (
+        str(ROOT / "scripts/pretrain.py"),
+        [*tiny_flags, "--max_train_samples", "15", "--global_batch_size", "7"],
+    )
+    config = str(ROOT / "accelerate_configs/two_processes.yaml")
+    two = launch(
+        ["--config_file", config, script, *flags, "--output_dir", str(tmp_path / "two")],
+        tmp_path,
+        ACCELERATE_USE_CPU="true",
+    )
+    assert two.returncode == 0, two.stderr
+    assert "2 x cpu" in two.stderr + two.stdout
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "one")])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    one, both = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name, value in one.items():
+        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=1e-6)
+    evaluated = [
+        [row for row in rows_of(tmp_path / run) if "eval_text_to_image_recall@1" in row][-1] for run in ("one", "two")
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1])
+
+
+@pytest.mark.slow
+def test_two_processes_and_parts_of_the_batch_learn_what_one_process_learns_at_once(tiny_flags, tmp_path):
+    config = str(ROOT / "accelerate_configs/two_processes.yaml")
+    flags = [
+        str(ROOT / "scripts/pretrain.py"),
+        *tiny_flags,
+        "--micro_batch_size",
+        "2",
+        "--output_dir",
+        str(tmp_path / "two"),
+    ]
+    two = launch(["--config_file", config, *flags], tmp_path, ACCELERATE_USE_CPU="true")
+    assert two.returncode == 0, two.stderr
+    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "one")])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    both = weights(tmp_path / "two")
+    for name, value in weights(tmp_path / "one").items():
+        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_see_each_other_are_refused(tiny_flags, tmp_path):
+    config = str(ROOT / "accelerate_configs/two_processes.yaml")
+    found = launch(
+        ["--config_file", config, str(ROOT / "scripts/pretrain.py"), *tiny_flags], tmp_path, ACCELERATE_USE_CPU="false"
+    )
+    if torch.cuda.is_available():
+        pytest.skip("on GPUs they do see each other")
+    assert found.returncode != 0
+    assert "ACCELERATE_USE_CPU=true" in found.stderr
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_with_one_line_and_a_status(tmp_path):
+    found = launch([str(ROOT / "scripts/pretrain.py"), "--train_file", "no_such.jsonl"], tmp_path)
+    assert found.returncode != 0
+    assert "no such file" in found.stderr

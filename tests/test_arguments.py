@@ -1,0 +1,219 @@
+"""Dataclass default < YAML < command line; every mistake ends with one line that names the flag."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mm_utils.arguments import arg, parse_args, to_dict
+from mm_utils.data.loaders import LoaderArguments
+from mm_utils.data.sources import DataArguments
+from mm_utils.metrics import EvaluationArguments
+from mm_utils.models import ModelArguments
+from mm_utils.objectives import ObjectiveArguments
+from mm_utils.optim import OptimizerArguments
+from mm_utils.trainer import TrainingArguments
+
+ALL = (
+    DataArguments,
+    ModelArguments,
+    LoaderArguments,
+    ObjectiveArguments,
+    OptimizerArguments,
+    TrainingArguments,
+    EvaluationArguments,
+)
+RECIPES = sorted(Path(__file__).parents[1].glob("recipes/*.yaml"))
+
+
+@dataclass
+class First:
+    learning_rate: float = arg(0.5, "A rate.")
+    name: str | None = arg(None, "A name.")
+    shuffle: bool = arg(True, "On by default.")
+    verbose: bool = arg(False, "Off by default.")
+
+
+@dataclass
+class Second:
+    batch_size: int = arg(8, "A size.")
+    limit: int | None = arg(3, "A limit.")
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"--batch_size is {self.batch_size}; give at least 1.")
+
+
+def parse(*argv: str) -> tuple[First, Second]:
+    return parse_args(First, Second, argv=argv, doc="What it does.\n\n    a command")
+
+
+def config(folder: Path, text: str) -> str:
+    path = folder / "config file.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The last line of what parsing these ends with."""
+    with pytest.raises(SystemExit) as exit:
+        parse(*argv)
+    assert exit.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1].partition("error: ")[2]
+
+
+def test_defaults() -> None:
+    assert parse() == (First(0.5, None, True, False), Second(8, 3))
+
+
+def test_command_line_beats_yaml_beats_default(tmp_path: Path) -> None:
+    path = config(tmp_path, "learning_rate: 0.1\nbatch_size: 4\n")
+    first, second = parse("--batch_size", "2", "--config", path)
+    assert (first.learning_rate, second.batch_size, second.limit) == (0.1, 2, 3)
+    assert parse(f"--config={path}", "--batch_size=2") == (first, second)
+    assert parse("--batch-size", "2", "--config", path) == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("learning_rate: 1e-3", "learning_rate", 1e-3),
+        ("learning_rate: 1", "learning_rate", 1.0),
+        ("learning_rate: '.5'", "learning_rate", 0.5),
+        ("name: 12", "name", "12"),
+        ("name: null", "name", None),
+        ("name: yes", "name", "True"),
+        ("shuffle: false", "shuffle", False),
+        ("shuffle: true", "shuffle", True),
+        ("shuffle: 'no'", "shuffle", False),
+        ("verbose: true", "verbose", True),
+        ("verbose: 1", "verbose", True),
+        ("# nothing but a comment", "name", None),
+        ("", "name", None),
+    ],
+)
+def test_yaml_values_have_the_flags_type(tmp_path: Path, line: str, name: str, value: Any) -> None:
+    found = getattr(parse("--config", config(tmp_path, line))[0], name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "shuffle", "verbose"),
+    [
+        ([], True, False),
+        (["--no_shuffle", "--verbose"], False, True),
+        (["--shuffle", "false", "--verbose", "true"], False, True),
+        (["--shuffle"], True, False),
+    ],
+)
+def test_booleans(argv: list[str], shuffle: bool, verbose: bool) -> None:
+    first, _ = parse(*argv)
+    assert (first.shuffle, first.verbose) == (shuffle, verbose)
+
+
+def test_command_line_turns_yamls_false_on_again(tmp_path: Path) -> None:
+    path = config(tmp_path, "shuffle: false\nverbose: true")
+    assert parse("--config", path)[0] == First(shuffle=False, verbose=True)
+    assert parse("--config", path, "--shuffle", "--verbose", "false")[0] == First()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--learning_rat", "1"], "unknown argument --learning_rat. Did you mean '--learning_rate'?"),
+        (["--learnin_rate=1"], "unknown argument --learnin_rate=1. Did you mean '--learning_rate'?"),
+        (["--batch", "4"], "unknown argument --batch"),
+        (["--zzz"], "unknown argument --zzz. See --help."),
+        (["stray"], "unknown argument stray. See --help."),
+        (["--batch_size", "two"], "argument --batch_size/--batch-size: invalid int value: 'two'"),
+        (["--batch_size", "1.5"], "argument --batch_size/--batch-size: invalid int value: '1.5'"),
+        (["--batch_size", "0"], "--batch_size is 0; give at least 1."),
+        (["--config"], "--config needs a path"),
+        (["--config", "nowhere.yaml"], "--config is nowhere.yaml; there is no such file"),
+    ],
+)
+def test_mistakes_on_the_command_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mistake(capsys, *argv).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnin_rate: 1", "unknown key 'learnin_rate'. Did you mean '--learning_rate'?"),
+        ("batch-size: 1", "unknown key 'batch-size'. Did you mean '--batch_size'?"),
+        ("help: true", "unknown key 'help'"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("3: 4", "unknown key '3'"),
+        ("batch_size: two", "batch_size is 'two'; expected int"),
+        ("batch_size: 1.5", "batch_size is 1.5; expected int"),
+        ("learning_rate: fast", "learning_rate is 'fast'; expected float"),
+        ("learning_rate: {a: 1}", "learning_rate is {'a': 1}; expected float"),
+        ("learning_rate: [1, 2]", "learning_rate is [1, 2]; expected float"),
+        ("shuffle: maybe", "shuffle is 'maybe'; expected"),
+        ("- 1\n- 2", "holds a list; give flat 'flag: value' lines"),
+        ("just words", "holds a str; give flat 'flag: value' lines"),
+        ("a: [1", "is not valid YAML: "),
+        ("batch_size: 0", "--batch_size is 0; give at least 1."),
+    ],
+)
+def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, text)
+    line = mistake(capsys, "--config", path)
+    assert message in line
+    assert line.startswith((path, "--batch_size"))
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse("--help")
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert "What it does.\n\n    a command" in text
+    for shown in ("A rate. ", "(default: 0.5)", "(default: 8)", "--config FILE", "--no_shuffle"):
+        assert shown in " ".join(text.split()) or shown in text
+    assert "default: None" not in text
+
+
+def test_help_of_all_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse_args(*ALL, argv=["--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"--{name}" in text for name in to_dict(*(each() for each in ALL)))
+
+
+def test_to_dict_reads_back(tmp_path: Path) -> None:
+    flags = ["--learning_rate", "2e-4", "--no_greater_is_better", "--freeze_text", "--vision_pooling", "cls"]
+    parsed = parse_args(*ALL, argv=flags)
+    assert not parsed[5].greater_is_better
+    path = config(tmp_path, yaml.safe_dump(to_dict(*parsed)))
+    assert parse_args(*ALL, argv=["--config", path]) == parsed
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_flat_and_typed(recipe: Path) -> None:
+    assert recipe.read_text(encoding="utf-8").startswith("# accelerate launch scripts/")
+    values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    assert all(isinstance(value, (str, int, float, bool, type(None))) for value in values.values())
+
+
+def test_wrong_values_of_the_real_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (
+        ["--lr_scheduler_type", "linear"],
+        ["--warmup_ratio", "0.9"],
+        ["--learning_rate", "-1"],
+        ["--max_seq_length", "2"],
+        ["--min_crop_area", "0"],
+        ["--min_crop_area", "1.1"],
+        ["--vision_pooling", "max"],
+        ["--text_config", "nowhere.json"],
+        ["--objectives", "matching:1"],
+        ["--max_train_samples", "0"],
+    ):
+        with pytest.raises(SystemExit):
+            parse_args(*ALL, argv=flags)
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert flags[0] in line

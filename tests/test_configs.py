@@ -1,0 +1,40 @@
+"""Every file in `accelerate_configs/` and `recipes/` is what its reader takes."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+ROOT = Path(__file__).parents[1]
+ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_accelerate_reads_the_file(path):
+    config = load_config_from_file(str(path))
+    assert (config.num_processes == 1) == (config.distributed_type.value == "NO")
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_the_command_in_the_file_names_the_file(path):
+    assert f"accelerate_configs/{path.name}" in path.read_text()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipes_command_takes_it(path, monkeypatch):
+    first = path.read_text().splitlines()[0]
+    script = first.split("scripts/")[1].split(".py")[0]
+    module = __import__(f"scripts.{script}", fromlist=["main"])
+
+    class Parsed(Exception):
+        pass
+
+    def stop(name, *parsed, **kwargs):
+        raise Parsed
+
+    monkeypatch.setattr(module, "start_run", stop)
+    with pytest.raises(Parsed):
+        module.main(["--config", str(path)])
+    assert yaml.safe_load(path.read_text())

@@ -3,18 +3,46 @@
 A contrastive loss needs the embeddings of the whole batch, so accumulating the losses of parts is another loss, with
 fewer negatives. Here every part is first embedded without gradient; the loss is taken once, at the embeddings; then every
 part is embedded again, with the same dropout, and its share of the gradient is pushed through the towers. The result
-equals the single pass; it costs one more forward pass of the towers. Gradients are synchronised once, with the last part.
+equals the single pass.
+
+The last part is embedded with gradient at once and never again, so K parts cost (K-1)/K of one more forward pass, and a
+share that fits costs nothing. Rows come sorted by the length of their caption (`mm_utils.data.loaders.Collator`), so every
+part is padded to its own longest only. Whatever the number of parts, which may differ between ranks, ranks share the
+embeddings once and average the gradients once, after the last part; nothing of a step is final before that, so a step
+that ran out of memory on any rank can be repeated in smaller parts on all.
+
+Batch norms in training mode see one part at a time, which is another function; their running statistics are updated
+once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_batch_norm`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mm_utils import ranks
-from mm_utils.objectives import Batch, ContrastiveObjective, Report
+from mm_utils.objectives import Batch, ContrastiveObjective, Encoded, Plan, Report
+
+Result = TypeVar("Result")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Some rank ran out of memory; raised on all of them, with nothing learnt and no gradient that counts.
+
+    Attributes:
+        here: whether it was this rank.
+    """
+
+    def __init__(self, here: bool):
+        super().__init__("out of memory " + ("on this process" if here else "on another process"))
+        self.here = here
 
 
 def backward(
@@ -24,17 +52,15 @@ def backward(
 
     Args:
         objective: as `accelerator` prepared it.
-        batch: this rank's share.
-        micro_batch_size: pairs to hold activations of at a time; None = all.
+        batch: this rank's share, longest caption first.
+        micro_batch_size: pairs of this rank to hold activations of at a time; None = all, with gradients averaged while
+            the backward pass still runs.
 
     Raises:
         ValueError: if the batch has to be cut and the objective cannot be.
+        OutOfMemoryError: with a `micro_batch_size`, on all ranks if one runs out of memory.
     """
-    rows = len(batch["ids"])
-    parts = 1
-    if micro_batch_size is not None:
-        parts = -(-max(ranks.gather_sizes(rows, accelerator.device)) // micro_batch_size)  # as many on every rank
-    if parts <= 1:
+    if micro_batch_size is None:
         report = objective(batch, step)
         accelerator.backward(report["loss"])
         return {name: value.detach() for name, value in report.items()}
@@ -43,28 +69,119 @@ def backward(
         raise ValueError(
             f"--micro_batch_size cuts the batch, and {type(whole).__name__} cannot be cut. Drop the flag."
         )
-    cuts = [ranks.share(rows, part, parts) for part in range(parts)]
-    states, embeds = [], []
-    with torch.no_grad():
-        for cut in cuts:
-            states.append(_RandomState(accelerator.device))
-            embeds.append(whole.encode(_take(batch, cut), match=False))
-    image_nE, text_nE = (torch.cat([getattr(part, name) for part in embeds]) for name in ("image_nE", "text_nE"))
-    plan = whole.plan(image_nE, text_nE, embeds[0].scale, batch, step)
-    sums: Tensor | float = 0.0
-    for cut, state in zip(cuts, states, strict=True):
-        with nullcontext() if cut is cuts[-1] else accelerator.no_sync(objective):
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "--micro_batch_size is set; DeepSpeed takes a step with every backward pass. Drop the flag, or use DDP or FSDP2."
+        )
+    return _InParts(accelerator, objective, whole, batch, step, micro_batch_size).run()
+
+
+def cuts(rows: int, micro_batch_size: int | None) -> list[range]:
+    """The parts of a rank's rows: as few as may be, of equal size but for one row; one empty part of no rows."""
+    parts = max(1, -(-rows // micro_batch_size)) if micro_batch_size is not None else 1
+    return [ranks.share(rows, part, parts) for part in range(parts)]
+
+
+class _InParts:
+    """One step, cut."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        objective: nn.Module,
+        whole: ContrastiveObjective,
+        batch: Batch,
+        step: int,
+        micro_batch_size: int,
+    ):
+        self.accelerator, self.objective, self.whole, self.step = accelerator, objective, whole, step
+        # FSDP gathers weights in every pass and averages gradients in the last: its ranks go in step.
+        self.sharded = accelerator.distributed_type == DistributedType.FSDP
+        self.cuts = cuts(len(batch["ids"]), micro_batch_size)
+        if self.sharded:
+            parts = max(ranks.gather_sizes(len(self.cuts), accelerator.device))
+            self.cuts = [ranks.share(len(batch["ids"]), part, parts) for part in range(parts)]
+        self.batch, self.parts = batch, [_take(batch, cut) for cut in self.cuts]
+        self.states: list[_RandomState] = []
+
+    def run(self) -> Report:
+        """Embed, decide, push."""
+        embeds, kept = self._together(self._embed)
+        image_nE, text_nE = (torch.cat(column) for column in zip(*embeds, strict=True))
+        plan = self.whole.plan(replace(kept, image_nE=image_nE, text_nE=text_nE), self.batch, self.step)
+        sums = self._together(lambda: self._push_all(kept, plan))
+        if not self.sharded:
+            ranks.average_gradients(self.objective.parameters())
+        return self.whole.report(plan, sums)
+
+    def _embed(self) -> tuple[list[tuple[Tensor, Tensor]], Encoded]:
+        """The embeddings of every part, and the last part as it was encoded, with gradient."""
+        embeds = []
+        for place in range(len(self.cuts) - 1):
+            self.states.append(_RandomState(self.accelerator.device))
+            with torch.no_grad(), _statistics_kept(self.whole):
+                encoded = self._encode(place, match=False)
+            embeds.append((encoded.image_nE, encoded.text_nE))
+        kept = self._encode(len(self.cuts) - 1, self.whole.matches)
+        return [*embeds, (kept.image_nE.detach(), kept.text_nE.detach())], kept
+
+    def _push_all(self, kept: Encoded, plan: Plan) -> Tensor:
+        """Push every part's gradient through the towers; the kept part first, to have its memory back."""
+        sums = self._push(kept, plan, len(self.cuts) - 1, is_last=len(self.cuts) == 1)
+        for place, state in enumerate(self.states):
             with state.replayed():
-                part = objective(_take(batch, cut), step, plan=plan, low=cut.start, share=1 / parts)
-            accelerator.backward(part["loss"])
-        sums = sums + part["sums"]
-    assert isinstance(sums, Tensor)
-    return whole.report(plan, sums)
+                encoded = self._encode(place, self.whole.matches)
+            sums = sums + self._push(encoded, plan, place, is_last=place == len(self.states) - 1)
+        return sums
+
+    def _encode(self, place: int, match: bool) -> Encoded:
+        with (
+            self.accelerator.autocast()
+        ):  # one per part: weights that it casts in a no_grad would be used again without
+            return self.whole.encode(self.parts[place], match)
+
+    def _push(self, encoded: Encoded, plan: Plan, place: int, is_last: bool) -> Tensor:
+        with self.accelerator.autocast():
+            loss, sums = self.whole.part(encoded, self.parts[place], plan, self.cuts[place].start, 1 / len(self.cuts))
+        # Sharded gradients are averaged by the very last backward pass.
+        with nullcontext() if self.sharded and is_last else self.accelerator.no_sync(self.objective):
+            self.accelerator.backward(loss)
+        return sums
+
+    def _together(self, work: Callable[[], Result]) -> Result:
+        """`work` on every rank; where one runs out of memory, all of them raise."""
+        result = None
+        try:
+            result = work()
+        except RuntimeError as error:
+            if self.sharded or not should_reduce_batch_size(error):
+                raise
+        if ranks.any_rank(result is None, self.accelerator.device):
+            raise OutOfMemoryError(here=result is None)
+        assert result is not None
+        return result
 
 
 def _take(batch: Batch, rows: range) -> Batch:
-    """Some rows of a training batch, in which every image has one caption."""
-    return {name: value[rows.start : rows.stop] for name, value in batch.items() if isinstance(value, Tensor)}
+    """Some rows of a training batch, in which every image has one caption, padded to their longest."""
+    part: Batch = {
+        name: value[rows.start : rows.stop] for name, value in batch.items() if isinstance(value, (Tensor, list))
+    }
+    longest = max(part["lengths"], default=1)
+    return part | {name: part[name][:, :longest] for name in ("input_ids", "attention_mask")}
+
+
+@contextmanager
+def _statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, batch norms in training mode leave their running statistics alone."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = not norm.training  # in evaluation mode it decides which statistics are used
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
 
 
 class _RandomState:

@@ -9,6 +9,8 @@ is the one a single process with the whole batch would compute.
 Shape letters: n this rank's rows, N the global batch, T rows of a tile, E embedding width.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import ranks
+
+Sides = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""This rank's images and all texts; this rank's texts and all images."""
 
 TILE_ELEMENTS = 2**24  # 64 MiB of fp32 logits; measured time is flat from 128 to 4096 rows
 
@@ -64,61 +69,119 @@ def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatc
         batch: from `gather_batch` of the same embeddings.
         tile: rows per tile; the result does not depend on it.
     """
-    return _InfoNCE.apply(image_nE, text_nE, scale, batch, tile)
+    return _AtEmbeddings.apply(_info_nce, batch, tile, image_nE, text_nE, scale)
 
 
-class _InfoNCE(torch.autograd.Function):
+def sigmoid_loss(
+    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: int | None = None
+) -> Tensor:
+    """Pairwise sigmoid loss (SigLIP, arXiv 2303.15343), as a scalar.
+
+    loss = 1/N sum_i [softplus(-z_ii) + sum_j softplus(z_ij)], z_ij = scale a_i b_j + bias, where j runs over the
+    negatives of i.
+
+    Args:
+        image_nE, text_nE: this rank's unit embeddings, with gradient.
+        scale: scalar inverse temperature (already exponentiated).
+        bias: scalar added to every logit.
+        batch: from `gather_batch` of the same embeddings.
+        tile: rows per tile; the result does not depend on it.
+    """
+    return _AtEmbeddings.apply(_sigmoid, batch, tile, image_nE, text_nE, scale, bias)
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Neither autocast nor TF32: at a scale of 100, ten bits of mantissa leave a tenth of a logit."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _AtEmbeddings(torch.autograd.Function):
+    """A loss that computes its own gradient by this rank's embeddings and by its scalars, in the forward pass."""
+
     @staticmethod
     def forward(
-        ctx: Any, image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatch, tile: int | None
+        ctx: Any,
+        compute: Callable,
+        batch: GlobalBatch,
+        tile: int | None,
+        image_nE: Tensor,
+        text_nE: Tensor,
+        *scalars: Tensor,
     ) -> Tensor:
-        wide = batch.image_NE.dtype
-        with torch.autocast(image_nE.device.type, enabled=False):
-            scale = scale.to(wide)
-            mine = slice(batch.offset, batch.offset + len(image_nE))
-            sides = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
-            total = max(1, len(batch.image_NE))
-            tile = tile or max(1, TILE_ELEMENTS // total)
-            lse_n2 = batch.image_NE.new_empty(len(image_nE), 2)
-            nll_n2 = torch.empty_like(lse_n2)
-            for side, (rows_nE, columns_NE) in enumerate(sides):
-                for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
-                    positive = logits_TN[diagonal]
-                    logits_TN[diagonal] = -torch.inf
-                    # softplus(lse over the negatives - positive) loses no digits near convergence; lse - positive does. Its
-                    # usual threshold of 20 would lose 2e-9, which gradient checks in fp64 see.
-                    nll_n2[part, side] = softplus(logits_TN.logsumexp(1) - positive, threshold=40)
-                    lse_n2[part, side] = positive + nll_n2[part, side]
-            shared_N3 = ranks.gather(torch.cat([lse_n2, nll_n2.sum(1, keepdim=True)], 1), batch.sizes)
-            loss = shared_N3[:, 2].sum() / (2 * total)
-            diagonal_grad_n = torch.expm1(-nll_n2).sum(1)  # softmax - 1, of both directions
-            grads = []
-            for side, (rows_nE, columns_NE) in enumerate(sides):
-                grad_nE = torch.empty_like(rows_nE)
-                for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
-                    weight_TN = (logits_TN - lse_n2[part, side, None]).exp_()
-                    weight_TN += logits_TN.sub_(shared_N3[:, 1 - side]).exp_()
-                    weight_TN[diagonal] = diagonal_grad_n[part]
-                    torch.mm(weight_TN, columns_NE, out=grad_nE[part])
-                grads.append(grad_nE.div_(2 * total))
-            scale_grad = (grads[0] * sides[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
-        ctx.save_for_backward(grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
-        ctx.dtypes = image_nE.dtype, text_nE.dtype
+        total, mine = max(1, len(batch.image_NE)), slice(batch.offset, batch.offset + len(image_nE))
+        sides = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
+        with _full_precision(image_nE.device):
+            wide = [scalar.to(batch.image_NE.dtype) for scalar in scalars]
+            loss, gradients = compute(sides, *wide, batch, total, tile or max(1, TILE_ELEMENTS // total))
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [value.dtype for value in (image_nE, text_nE, *scalars)]
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        image_grad, text_grad, scale_grad = ctx.saved_tensors
         upstream = upstream * ranks.world_size()  # in fp32, before the cast: safe under an fp16 loss scaler
-        image_dtype, text_dtype = ctx.dtypes
-        return (
-            (image_grad * upstream).to(image_dtype),
-            (text_grad * upstream).to(text_dtype),
-            scale_grad * upstream,
-            None,
-            None,
-        )
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, None, *((gradient * upstream).to(dtype) for gradient, dtype in pairs)
+
+
+def _info_nce(
+    sides: Sides, scale: Tensor, batch: GlobalBatch, total: int, tile: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    lse_n2 = batch.image_NE.new_empty(len(sides[0][0]), 2)
+    nll_n2 = torch.empty_like(lse_n2)
+    for side, (rows_nE, columns_NE) in enumerate(sides):
+        for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
+            positive = logits_TN[diagonal]
+            logits_TN[diagonal] = -torch.inf
+            # softplus(lse over the negatives - positive) loses no digits near convergence; lse - positive does. Its
+            # usual threshold of 20 would lose 2e-9, which gradient checks in fp64 see.
+            nll_n2[part, side] = softplus(logits_TN.logsumexp(1) - positive, threshold=40)
+            lse_n2[part, side] = positive + nll_n2[part, side]
+    shared_N3 = ranks.gather(torch.cat([lse_n2, nll_n2.sum(1, keepdim=True)], 1), batch.sizes)
+    diagonal_grad_n = torch.expm1(-nll_n2).sum(1)  # softmax - 1, of both directions
+    grads = []
+    for side, (rows_nE, columns_NE) in enumerate(sides):
+        grad_nE = torch.empty_like(rows_nE)
+        for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
+            weight_TN = (logits_TN - lse_n2[part, side, None]).exp_()
+            weight_TN += logits_TN.sub_(shared_N3[:, 1 - side]).exp_()
+            weight_TN[diagonal] = diagonal_grad_n[part]
+            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
+        grads.append(grad_nE.div_(2 * total))
+    scale_grad = (grads[0] * sides[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
+    loss = shared_N3[:, 2].sum() / (2 * total)
+    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
+
+
+def _sigmoid(
+    sides: Sides, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
+    grads = []
+    for side, (rows_nE, columns_NE) in enumerate(sides):
+        grad_nE = torch.empty_like(rows_nE)
+        for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
+            logits_TN += bias
+            negated = -logits_TN[diagonal]
+            weight_TN = logits_TN.sigmoid()
+            weight_TN[diagonal] = -negated.sigmoid()
+            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
+            if side == 0:
+                logits_TN[diagonal] = negated
+                loss = loss + softplus(logits_TN, threshold=40).sum()
+                bias_grad = bias_grad + weight_TN.sum()
+        grads.append(grad_nE.div_(total))
+    scale_grad = (grads[0] * sides[0][0]).sum()
+    loss = ranks.sum_over_ranks(loss) / total
+    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad, bias_grad / total)
 
 
 def _tiles(rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, tile: int) -> Any:
@@ -140,16 +203,18 @@ def hard_negatives(
 
     Row i's negative j is drawn with probability proportional to exp(scale <q_i, k_j>) (ALBEF, arXiv 2107.07651), in log
     space by the Gumbel-max trick, so nothing can underflow; pairs that share an image or a caption are never drawn. The
-    noise is a hash of (key, i, j): the draw does not depend on how many ranks there are or which one asks.
+    noise is a hash of `key` and of the ids of both pairs: the draw depends neither on the order of the batch nor on how many
+    ranks hold it.
     """
     total = len(keys_NE)
     tile = tile or max(1, TILE_ELEMENTS // max(1, total))
+    pair_N = _mix(_mix(batch.ids_N2[:, 0]) + batch.ids_N2[:, 1])
     chosen = []
     for low in range(0, len(query_nE), tile):
         rows = torch.arange(low, min(low + tile, len(query_nE)), device=query_nE.device) + batch.offset
-        with torch.autocast(query_nE.device.type, enabled=False):
+        with _full_precision(query_nE.device):
             logits_TN = scale.float() * query_nE[low : low + tile].float() @ keys_NE.float().T
-        logits_TN = logits_TN + _gumbel(rows, torch.arange(total, device=rows.device), key)
+        logits_TN = logits_TN + _gumbel(pair_N[rows], pair_N, key)
         logits_TN = logits_TN.masked_fill(same_pair(batch.ids_N2[rows], batch.ids_N2), -torch.inf)
         best, index = logits_TN.max(1)
         chosen.append(index.masked_fill(best == -torch.inf, -1))
@@ -157,7 +222,7 @@ def hard_negatives(
 
 
 def _gumbel(rows: Tensor, columns: Tensor, key: int) -> Tensor:
-    """Gumbel noise `[rows, columns]` as a pure function of (key, row, column), equal on every device."""
+    """Gumbel noise `[rows, columns]` as a pure function of `key` and two int64 hashes, equal on every device."""
     bits = _mix(_mix(columns + key * 0x9E3779B1 % 2**62)[None] + _mix(rows)[:, None] * 0x2545F491)
     uniform = ((bits & 0x7FFFFF) + 0.5) / 2**23  # 23 bits and a half are exact in fp32, so never 0 or 1
     return -torch.log(-torch.log(uniform))

@@ -65,6 +65,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         *,
         projection_dim: int | None = None,
         logit_scale_init_value: float = 2.6592,
+        logit_bias_init_value: float | None = None,
         vision_pooling: str = "auto",
         text_pooling: str = "auto",
         vision_widths: Sequence[int] = (),
@@ -94,6 +95,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             )
         self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
         self.logit_scale_init_value = logit_scale_init_value
+        self.logit_bias_init_value = logit_bias_init_value
         self.vision_pooling = vision_pooling
         self.text_pooling = text_pooling
         self.vision_widths = list(vision_widths)
@@ -115,7 +117,7 @@ class FusionDualEncoderOutput(ModelOutput):
 
     Attributes:
         loss: scalar InfoNCE over this batch, with `return_loss=True` only (training uses `mm_utils.losses`).
-        logits_per_image: `[B, B]` scaled cosines.
+        logits_per_image: `[B, B]` scaled cosines, plus the bias of a model that has one.
         logits_per_text: its transpose.
         text_embeds, image_embeds: `[B, E]`, of unit length.
         keys_values: the image side of the fusion head, see `FusionHead.encode_vision`.
@@ -156,19 +158,23 @@ class LevelAdapter(nn.Module):
         self.projection = nn.Linear(width, dim)
         self.level = nn.Parameter(torch.zeros(dim))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Pool down to at most `max_tokens`, project, and mark position (of maps) and level."""
-        positions: Tensor | float = 0.0
+    def pool(self, hidden: Tensor) -> Tensor:
+        """At most `max_tokens` of them, by averages of neighbours."""
         if hidden.dim() == 4:
-            side = int(self.max_tokens**0.5)
-            if hidden.shape[-1] * hidden.shape[-2] > self.max_tokens:
-                hidden = F.adaptive_avg_pool2d(hidden, side)
-            height, width = hidden.shape[-2:]
-            positions = _sincos_positions(height, width, self.projection.out_features, hidden.device)
-            hidden = hidden.flatten(2).transpose(1, 2)
-        elif hidden.shape[1] > self.max_tokens:
-            hidden = F.adaptive_avg_pool1d(hidden.transpose(1, 2), self.max_tokens).transpose(1, 2)
-        tokens = self.projection(self.norm(hidden))
+            too_many = hidden.shape[-1] * hidden.shape[-2] > self.max_tokens
+            return F.adaptive_avg_pool2d(hidden, int(self.max_tokens**0.5)) if too_many else hidden
+        if hidden.shape[1] <= self.max_tokens:
+            return hidden
+        return F.adaptive_avg_pool1d(hidden.transpose(1, 2), self.max_tokens).transpose(1, 2)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Project, and mark position (of maps) and level."""
+        positions: Tensor | float = 0.0
+        if pooled.dim() == 4:
+            height, width = pooled.shape[-2:]
+            positions = _sincos_positions(height, width, self.projection.out_features, pooled.device)
+            pooled = pooled.flatten(2).transpose(1, 2)
+        tokens = self.projection(self.norm(pooled))
         return tokens + self.level + (positions.to(tokens.dtype) if isinstance(positions, Tensor) else 0.0)
 
 
@@ -229,7 +235,7 @@ class FusionHead(nn.Module):
         super().__init__()
         dim = config.fusion_dim
         self.taps = list(config.fusion_vision_taps)
-        self.adapters = nn.ModuleList(
+        self.adapters: Iterable[LevelAdapter] = nn.ModuleList(  # type: ignore[assignment]
             LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap) for tap in self.taps
         )
         self.vision_norm = nn.LayerNorm(dim)
@@ -240,11 +246,13 @@ class FusionHead(nn.Module):
         self.output_norm = nn.LayerNorm(dim)
         self.match = nn.Linear(dim, 1)
 
-    def encode_vision(self, hidden_states: Sequence[Tensor]) -> KeysValues:
-        """The image side: tapped hidden states of B images -> keys and values for every layer."""
-        tokens = torch.cat(
-            [adapter(hidden_states[tap]) for adapter, tap in zip(self.adapters, self.taps, strict=True)], 1
-        )
+    def pool_taps(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tapped ones of all hidden states, each with at most `fusion_tokens_per_tap` tokens."""
+        return tuple(adapter.pool(hidden_states[tap]) for adapter, tap in zip(self.adapters, self.taps, strict=True))
+
+    def encode_vision(self, taps: Sequence[Tensor]) -> KeysValues:
+        """The image side: pooled taps of B images -> keys and values for every layer."""
+        tokens = torch.cat([adapter(tap) for adapter, tap in zip(self.adapters, taps, strict=True)], 1)
         tokens = self.vision_norm(tokens)
         return tuple(layer.encode_image(tokens) for layer in self.layers)
 
@@ -289,6 +297,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.visual_projection = nn.Linear(config.vision_pooled_width, config.projection_dim, bias=False)
         self.text_projection = nn.Linear(config.text_width, config.projection_dim, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
+        bias = config.logit_bias_init_value
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
         self.fusion = FusionHead(config) if config.fusion_layers else None
         self.post_init()
 
@@ -369,24 +379,43 @@ class FusionDualEncoderModel(PreTrainedModel):
         model.logit_scale = stock.logit_scale
         return model
 
+    def add_logit_bias(self) -> None:
+        """Give the model what the sigmoid loss starts from: a bias of -10 and a scale of 10 (SigLIP, arXiv 2303.15343)."""
+        self.config.logit_scale_init_value, self.config.logit_bias_init_value = math.log(10), -10.0
+        self.logit_scale.data.fill_(self.config.logit_scale_init_value)
+        self.logit_bias = nn.Parameter(torch.full_like(self.logit_scale, self.config.logit_bias_init_value))
+
+    def remove_logit_bias(self) -> None:
+        """Drop the bias, which a softmax does not see."""
+        self.config.logit_bias_init_value = self.logit_bias = None
+
     def freeze(self, tower: str) -> None:
         """Stop training the `vision` or the `text` backbone; its projection goes on learning."""
         (self.vision_model if tower == "vision" else self.text_model).requires_grad_(False)
 
     def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, KeysValues | None]:
         """Unit embeddings `[B, E]` of normalised `[B, 3, H, W]` images, and their side of the fusion head."""
-        head = self.fusion if with_keys_values else None
-        # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
-        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
-        embeds = self.visual_projection(_pool(output, self.config.vision_pooling, None))
-        return F.normalize(embeds, dim=-1), None if head is None else head.encode_vision(output.hidden_states)
+        return self.project_image(*self.vision_features(pixel_values, with_keys_values))
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Unit embeddings `[B, E]` and last hidden states `[B, L, C]` of tokenised texts `[B, L]`."""
         output = self.text_model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True)
         embeds = self.text_projection(_pool(output, self.config.text_pooling, attention_mask))
         return F.normalize(embeds, dim=-1), output.last_hidden_state
+
+    def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """All that the model takes from the vision backbone: a vector `[B, C]`, and what the fusion head reads, pooled."""
+        head = self.fusion if with_taps else None
+        # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
+        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+        output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
+        pooled = _pool(output, self.config.vision_pooling, None)
+        return pooled, () if head is None else head.pool_taps(output.hidden_states)
+
+    def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
+        """The rest of `encode_image`, of `vision_features`; without taps there is nothing for the fusion head."""
+        embeds = F.normalize(self.visual_projection(pooled), dim=-1)
+        return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
 
     def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits `[P]` that pair p, given by its image's keys and values and its text's states, belongs together."""
@@ -418,6 +447,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         if output.image_embeds is None or output.text_embeds is None:
             return output
         output.logits_per_text = self.logit_scale.exp() * output.text_embeds @ output.image_embeds.T
+        if self.logit_bias is not None:
+            output.logits_per_text = output.logits_per_text + self.logit_bias
         output.logits_per_image = output.logits_per_text.T
         if output.keys_values is not None and len(output.image_embeds) == len(output.text_embeds):
             assert output.text_states is not None

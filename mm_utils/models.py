@@ -167,7 +167,9 @@ def freeze_unreached(model: FusionDualEncoderModel) -> int:
     was_training = model.training
     reached = model.eval()(input_ids=ones, pixel_values=images, return_loss=True)
     total = reached.loss if reached.match_logits is None else reached.loss + reached.match_logits.sum()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A softmax does not see the logit bias; whether it is trained is the objective's to say.
+    named = ((name, parameter) for name, parameter in model.named_parameters() if name != "logit_bias")
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
     gradients = torch.autograd.grad(total, trained, allow_unused=True) if trained else []
     unreached = [parameter for parameter, gradient in zip(trained, gradients, strict=True) if gradient is None]
     for parameter in unreached:

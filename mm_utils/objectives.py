@@ -8,9 +8,7 @@ Shape letters: n this rank's pairs, N the global batch, P pairs scored by the fu
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.nn import functional as F
 
 from mm_utils import ranks
 from mm_utils.arguments import arg
-from mm_utils.losses import GlobalBatch, gather_batch, hard_negatives, info_nce
+from mm_utils.losses import GlobalBatch, gather_batch, hard_negatives, info_nce, sigmoid_loss
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 
 Batch = dict[str, Any]
@@ -31,7 +29,9 @@ MATCH_PRIOR_ENTROPY = 0.6365  # of one positive to two negatives: a matching los
 class ObjectiveArguments:
     """What is optimised, and how much each term counts."""
 
-    objectives: str = arg("contrastive:1,matching:1", "Terms and weights, of contrastive and matching.")
+    objectives: str = arg(
+        "contrastive:1,matching:1", "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP), and matching."
+    )
     max_logit_scale: float = arg(100.0, "The inverse temperature is kept at or below this.")
 
     def __post_init__(self) -> None:
@@ -47,10 +47,12 @@ class ObjectiveArguments:
                 weights[name] = float(weight or 1)
             except ValueError:
                 raise ValueError(f"--objectives has {term!r}; write name:weight, e.g. matching:0.5.") from None
-        unknown = set(weights) - {"contrastive", "matching"}
-        if unknown or not weights.get("contrastive") or not all(0 <= weight < math.inf for weight in weights.values()):
+        towers = [name for name in ("contrastive", "sigmoid") if weights.get(name)]
+        unknown = set(weights) - {"contrastive", "sigmoid", "matching"}
+        if unknown or len(towers) != 1 or not all(0 <= weight < math.inf for weight in weights.values()):
             raise ValueError(
-                f"--objectives is {self.objectives!r}; give contrastive:W with W above 0 and, if you like, matching:W."
+                f"--objectives is {self.objectives!r}; give contrastive:W or sigmoid:W with W above 0 and, if you like, "
+                "matching:W."
             )
         return {name: weight for name, weight in weights.items() if weight}
 
@@ -62,6 +64,7 @@ class Encoded:
     Attributes:
         image_nE, text_nE: unit embeddings.
         scale: scalar inverse temperature.
+        bias: scalar added to the logits, of a model that has one.
         text_states: `[n, L, C]` last hidden states of the text tower.
         keys_values: the image side of the fusion head; empty where it was not asked for.
 
@@ -71,6 +74,7 @@ class Encoded:
     image_nE: Tensor
     text_nE: Tensor
     scale: Tensor
+    bias: Tensor | None
     text_states: Tensor
     keys_values: KeysValues
 
@@ -89,7 +93,8 @@ class Objective(nn.Module):
             batch = _blank_pair(batch)
         image_nE, keys_values = self.model.encode_image(batch["pixel_values"], with_keys_values=match)
         text_nE, text_states = self.model.encode_text(batch["input_ids"], batch["attention_mask"])
-        return Encoded(image_nE[:own], text_nE[:own], self.model.logit_scale.exp(), text_states, keys_values or ())
+        scale, bias = self.model.logit_scale.exp(), self.model.logit_bias
+        return Encoded(image_nE[:own], text_nE[:own], scale, bias, text_states, keys_values or ())
 
 
 @dataclass
@@ -97,8 +102,8 @@ class Plan:
     """What is decided once a step, from the embeddings of the whole batch and without gradient.
 
     Attributes:
-        image_grad_nE, text_grad_nE, scale_grad: gradient of the weighted contrastive loss by this rank's embeddings and
-            by the inverse temperature.
+        image_grad_nE, text_grad_nE: gradient of the weighted contrastive loss by this rank's embeddings.
+        scale_grad, bias_grad: and by the inverse temperature and the bias.
         figures: global values to log.
         shared: what all ranks know of the batch.
         pairs: local image, global text and whether they match, of the pairs to score here; and how many all ranks score.
@@ -108,6 +113,7 @@ class Plan:
     image_grad_nE: Tensor
     text_grad_nE: Tensor
     scale_grad: Tensor
+    bias_grad: Tensor | None
     figures: dict[str, Tensor]
     shared: GlobalBatch
     pairs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -116,59 +122,76 @@ class Plan:
 
 
 class ContrastiveObjective(Objective):
-    """InfoNCE over the global batch (`mm_utils.losses.info_nce`).
+    """InfoNCE or the sigmoid loss over the global batch (`mm_utils.losses`).
 
     The loss of a batch is a function of its embeddings, so its gradient may be taken at the embeddings first (`plan`) and
     pushed through the towers afterwards, a part of the batch at a time (`part`): see `mm_utils.grad_cache`. In one pass or
     in many, it is the same gradient.
+
+    Args:
+        model: with a `logit_bias` for the sigmoid loss, without one for InfoNCE.
+        weight: of the loss.
     """
 
     matches = False
-    weights: Mapping[str, float] = MappingProxyType({"contrastive": 1.0})
 
-    def forward(self, batch: Batch, step: int, plan: Plan | None = None, low: int = 0, share: float = 1.0) -> Report:
-        """The report of one global batch, of which `batch` is this rank's share.
+    def __init__(self, model: FusionDualEncoderModel, weight: float = 1.0):
+        super().__init__(model)
+        self.weight = weight
 
-        With a `plan` made before, `batch` is the part of the share that begins at row `low`, `share` the part's share of
-        the temperature's gradient, and what comes back is the part's loss and sums, for `report`.
-        """
+    def forward(self, batch: Batch, step: int) -> Report:
+        """The report of one global batch, of which `batch` is this rank's share."""
         encoded = self.encode(batch, self.matches)
-        if plan is not None:
-            loss, sums = self.part(encoded, batch, plan, low, share)
-            return {"loss": loss, "sums": sums}
-        plan = self.plan(encoded.image_nE, encoded.text_nE, encoded.scale, batch, step)
+        plan = self.plan(encoded, batch, step)
         loss, sums = self.part(encoded, batch, plan, 0, 1.0)
         report = self.report(plan, sums)
         return {**report, "loss": report["loss"] + (loss - loss.detach())}  # the global value, this part's gradient
 
-    def plan(self, image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: Batch, step: int) -> Plan:
+    def plan(self, encoded: Encoded, batch: Batch, step: int) -> Plan:
         """Share the embeddings with all ranks and take the contrastive gradient at them."""
-        wide = torch.promote_types(image_nE.dtype, torch.float32)
-        image_nE, text_nE, scale = leaves = [
-            value.detach().to(wide).requires_grad_() for value in (image_nE, text_nE, scale)
-        ]
+        wide = torch.promote_types(encoded.image_nE.dtype, torch.float32)
+
+        def leaf(value: Tensor) -> Tensor:
+            return value.detach().to(wide).requires_grad_()
+
+        image_nE, text_nE, scale = leaf(encoded.image_nE), leaf(encoded.text_nE), leaf(encoded.scale)
         shared = gather_batch(image_nE, text_nE, batch["ids"])
         with torch.enable_grad():
-            loss = info_nce(image_nE, text_nE, scale, shared)
-            image_grad, text_grad, scale_grad = torch.autograd.grad(self.weights["contrastive"] * loss, leaves)
-        figures = {"contrastive_loss": loss.detach(), "temperature": 1 / scale.detach()}
-        return Plan(image_grad, text_grad, scale_grad, figures, shared)
+            if encoded.bias is None:
+                leaves = [image_nE, text_nE, scale]
+                loss = info_nce(image_nE, text_nE, scale, shared)
+            else:
+                leaves = [image_nE, text_nE, scale, leaf(encoded.bias)]
+                loss = sigmoid_loss(image_nE, text_nE, scale, leaves[-1], shared)
+            image_grad, text_grad, scale_grad, *bias_grad = torch.autograd.grad(self.weight * loss, leaves)
+        figures = {"contrastive_loss": loss.detach(), "temperature": 1 / encoded.scale.detach()}
+        if encoded.bias is not None:
+            figures["logit_bias"] = encoded.bias.detach()
+        return Plan(image_grad, text_grad, scale_grad, bias_grad[0] if bias_grad else None, figures, shared)
 
     def part(self, encoded: Encoded, batch: Batch, plan: Plan, low: int, share: float) -> tuple[Tensor, Tensor]:
-        """A scalar whose gradient is this part's, and the part's sums for `report`."""
+        """A scalar whose gradient is that of a part of the batch, and the part's sums for `report`.
+
+        Args:
+            encoded, batch: the part, which begins at row `low` of this rank's share.
+            share: the part's share of the gradient of temperature and bias, which belong to no row.
+        """
         rows = slice(low, low + len(encoded.image_nE))
         pulled = (encoded.image_nE * plan.image_grad_nE[rows]).sum() + (
             encoded.text_nE * plan.text_grad_nE[rows]
         ).sum()
-        return pulled + share * plan.scale_grad * encoded.scale, pulled.new_zeros(0)
+        pulled = pulled + share * plan.scale_grad * encoded.scale
+        if encoded.bias is not None and plan.bias_grad is not None:
+            pulled = pulled + share * plan.bias_grad * encoded.bias
+        return pulled, pulled.new_zeros(0)
 
     def report(self, plan: Plan, sums: Tensor) -> Report:
         """What the trainer logs, from the sums of all this rank's parts."""
-        return {"loss": plan.figures["contrastive_loss"], "temperature": plan.figures["temperature"]}
+        return {"loss": self.weight * plan.figures["contrastive_loss"], **plan.figures}
 
 
 class ContrastiveMatchingObjective(ContrastiveObjective):
-    """InfoNCE plus image-text matching with hard negatives of the global batch (ALBEF, arXiv 2107.07651).
+    """The contrastive loss plus image-text matching with hard negatives of the global batch (ALBEF, arXiv 2107.07651).
 
     Each image is paired with a text, and each text with an image, that are not theirs, drawn by similarity. A pair is
     scored with its image, on the rank and in the part of the batch that owns it; only token ids travel, so the result
@@ -178,14 +201,14 @@ class ContrastiveMatchingObjective(ContrastiveObjective):
 
     matches = True
 
-    def __init__(self, model: FusionDualEncoderModel, weights: dict[str, float], seed: int):
-        super().__init__(model)
-        self.weights, self.seed = weights, seed
+    def __init__(self, model: FusionDualEncoderModel, weight: float, matching_weight: float, seed: int):
+        super().__init__(model, weight)
+        self.matching_weight, self.seed = matching_weight, seed
 
-    def plan(self, image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: Batch, step: int) -> Plan:
+    def plan(self, encoded: Encoded, batch: Batch, step: int) -> Plan:
         """As for the contrastive loss; and the pairs to score, drawn by a generator keyed by `step`."""
-        plan = super().plan(image_nE, text_nE, scale, batch, step)
-        plan.pairs = self._draw_pairs(plan.shared, scale.detach(), step)
+        plan = super().plan(encoded, batch, step)
+        plan.pairs = self._draw_pairs(plan.shared, encoded.scale.detach(), step)
         plan.input_ids = ranks.gather_ragged(batch["input_ids"], plan.shared.sizes)
         plan.attention_mask = ranks.gather_ragged(batch["attention_mask"], plan.shared.sizes)
         return plan
@@ -202,21 +225,19 @@ class ContrastiveMatchingObjective(ContrastiveObjective):
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
         right = ((logits_P > 0) == is_match_P).sum()
         # The gradient of the sum over ranks, through an average over ranks.
-        loss = loss + self.weights["matching"] * losses_P.sum() * (ranks.world_size() / total)
+        loss = loss + self.matching_weight * losses_P.sum() * (ranks.world_size() / total)
         return loss, torch.stack([losses_P.detach().sum(), right.to(losses_P.dtype)])
 
     def report(self, plan: Plan, sums: Tensor) -> Report:
         """Both losses, and how well pairs are told apart."""
         assert plan.pairs is not None
         matching, accuracy = ranks.sum_over_ranks(sums) / plan.pairs[3]
-        contrastive = plan.figures["contrastive_loss"]
         return {
-            "loss": self.weights["contrastive"] * contrastive + self.weights["matching"] * matching,
-            "contrastive_loss": contrastive,
+            **plan.figures,
+            "loss": self.weight * plan.figures["contrastive_loss"] + self.matching_weight * matching,
             "matching_loss": matching,
             "matching_accuracy": accuracy,
             "matching_lift": MATCH_PRIOR_ENTROPY - matching,
-            "temperature": plan.figures["temperature"],
         }
 
     def _draw_pairs(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -250,10 +271,13 @@ class ContrastiveMatchingObjective(ContrastiveObjective):
         any_text = text_P.new_zeros(1), text_P[:0]
         wanted, position = text_P[foreign].unique(return_inverse=True) if foreign.any() else any_text
         wanted_mask = plan.attention_mask[wanted]
-        _, foreign_states = self.model.encode_text(plan.input_ids[wanted], wanted_mask)
-        missing = plan.input_ids.shape[1] - encoded.text_states.shape[1]
-        states = torch.cat([F.pad(encoded.text_states[:own], (0, 0, 0, missing)), foreign_states])
-        mask = torch.cat([F.pad(batch["attention_mask"], (0, missing)), wanted_mask])
+        longest = max(1, int(wanted_mask.sum(1).max()))
+        wanted_mask = wanted_mask[:, :longest]
+        _, foreign_states = self.model.encode_text(plan.input_ids[wanted, :longest], wanted_mask)
+        width = max(longest, encoded.text_states.shape[1])
+        parts = ((encoded.text_states[:own], batch["attention_mask"]), (foreign_states, wanted_mask))
+        states = torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _ in parts])
+        mask = torch.cat([F.pad(mask, (0, width - mask.shape[1])) for _, mask in parts])
         return states, mask, place_P.masked_scatter(foreign, own + position)
 
     def _score(self, keys_values: KeysValues, states: Tensor, mask: Tensor, image_P: Tensor, text_P: Tensor) -> Tensor:
@@ -279,17 +303,24 @@ def _blank_pair(batch: Batch) -> Batch:
 
 
 def build_objective(model: FusionDualEncoderModel, args: ObjectiveArguments, seed: int) -> Objective:
-    """The objective that the arguments name.
+    """The objective that the arguments name. For the sigmoid loss, a model without a logit bias is given one.
 
     Raises:
         ValueError: if matching is wanted of a model without a fusion head.
     """
-    if "matching" not in args.weights:
+    weights = dict(args.weights)
+    if "sigmoid" not in weights:
+        model.remove_logit_bias()
+    elif model.logit_bias is None:
+        model.add_logit_bias()
+    matching = weights.pop("matching", None)
+    [weight] = weights.values()
+    if matching is None:
         if model.fusion is not None:
             model.fusion.requires_grad_(False)  # nothing trains it, and DDP would wait for its gradients
-        return ContrastiveObjective(model)
+        return ContrastiveObjective(model, weight)
     if model.fusion is None:
         raise ValueError(
             "--objectives asks for matching, and the model has no fusion head. Set --fusion_layers above 0."
         )
-    return ContrastiveMatchingObjective(model, args.weights, seed)
+    return ContrastiveMatchingObjective(model, weight, matching, seed)

@@ -9,6 +9,10 @@ from torch import nn
 
 from mm_utils.arguments import arg
 
+LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
+"""The rate is multiplied by (batch size / first batch size) to this power: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
+(arXiv 2205.10287)."""
+
 
 @dataclass
 class OptimizerArguments:
@@ -27,12 +31,19 @@ class OptimizerArguments:
     )
     warmup_ratio: float = arg(0.05, "Share of the steps in which the rate rises linearly from zero.")
     cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.")
+    batch_size_lr_rule: str = arg(
+        "sqrt", "With --batch_size_schedule, the rate grows with the batch: 'constant' (not), 'linear' or 'sqrt'."
+    )
     max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in ("cosine", "constant_with_cooldown"):
             raise ValueError(
                 f"--lr_scheduler_type is {self.lr_scheduler_type!r}; choose cosine or constant_with_cooldown."
+            )
+        if self.batch_size_lr_rule not in LR_RULES:
+            raise ValueError(
+                f"--batch_size_lr_rule is {self.batch_size_lr_rule!r}; choose one of {', '.join(LR_RULES)}."
             )
         if not (self.warmup_ratio >= 0 and self.cooldown_ratio >= 0 and self.warmup_ratio + self.cooldown_ratio <= 1):
             raise ValueError("--warmup_ratio and --cooldown_ratio are shares of the run; together at most 1.")

@@ -4,12 +4,14 @@ Shape letters: n this rank's rows, N all ranks' rows.
 """
 
 import os
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
 
 
 def world_size() -> int:
@@ -27,9 +29,14 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processes_here() -> int:
+    """How many processes were launched together on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def cores_per_process() -> int:
-    """This process's share of them, beside the others that were launched on this machine."""
-    return available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """This process's share of the cores."""
+    return available_cores() // processes_here()
 
 
 def share(count: int, part: int, parts: int) -> range:
@@ -75,3 +82,39 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+def any_rank(here: bool, device: torch.device) -> bool:
+    """Whether it is so on any rank."""
+    return bool(sum_over_ranks(torch.tensor([here], dtype=torch.int, device=device)))
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace every gradient by its mean over the ranks, as DDP does; a missing one counts as zero."""
+    if world_size() == 1:
+        return
+    gradients: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
+    for alike in gradients.values():
+        for bucket in _buckets(alike):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat)
+            flat /= world_size()
+            for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors, up to `BUCKET_ELEMENTS` together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(map(Tensor.numel, bucket)) + tensor.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -96,6 +96,7 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
     device = accelerator.device.type
     if device == "cpu":
         _use_the_cpu_well()
+    torch.set_float32_matmul_precision("high")  # TF32 where there is; the losses do without
     logger.info("%d x %s, mixed precision %s", accelerator.num_processes, device, accelerator.mixed_precision)
     return accelerator
 
@@ -126,7 +127,7 @@ def run_script(main: Any) -> None:
     """Call a script's `main`; a mistake of the user's ends with one line and exit status 1, not with a traceback."""
     try:
         main()
-    except (RunError, ValueError) as error:
+    except (RunError, ValueError, FloatingPointError) as error:
         logging.getLogger("mm_utils").error("%s", error)
         logging.getLogger("mm_utils").debug("Traceback:", exc_info=True)
         sys.exit(1)

@@ -7,6 +7,7 @@ of processes goes on with the same batches.
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -31,11 +34,13 @@ from mm_utils.checkpoints import (
     truncate_log,
 )
 from mm_utils.data.loaders import DeviceLoader
-from mm_utils.grad_cache import backward
+from mm_utils.data.order import BatchSizes
+from mm_utils.grad_cache import OutOfMemoryError, backward, cuts
+from mm_utils.memory import find_micro_batch_size
 from mm_utils.metrics import Evaluate
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective
-from mm_utils.optim import OptimizerArguments, schedule
+from mm_utils.optim import LR_RULES, OptimizerArguments, schedule
 from mm_utils.sharding import register_forward_methods
 
 logger = logging.getLogger(__name__)
@@ -51,8 +56,13 @@ class TrainingArguments:
         None, "A checkpoint-N folder, or 'latest' (a first start if there is none)."
     )
     global_batch_size: int = arg(64, "Pairs per step, over all processes: it decides what is learnt.")
-    micro_batch_size: int | None = arg(
-        None, "Pairs per process to hold activations of at a time, when memory is short: it decides nothing."
+    batch_size_schedule: str | None = arg(
+        None, "Grow the batch: step:size,step:size, e.g. 0:256,2000:512; replaces --global_batch_size."
+    )
+    micro_batch_size: str | None = arg(
+        None,
+        "Pairs per process to hold activations of at a time, when memory is short, or 'auto': it decides nothing. Halved "
+        "when memory runs out.",
     )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward in evaluation: it decides nothing.")
     num_train_epochs: float = arg(6.0, "Passes over the training images.")
@@ -64,6 +74,9 @@ class TrainingArguments:
     metric_for_best_model: str = arg("text_to_image_recall@1", "Decides early stopping and which checkpoint is best.")
     greater_is_better: bool = arg(True, "Whether more of that metric is better.")
     load_best_model_at_end: bool = arg(False, "Keep the best evaluated weights instead of the last.")
+    max_nonfinite_steps: int = arg(
+        10, "Stop once this many steps had a loss or a gradient that is NaN or infinite; such a step changes nothing."
+    )
     early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     seed: int = arg(42, "Decides initial weights, order of data, crops, negatives and dropout.")
@@ -72,8 +85,12 @@ class TrainingArguments:
         self.eval_strategy = "steps" if self.eval_steps else "no"  # transformers' callbacks ask for it
         if self.max_steps <= 0 and self.num_train_epochs <= 0:
             raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ValueError(f"--micro_batch_size is {self.micro_batch_size}; give at least 1, or leave it out.")
+        size = self.micro_batch_size
+        if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
+            raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
+        self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"--max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
         if (self.early_stopping_patience or self.load_best_model_at_end) and not self.eval_steps:
@@ -81,13 +98,20 @@ class TrainingArguments:
                 "--early_stopping_patience and --load_best_model_at_end need evaluations: set --eval_steps."
             )
 
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Pairs per step, over all processes."""
+        if self.batch_size_schedule is not None:
+            return BatchSizes.parse(self.batch_size_schedule)
+        return BatchSizes((0,), (self.global_batch_size,))
+
     def total_steps(self, num_rows: int) -> int:
         """Steps of the whole run over a training split of `num_rows` images."""
-        return (
-            self.max_steps
-            if self.max_steps > 0
-            else max(1, round(self.num_train_epochs * num_rows / self.global_batch_size))
-        )
+        if self.max_steps > 0:
+            return self.max_steps
+        pairs = round(self.num_train_epochs * num_rows)
+        step = self.batch_sizes.step_of(pairs)  # the step that takes the first pair too many, or half a batch of them
+        return max(1, step + (2 * (pairs - self.batch_sizes.before(step)) > self.batch_sizes.at(step)))
 
 
 class Trainer:
@@ -103,6 +127,7 @@ class Trainer:
         num_rows: images of the training split.
         eval_loader, evaluate: what is measured, on what.
         callbacks: any `transformers.TrainerCallback`.
+        max_seq_length: tokens of the longest caption there may be, for `--micro_batch_size auto`.
     """
 
     def __init__(
@@ -118,13 +143,14 @@ class Trainer:
         eval_loader: DeviceLoader | None = None,
         evaluate: Evaluate | None = None,
         callbacks: Sequence[TrainerCallback] = (),
+        max_seq_length: int = 64,
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.output_dir = Path(args.output_dir or ".")
         if accelerator.state.deepspeed_plugin is not None:
             # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
             config = accelerator.state.deepspeed_plugin.deepspeed_config
-            config["train_micro_batch_size_per_gpu"] = max(1, args.global_batch_size // accelerator.num_processes)
+            config["train_micro_batch_size_per_gpu"] = max(1, args.batch_sizes.at(0) // accelerator.num_processes)
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         register_forward_methods(self.objective)
         self.model: FusionDualEncoderModel = objective.model
@@ -135,10 +161,12 @@ class Trainer:
             is_world_process_zero=accelerator.is_main_process,
             is_local_process_zero=accelerator.is_local_main_process,
         )
-        self.state.num_train_epochs = -(-self.state.max_steps * args.global_batch_size // num_rows)
+        self.state.num_train_epochs = -(-args.batch_sizes.before(self.state.max_steps) // num_rows)
         self.control = TrainerControl()
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
-        self.skipped, self._evaluated_at = 0, -1
+        self.max_seq_length = max_seq_length
+        self.micro_batch_size: int | None = None
+        self.skipped, self.nonfinite_steps, self._evaluated_at = 0, 0, -1
         self._window = _Window()
         if accelerator.distributed_type.value in ("NO", "MULTI_GPU", "MULTI_CPU"):
             accelerator.register_save_state_pre_hook(self._save_weights)
@@ -157,8 +185,8 @@ class Trainer:
         for batch in loader:
             report = self.training_step(batch)
             self.state.global_step += 1
-            self.state.epoch = self.state.global_step * self.args.global_batch_size / self.num_rows
-            self._window.add(len(batch["rows"]), loader.wait)
+            self.state.epoch = self.args.batch_sizes.before(self.state.global_step) / self.num_rows
+            self._window.add(batch["lengths"], self.micro_batch_size, loader.wait)
             self._note_skipped(batch["skipped"])
             self._plan()
             self._event("on_step_end", report=report)
@@ -176,21 +204,82 @@ class Trainer:
     def training_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """One global batch: loss, gradient, clipping, update. Returns what the objective reports and the gradient norm."""
         self.objective.train()
-        step = self.state.global_step
-        # Dropout is a function of (seed, step, rank), so a resumed run repeats the straight one without stored states.
-        torch.manual_seed((self.args.seed * 1_000_003 + step) * ranks.world_size() + ranks.rank())
+        step, sizes = self.state.global_step, self.args.batch_sizes
         rate = schedule(step, self.state.max_steps, self.optimizer_args)
+        rate *= (sizes.at(step) / sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate
-        report = backward(self.accelerator, self.objective, batch, step, self.args.micro_batch_size)
-        if self.optimizer_args.max_grad_norm > 0:
-            norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.optimizer_args.max_grad_norm)
-            report["grad_norm"] = torch.as_tensor(norm)
-        self.optimizer.step()
+        report = self._backward(batch)
+        norm = self.accelerator.clip_grad_norm_(
+            self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
+        )
+        report["grad_norm"] = torch.as_tensor(norm)
+        if self._is_finite(report, batch):
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
         self.optimizer.zero_grad()
-        if self.average is not None:
-            self.average.update()
         return report
+
+    def _backward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """The gradient of the global batch, in smaller parts and once more where memory runs out."""
+        step, size = self.state.global_step, self.args.micro_batch_size
+        if self.micro_batch_size is None and size is not None:
+            self.micro_batch_size = int(size) if size != "auto" else self._fitting_micro_batch(batch)
+        while True:
+            # Dropout is a function of (seed, step, rank), so a resumed run repeats the straight one without stored states.
+            torch.manual_seed((self.args.seed * 1_000_003 + step) * ranks.world_size() + ranks.rank())
+            try:
+                return backward(self.accelerator, self.objective, batch, step, self.micro_batch_size)
+            except OutOfMemoryError as error:
+                here = error.here
+            self.optimizer.zero_grad()
+            clear_device_cache(garbage_collection=True)
+            if here:
+                self._halve_micro_batch(len(batch["rows"]))
+
+    def _fitting_micro_batch(self, batch: dict[str, Any]) -> int:
+        largest = -(-self.args.batch_sizes.sizes[-1] // ranks.world_size())
+        size = find_micro_batch_size(self.accelerator, self.objective, batch, largest, self.max_seq_length)
+        self.optimizer.zero_grad()
+        logger.info("--micro_batch_size auto: %d of %d pairs per process at a time", size, largest)
+        return size
+
+    def _halve_micro_batch(self, rows: int) -> None:
+        assert self.micro_batch_size is not None
+        held = min(self.micro_batch_size, rows)
+        if held < 2:
+            raise ValueError(
+                "memory ran out with a single pair; smaller parts there are none. Set --gradient_checkpointing, a smaller "
+                "--image_size or --max_seq_length, or take a smaller model."
+            )
+        self.micro_batch_size = held // 2
+        logger.warning(
+            "Step %d ran out of memory with %d pairs at a time; it is repeated with %d, which changes nothing else",
+            self.state.global_step + 1, held, self.micro_batch_size,
+        )  # fmt: skip
+
+    def _is_finite(self, report: dict[str, Tensor], batch: dict[str, Any]) -> bool:
+        """Whether the step may change the weights; if not, its images are written down."""
+        # An infinite gradient under a loss scaler only means that the scale was too high; the scaler skips the step.
+        decisive = ["loss"] if self.accelerator.scaler is not None else ["loss", "grad_norm"]
+        if all(math.isfinite(report[name].item()) for name in decisive):
+            return True
+        self.nonfinite_steps += 1
+        image_ids = gather_object(batch["image_ids"])
+        path, step = self.output_dir / "nonfinite_steps.jsonl", self.state.global_step + 1
+        if self.accelerator.is_main_process:
+            figures = {name: str(report[name].item()) for name in ("loss", "grad_norm")}
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **figures, "image_ids": image_ids}) + "\n")
+            logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, path)
+        if self.nonfinite_steps >= self.args.max_nonfinite_steps:
+            raise FloatingPointError(
+                f"--max_nonfinite_steps is {self.args.max_nonfinite_steps}, and as many steps had a loss or a gradient that "
+                f"is not finite, the last one step {step}. Look at the images in {path}, lower --learning_rate, or train "
+                "in bf16 or fp32."
+            )
+        return False
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now, log, and tell the callbacks. With an average of the weights, it is the average that is measured."""
@@ -349,18 +438,22 @@ class _Window:
     """Throughput since the last line of the log."""
 
     def restart(self) -> None:
-        self.start, self.pairs, self.wait = time.perf_counter(), 0, 0.0
+        self.start, self.pairs, self.wait, self.real, self.padded = time.perf_counter(), 0, 0.0, 0, 0
 
-    def add(self, pairs: int, wait: float) -> None:
-        self.pairs += pairs
+    def add(self, lengths: list[int], micro_batch_size: int | None, wait: float) -> None:
+        self.pairs += len(lengths)
         self.wait += wait
+        self.real += sum(lengths)
+        for cut in cuts(len(lengths), micro_batch_size):
+            self.padded += len(cut) * max(lengths[cut.start : cut.stop], default=0)
 
     def rates(self) -> dict[str, float]:
-        """Pairs per second of all ranks and the share of this rank's time spent waiting for data; starts a new window."""
+        """Pairs per second of all ranks; this rank's shares of time waiting for data and of tokens that are padding."""
         seconds = max(1e-9, time.perf_counter() - self.start)
         rates = {
             "pairs_per_second": self.pairs * ranks.world_size() / seconds,
             "data_wait": self.wait / seconds,
+            "padding": 1 - self.real / self.padded if self.padded else 0.0,
         }
         self.restart()
         return rates

@@ -18,8 +18,7 @@ from transformers import EarlyStoppingCallback
 from mm_utils.arguments import parse_args, to_dict
 from mm_utils.callbacks import ProgressBar, TemperatureClamp
 from mm_utils.checkpoints import find_checkpoint
-from mm_utils.data.loaders import LoaderArguments, Loaders, tokenize_splits
-from mm_utils.data.order import GlobalOrder
+from mm_utils.data.loaders import LoaderArguments, Loaders, global_order, tokenize_splits
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
 from mm_utils.finish import HubCallback, finish_run
 from mm_utils.hub import HubArguments, HubPusher
@@ -49,7 +48,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         pairs = tokenize_splits(
             pairs, processor.tokenizer, loader_args.max_seq_length, data_args.preprocessing_num_workers
         )
-    order = GlobalOrder(len(pairs["train"]), args.global_batch_size, args.seed)
+    order = global_order(pairs["train"], args.batch_sizes, args.seed, loader_args.length_bucket_window)
     loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
     logger.info("%s", ", ".join(f"{name}: {len(split):,} images" for name, split in pairs.items()))
 
@@ -77,6 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         eval_loader=loaders.evaluation(pairs["validation"], args.per_device_eval_batch_size),
         evaluate=evaluator,
         callbacks=callbacks,
+        max_seq_length=loader_args.max_seq_length,
     )
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 

@@ -19,6 +19,8 @@ ALONE = SimpleNamespace(
     backward=lambda loss: loss.backward(),
     no_sync=lambda model: nullcontext(),
     unwrap_model=lambda model: model,
+    autocast=nullcontext,
+    distributed_type=None,
 )
 SPLITS = [(5, 4), (8, 1), (9, 0)]
 
@@ -59,12 +61,11 @@ def on_this_rank(micro_batch_size: int) -> list[dict[str, Any]]:
 
 
 def test_parts_on_two_ranks_give_the_gradient_of_one_process():
+    """Gradients are averaged by `backward` itself; numbers of parts differ between the ranks."""
     by_rank = run_on_ranks(2, on_this_rank, 2)
     for cases in zip(*by_rank, strict=True):
-        average = {name: sum(case["gradients"][name] for case in cases) / 2 for name in cases[0]["gradients"]}
         for case in cases:
-            whole = step(tiny_objective(case["kind"]), global_batch(), None)
-            assert_same({"report": case["report"], "gradients": average}, whole)
+            assert_same(case, step(tiny_objective(case["kind"]), global_batch(), None))
 
 
 def test_the_second_pass_drops_out_what_the_first_did():
@@ -76,10 +77,9 @@ def test_the_second_pass_drops_out_what_the_first_did():
     )
     objective.train()
     step(objective, global_batch(), 5)
-    first, second, *again = seen
-    assert not torch.equal(first[:4], second[:4])
-    assert torch.equal(first, again[0])
-    assert torch.equal(second, again[1])
+    first, kept, again = seen  # parts of 5 and 4 rows: the second is embedded once
+    assert not torch.equal(first[:4, :3], kept[:4, :3])
+    assert torch.equal(first, again)
 
 
 def test_no_activation_outlives_its_part():

@@ -12,8 +12,8 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 LAYERS = {
     0: {"arguments", "ranks"},
     1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "optim"},
-    2: {"objectives", "metrics", "averaging", "sharding", "grad_cache"},
-    3: {"trainer", "callbacks", "checkpoints", "reporting", "model_card", "hub", "run", "finish"},
+    2: {"objectives", "metrics", "averaging", "sharding", "grad_cache", "flops", "memory"},
+    3: {"trainer", "callbacks", "checkpoints", "reporting", "model_card", "hub", "run", "finish", "monitor"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 NO_SUBJECT = {"utils", "common", "helpers", "misc"}

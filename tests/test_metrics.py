@@ -216,6 +216,7 @@ class TruthfulModel:
                 if number in unreadable
                 else {
                     "row": number,
+                    "image_id": str(number),
                     "image_key": 10**12 + number,
                     "pixel_values": torch.full((3, 2, 2), number, dtype=torch.uint8),
                     "input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts],

@@ -23,7 +23,7 @@ from tests.test_ranks import run_on_ranks
 PAIRS = 9
 SPLITS = {2: [(5, 4), (8, 1), (9, 0)], 3: [(3, 3, 3), (2, 6, 1), (0, 5, 4)]}
 WEIGHTS = {"contrastive": 1.0, "matching": 0.7}
-KINDS = ("contrastive", "contrastive_matching")
+KINDS = ("contrastive", "contrastive_matching", "sigmoid", "sigmoid_matching")
 
 
 def tiny_model(fusion_layers: int = 2) -> FusionDualEncoderModel:
@@ -44,13 +44,18 @@ def tiny_model(fusion_layers: int = 2) -> FusionDualEncoderModel:
     return model.double().train()
 
 
-def tiny_objective(kind: str) -> Objective:
-    if kind == "contrastive":
-        return ContrastiveObjective(tiny_model(fusion_layers=0))
-    return ContrastiveMatchingObjective(tiny_model(), WEIGHTS, seed=3)
+def tiny_objective(kind: str) -> ContrastiveObjective:
+    matches = kind.endswith("matching")
+    model = tiny_model(fusion_layers=2 if matches else 0)
+    if kind.startswith("sigmoid"):
+        model.add_logit_bias()
+        model.logit_bias.data.fill_(-2.0)  # at -10, the gradient of most pairs is too small to be compared
+    if not matches:
+        return ContrastiveObjective(model)
+    return ContrastiveMatchingObjective(model, *WEIGHTS.values(), seed=3)
 
 
-def global_batch() -> dict[str, Tensor]:
+def global_batch() -> dict[str, Any]:
     """Captions of 3 to 11 tokens; two pairs share an image, two others a caption."""
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([3, 11, 4, 5, 9, 3, 7, 6, 10])
@@ -62,13 +67,14 @@ def global_batch() -> dict[str, Tensor]:
         "input_ids": torch.randint(1, 50, (PAIRS, 16), generator=generator) * mask,
         "attention_mask": mask,
         "ids": ids,
+        "lengths": lengths.tolist(),
     }
 
 
-def share_of(batch: dict[str, Tensor], low: int, high: int) -> dict[str, Tensor]:
+def share_of(batch: dict[str, Any], low: int, high: int) -> dict[str, Any]:
     """Rows `low` to `high`, cut to their own longest caption, as a rank's collator would."""
     mine = {name: value[low:high] for name, value in batch.items()}
-    longest = 8 if high == low else -(-int(mine["attention_mask"].sum(1).max()) // 8) * 8
+    longest = max(mine["lengths"], default=1)
     return mine | {name: mine[name][:, :longest] for name in ("input_ids", "attention_mask")}
 
 
@@ -135,7 +141,36 @@ def test_report_adds_up() -> None:
     assert report["temperature"] == pytest.approx(math.exp(-float(tiny_model().logit_scale.detach())))
     assert report["matching_lift"] == pytest.approx(0.6365 - report["matching_loss"], abs=1e-6)
     assert 0 <= report["matching_accuracy"] <= 1
-    assert set(step(tiny_objective("contrastive"), global_batch(), 0)["report"]) == {"loss", "temperature"}
+    alone = step(tiny_objective("contrastive"), global_batch(), 0)["report"]
+    assert set(alone) == {"loss", "contrastive_loss", "temperature"}
+    sigmoid = step(tiny_objective("sigmoid"), global_batch(), 0)["report"]
+    assert (set(sigmoid) - set(alone), sigmoid["logit_bias"]) == ({"logit_bias"}, -2.0)
+
+
+def test_the_weight_counts_without_matching_too() -> None:
+    once, thrice = tiny_objective("contrastive"), tiny_objective("contrastive")
+    thrice.weight = 3.0
+    found, right = (step(objective, global_batch(), 0) for objective in (thrice, once))
+    assert found["report"]["loss"] == pytest.approx(3 * right["report"]["loss"])
+    for name, values in right["gradients"].items():
+        torch.testing.assert_close(torch.tensor(found["gradients"][name]), 3 * torch.tensor(values))
+
+
+def test_negatives_do_not_depend_on_the_order_of_the_batch() -> None:
+    """So a batch may be sorted, and ranks may hold whichever rows of it."""
+    batch, objective = global_batch(), tiny_objective("contrastive_matching")
+    places = torch.tensor([4, 0, 8, 2, 6, 1, 7, 3, 5])
+    mixed = {
+        name: [value[place] for place in places] if isinstance(value, list) else value[places]
+        for name, value in batch.items()
+    }
+    found, right = step(objective, mixed, 3), step(objective, batch, 3)
+    assert found["report"] == pytest.approx(right["report"], rel=1e-6)
+    largest = max(torch.tensor(values).abs().max().item() for values in right["gradients"].values())
+    for name, values in right["gradients"].items():
+        torch.testing.assert_close(
+            torch.tensor(found["gradients"][name]), torch.tensor(values), rtol=1e-6, atol=1e-7 * largest
+        )
 
 
 def test_negatives_follow_the_step_and_the_seed() -> None:
@@ -191,6 +226,13 @@ def test_build_objective() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert isinstance(build_objective(model, ObjectiveArguments("contrastive"), 0), ContrastiveObjective)
     assert not any(parameter.requires_grad for parameter in model.fusion.parameters())
+    sigmoid = build_objective(model, ObjectiveArguments("sigmoid:2"), 0)
+    assert (sigmoid.weight, model.logit_bias.item(), model.logit_scale.exp().item()) == (2, -10, pytest.approx(10))
+    model.logit_bias.data.fill_(-3.0)
+    build_objective(model, ObjectiveArguments("sigmoid"), 0)
+    assert model.logit_bias.item() == -3  # what was learnt stays
+    build_objective(model, ObjectiveArguments("contrastive"), 0)
+    assert "logit_bias" not in model.state_dict()
     with pytest.raises(ValueError, match=r"no fusion head\. Set --fusion_layers"):
         build_objective(tiny_model(fusion_layers=0), ObjectiveArguments(), 0)
 
@@ -200,6 +242,7 @@ def test_build_objective() -> None:
     [
         ("contrastive", {"contrastive": 1}),
         ("contrastive:2", {"contrastive": 2}),
+        ("sigmoid:1,matching", {"sigmoid": 1, "matching": 1}),
         ("contrastive:1,matching:0", {"contrastive": 1}),
         (" contrastive:1e-1 , matching:.5", {"contrastive": 0.1, "matching": 0.5}),
     ],
@@ -212,7 +255,13 @@ def test_objective_arguments(text: str, weights: dict[str, float]) -> None:
     "text",
     [
         *("", "matching", "contrastive:one", "contrastive:1,matchin:1", "contrastive:1,", "contrastive=1"),
-        *("contrastive:0", "contrastive:0,matching:1", "contrastive:1,matching:-1", "contrastive:nan"),
+        *(
+            "contrastive,sigmoid",
+            "contrastive:0",
+            "contrastive:0,matching:1",
+            "contrastive:1,matching:-1",
+            "contrastive:nan",
+        ),
     ],
 )
 def test_objective_arguments_errors_name_the_flag(text: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
 import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
@@ -18,7 +20,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.images import UnreadableImageError, center_square, open_image, random_square
-from mm_utils.data.order import Draw, EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.order import (
+    BatchSizes,
+    CaptionLengths,
+    Draw,
+    EvaluationBatches,
+    GlobalOrder,
+    RankBatches,
+    choose_captions,
+)
 from mm_utils.ranks import cores_per_process
 
 logger = logging.getLogger(__name__)
@@ -32,6 +42,9 @@ class LoaderArguments:
     """How pairs become batches."""
 
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
+    length_bucket_window: int = arg(
+        16, "Captions of about one length share a batch, inside windows of this many steps; 1 = leave them mixed."
+    )
     min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image; 1 turns cropping off.")
     dataloader_num_workers: int = arg(
         -1, "Processes that decode images, per rank; -1 = one per spare core, at most 16."
@@ -40,6 +53,10 @@ class LoaderArguments:
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:
             raise ValueError(f"--max_seq_length is {self.max_seq_length}; give at least 3, two are special tokens.")
+        if self.length_bucket_window < 1:
+            raise ValueError(
+                f"--length_bucket_window is {self.length_bucket_window}; give steps, or 1 for no buckets."
+            )
         if not 0 < self.min_crop_area <= 1:
             raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
 
@@ -107,6 +124,27 @@ def _tokenize(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_seq
     }
 
 
+def global_order(rows: datasets.Dataset, sizes: BatchSizes, seed: int, length_bucket_window: int = 1) -> GlobalOrder:
+    """The order of the tokenised `rows`; buckets read all captions' lengths from the table, not the tokens."""
+    lengths = _caption_lengths(rows, seed) if length_bucket_window > 1 else None
+    return GlobalOrder(len(rows), sizes, seed, lengths, length_bucket_window)
+
+
+def _caption_lengths(rows: datasets.Dataset, seed: int) -> CaptionLengths:
+    keys, counts, lengths = [], [], []
+    for batch in rows.select_columns(["image_key", "input_ids"]).with_format("arrow").iter(10_000):
+        keys.append(batch["image_key"].to_numpy())
+        counts.append(pc.list_value_length(batch["input_ids"]).to_numpy())
+        lengths.append(pc.list_value_length(pc.list_flatten(batch["input_ids"])).to_numpy().astype(np.uint16))
+    key_R, count_R, length_C = (np.concatenate(parts) for parts in (keys, counts, lengths))
+    first_R = np.cumsum(count_R) - count_R
+
+    def of(rows: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+        return length_C[first_R[rows] + choose_captions(seed, epochs, key_R[rows], count_R[rows])]
+
+    return of
+
+
 def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -150,7 +188,7 @@ class Pairs(Dataset):
     def _example(self, row: dict[str, Any], index: int, epoch: int) -> dict[str, Any]:
         if isinstance(row["image"], str):
             return {"skipped": row["image"]}
-        example = {"row": index, "image_key": row["image_key"]}
+        example = {"row": index, "image_id": row["id"], "image_key": row["image_key"]}
         if not self.train:
             pixels = center_square(row["image"], self.image_size)
             return {
@@ -159,8 +197,9 @@ class Pairs(Dataset):
                 "input_ids": row["input_ids"],
                 "caption_keys": row["caption_keys"],
             }
+        key, count = (np.array([value]) for value in (row["image_key"], len(row["input_ids"])))
+        caption = int(choose_captions(self.seed, np.array([epoch]), key, count)[0])
         rng = random.Random(f"{self.seed} {epoch} {row['id']}")
-        caption = rng.randrange(len(row["input_ids"]))
         return {
             **example,
             "pixel_values": random_square(row["image"], self.image_size, self.min_crop_area, rng),
@@ -171,23 +210,29 @@ class Pairs(Dataset):
 
 @dataclass
 class Collator:
-    """Stack images and pad captions to the longest, rounded up to a multiple of 8.
+    """Stack images and pad captions to the longest.
+
+    In training, rows are sorted by the length of their caption, longest first: the loss does not depend on the order, and
+    a batch that is cut into parts is then padded part by part (`mm_utils.grad_cache`).
 
     Batch of b images and t captions (t = b in training):
         pixel_values: uint8 `[b, 3, S, S]`; input_ids, attention_mask: int64 `[t, L]`
         ids: int64 `[t, 2]`, image key and caption key of every caption; caption_image: `[t]`, its image's place in b
-        rows: `[b]`, place in the data set; skipped: list of reasons
+        rows: `[b]`, place in the data set; image_ids: list of b; lengths: list of t, tokens
+        skipped: list of reasons
     """
 
     pad_token_id: int
     image_size: int
+    longest_first: bool = False
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Collate what `Pairs` gives."""
         kept = [example for example in examples if "skipped" not in example]
+        if self.longest_first:
+            kept.sort(key=lambda example: -len(example["input_ids"][0]))
         captions = [ids for example in kept for ids in example["input_ids"]]
-        length = -(-max(map(len, captions), default=8) // 8) * 8
-        input_ids = torch.full((len(captions), length), self.pad_token_id)
+        input_ids = torch.full((len(captions), max(map(len, captions), default=1)), self.pad_token_id)
         attention_mask = torch.zeros_like(input_ids)
         for place, ids in enumerate(captions):
             input_ids[place, : len(ids)] = torch.tensor(ids)
@@ -202,6 +247,8 @@ class Collator:
             "ids": torch.tensor(keys, dtype=torch.long).view(-1, 2),
             "caption_image": torch.repeat_interleave(torch.arange(len(kept)), counts),
             "rows": torch.tensor([example["row"] for example in kept], dtype=torch.long),
+            "image_ids": [example["image_id"] for example in kept],
+            "lengths": list(map(len, captions)),
             "skipped": [example["skipped"] for example in examples if "skipped" in example],
         }
 
@@ -269,8 +316,9 @@ class Loaders:
         loader = DataLoader(
             pairs,
             batch_sampler=batches,
-            collate_fn=Collator(self.pad_token_id, self.image_size),
+            collate_fn=Collator(self.pad_token_id, self.image_size, longest_first=pairs.train),
             num_workers=workers,
+            persistent_workers=bool(workers),
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if workers else None,
             worker_init_fn=_one_thread,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
@@ -25,10 +26,11 @@ from mm_utils.data.loaders import (
     Loaders,
     Pairs,
     fingerprint,
+    global_order,
     tokenize_captions,
     tokenize_splits,
 )
-from mm_utils.data.order import GlobalOrder, RankBatches
+from mm_utils.data.order import BatchSizes, GlobalOrder, RankBatches
 from mm_utils.wordpiece import train_tokenizer
 
 CPU = torch.device("cpu")
@@ -81,7 +83,7 @@ def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
 
 
 def loaders(num_workers: int = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
-    arguments = LoaderArguments(max_seq_length, min_crop_area, num_workers)
+    arguments = LoaderArguments(max_seq_length, 1, min_crop_area, num_workers)
     return Loaders(arguments, CPU, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
@@ -144,7 +146,7 @@ def test_workers_change_nothing(train: bool, tokenizer: PreTrainedTokenizerFast)
     def batches(num_workers: int) -> list[dict[str, Any]]:
         make = loaders(num_workers)
         if train:
-            return list(make.train(rows, GlobalOrder(12, 5, seed=3), 2, 9))
+            return list(make.train(rows, GlobalOrder(12, BatchSizes((0,), (5,)), seed=3), 2, 9))
         return list(make.evaluation(rows, 5))
 
     alone, with_workers = batches(0), batches(2)
@@ -157,13 +159,13 @@ def test_workers_change_nothing(train: bool, tokenizer: PreTrainedTokenizerFast)
 
 def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of().shuffle(seed=4), tokenizer, 16)
-    order = GlobalOrder(12, 5, seed=3)
+    order = GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
     for step, batch in enumerate(loaders().train(rows, order, 0, 24)):
         said = [number_said(ids, tokenizer) for ids in batch["input_ids"]]
         assert [number_shown(pixels) for pixels in batch["pixel_values"]] == said
         drawn = rows.select(batch["rows"].tolist())
         assert list(drawn["id"]) == [f"id-{number}" for number in said]
-        assert batch["rows"].tolist() == [row for row, _ in order.batch(step)]
+        assert sorted(batch["rows"].tolist()) == sorted(row for row, _ in order.batch(step))
         assert batch["caption_image"].tolist() == list(range(5))
         assert batch["ids"][:, 0].tolist() == list(drawn["image_key"])
         assert all(key in keys for key, keys in zip(batch["ids"][:, 1].tolist(), drawn["caption_keys"], strict=True))
@@ -198,7 +200,7 @@ def test_a_broken_image_is_skipped_and_named(tokenizer: PreTrainedTokenizerFast)
     rows = tokenize_captions(rows_of(12, broken=[2, 7]), tokenizer, 16)
     skipped: list[str] = []
     shown: list[int] = []
-    for batch in loaders().train(rows, GlobalOrder(12, 4, seed=0), 0, 3):
+    for batch in loaders().train(rows, GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), 0, 3):
         assert len(batch["rows"]) + len(batch["skipped"]) == 4
         skipped += batch["skipped"]
         shown += batch["rows"].tolist()
@@ -230,27 +232,28 @@ def test_broken_files_of_every_kind(tokenizer: PreTrainedTokenizerFast, tmp_path
 def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     """Also the share of a rank that has no row, where there are more ranks than rows in a batch."""
     rows = tokenize_captions(rows_of(4, broken=range(4)), tokenizer, 16)
-    [batch] = loaders().train(rows, GlobalOrder(4, 4, seed=0), 0, 1)
+    [batch] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "rank", lambda: 0)
         patch.setattr(ranks, "world_size", lambda: 5)
-        [nothing] = loaders().train(rows, GlobalOrder(4, 4, seed=0), 0, 1)
+        [nothing] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
     assert len(batch["skipped"]) == 4
     assert nothing["skipped"] == []
     for empty in (batch, nothing):
         assert empty["pixel_values"].shape == (0, 3, SIZE, SIZE)
-        assert empty["input_ids"].shape == empty["attention_mask"].shape == (0, 8)
+        assert empty["input_ids"].shape == empty["attention_mask"].shape == (0, 1)
         assert empty["ids"].shape == (0, 2)
         assert empty["rows"].shape == empty["caption_image"].shape == (0,)
         assert {empty[name].dtype for name in ("input_ids", "ids", "rows", "caption_image")} == {torch.long}
 
 
-# -- collator and device ------------------------------------------------------------------------------------------------
+# -- collator -----------------------------------------------------------------------------------------------------------
 
 
 def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
     return {
         "row": row,
+        "image_id": f"id-{row}",
         "image_key": 100 + row,
         "pixel_values": torch.full((3, SIZE, SIZE), row, dtype=torch.uint8),
         "input_ids": [list(range(1, length + 1)) for length in lengths],
@@ -258,19 +261,52 @@ def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("longest", "padded"), [(1, 8), (8, 8), (9, 16), (16, 16), (63, 64), (64, 64)])
-def test_collator_pads_to_a_multiple_of_eight(longest: int, padded: int) -> None:
-    batch = Collator(pad_token_id=77, image_size=SIZE)([example([longest, 1], 4), {"skipped": "why"}, example([1], 9)])
-    assert batch["input_ids"].shape == (3, padded)
-    assert batch["input_ids"][0].tolist() == list(range(1, longest + 1)) + [77] * (padded - longest)
-    assert batch["attention_mask"].sum(1).tolist() == [longest, 1, 1]
-    assert batch["attention_mask"][0].tolist() == [1] * longest + [0] * (padded - longest)
-    assert batch["ids"].tolist() == [[104, 4000 + longest], [104, 4001], [109, 9001]]
+@pytest.mark.parametrize("longest", [1, 8, 9, 64])
+def test_collator_pads_to_the_longest(longest: int) -> None:
+    batch = Collator(pad_token_id=77, image_size=SIZE)([example([1, longest], 4), {"skipped": "why"}, example([1], 9)])
+    assert batch["input_ids"].shape == (3, longest)
+    assert batch["input_ids"][1].tolist() == list(range(1, longest + 1))
+    assert batch["input_ids"][0].tolist() == [1] + [77] * (longest - 1)
+    assert batch["attention_mask"].sum(1).tolist() == batch["lengths"] == [1, longest, 1]
+    assert batch["attention_mask"][0].tolist() == [1] + [0] * (longest - 1)
+    assert batch["ids"].tolist() == [[104, 4001], [104, 4000 + longest], [109, 9001]]
     assert batch["caption_image"].tolist() == [0, 0, 1]
     assert batch["rows"].tolist() == [4, 9]
+    assert batch["image_ids"] == ["id-4", "id-9"]
     assert batch["skipped"] == ["why"]
     assert batch["pixel_values"].dtype == torch.uint8
     assert batch["pixel_values"][:, 0, 0, 0].tolist() == [4, 9]
+
+
+def test_collator_puts_the_longest_caption_first() -> None:
+    lengths = [3, 9, 1, 9, 4]
+    rows = [example([length], row) for row, length in enumerate(lengths)]
+    batch = Collator(pad_token_id=0, image_size=SIZE, longest_first=True)([*rows, {"skipped": "why"}])
+    assert batch["lengths"] == [9, 9, 4, 3, 1]
+    assert batch["rows"].tolist() == batch["pixel_values"][:, 0, 0, 0].tolist() == [1, 3, 4, 0, 2]
+    assert batch["ids"][:, 0].tolist() == [101, 103, 104, 100, 102]
+    assert batch["attention_mask"].sum(1).tolist() == batch["lengths"]
+
+
+# -- length buckets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rearranged", [False, True])
+def test_buckets_know_the_captions_that_are_shown(rearranged: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(12), tokenizer, 16)
+    if rearranged:
+        rows = rows.select([7, 2, 11, 3, 5, 6, 10, 0])
+    order = global_order(rows, BatchSizes((0,), (4,)), 3, 2)
+    assert order.caption_lengths is not None
+    pairs = Pairs(rows, SIZE, train=True, seed=3)
+    draws = [(row, epoch) for row in range(len(rows)) for epoch in range(5)]
+    shown = [len(pairs[draw]["input_ids"][0]) for draw in draws]
+    assert order.caption_lengths(*map(np.array, zip(*draws, strict=True))).tolist() == shown
+    assert len(set(shown)) > 2
+    assert global_order(rows, BatchSizes((0,), (4,)), 3).caption_lengths is None
+
+
+# -- device -------------------------------------------------------------------------------------------------------------
 
 
 def test_images_are_normalised_on_the_device() -> None:
@@ -288,7 +324,7 @@ def test_images_are_normalised_on_the_device() -> None:
 
 def test_ranks_share_the_batches(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(), tokenizer, 16)
-    order = GlobalOrder(12, 7, seed=0)
+    order = GlobalOrder(12, BatchSizes((0,), (7,)), seed=0)
     whole = list(loaders().train(rows, order, 0, 4))
     shares = []
     for rank in range(3):
@@ -298,8 +334,10 @@ def test_ranks_share_the_batches(tokenizer: PreTrainedTokenizerFast) -> None:
             assert len(RankBatches(order, 0, 4)) == 4
             shares.append(list(loaders().train(rows, order, 0, 4)))
     for batch, parts in zip(whole, zip(*shares, strict=True), strict=True):
+        rows = torch.cat([part["rows"] for part in parts])
+        by_row, whole_by_row = rows.argsort(), batch["rows"].argsort()
         for name in ("pixel_values", "rows", "ids"):
-            assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+            assert torch.equal(torch.cat([part[name] for part in parts])[by_row], batch[name][whole_by_row])
 
 
 # -- tokens -------------------------------------------------------------------------------------------------------------

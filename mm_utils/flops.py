@@ -1,0 +1,136 @@
+"""The model FLOPs of a training step, counted while the model runs, so that every backbone has its own.
+
+Model FLOPs as in PaLM's MFU (arXiv 2204.02311): every image, text and scored pair of the global batch goes forward and
+backward once. What is computed again, by gradient caching, by checkpointing or because another rank needs the same text,
+is not counted. Matrix products and convolutions count, attention without regard to masks; a multiplication with its
+addition is two.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape
+
+
+class Quadratic(NamedTuple):
+    """FLOPs by sequence length: linear layers make the linear term, attention the quadratic one, poolers the constant."""
+
+    constant: int
+    linear: int
+    quadratic: int
+
+    def at(self, length: int) -> int:
+        """The value for `length` tokens."""
+        return self.constant + self.linear * length + self.quadratic * length**2
+
+
+@dataclass(frozen=True)
+class FlopCounts:
+    """FLOPs of one more row in a forward pass, and which towers were trained when they were counted.
+
+    Attributes:
+        image: vision tower and projection, per image.
+        keys_values: the image's side of the fusion head, per image; 0 without a head.
+        text: text tower and projection, per text.
+        pair: fusion head, per scored pair, by the length of its text; 0 without a head.
+    """
+
+    image: int
+    keys_values: int
+    text: Quadratic
+    pair: Quadratic
+    vision_trained: bool
+    text_trained: bool
+
+    def training_step(self, images: int, text_lengths: Iterable[int], pairs: int = 0, pair_length: int = 0) -> int:
+        """FLOPs of one step; a backward pass costs two forward passes, and a frozen tower has none.
+
+        Args:
+            images: how many there are in the batch.
+            text_lengths: padded length of every text, or a `Counter` of them.
+            pairs, pair_length: how many pairs the fusion head scores, and the padded length of their texts.
+        """
+        texts = sum(count * self.text.at(length) for length, count in Counter(text_lengths).items())
+        towers = images * self.image * _passes(self.vision_trained) + texts * _passes(self.text_trained)
+        head = images * self.keys_values + pairs * self.pair.at(pair_length) if pairs else 0
+        return towers + head * _passes(True)
+
+
+@torch.enable_grad()  # without, the counter fails where a module is given a slice of a trained parameter (DeBERTa)
+def measure_flops(model: FusionDualEncoderModel, image_size: int, max_seq_length: int) -> FlopCounts:
+    """Count on blank images and texts. Call it after freezing, and before the model is prepared for several processes."""
+    device = next(model.parameters()).device
+    channels = image_shape(model.vision_model)[0]
+    pixels = torch.zeros(2, channels, image_size, image_size, dtype=model.dtype, device=device)
+    shortest = max(1, min(8, max_seq_length // 3))
+    lengths = (shortest, 2 * shortest, 3 * shortest)
+    ones = torch.ones(2, lengths[-1], dtype=torch.long, device=device)
+
+    with _evaluating(model), sdpa_kernel(SDPBackend.MATH):  # torch 2.6 counts fused attention on CPUs as 0
+        image = _per_row(lambda rows: model.encode_image(pixels[:rows], with_keys_values=False))
+        image_side = _per_row(lambda rows: model.encode_image(pixels[:rows]))
+        keys_values = model.encode_image(pixels)[1]
+
+        def text_flops(length: int) -> int:
+            ids = ones[:, :length]
+            return _per_row(lambda rows: model.encode_text(ids[:rows], ids[:rows]))
+
+        def pair_flops(length: int) -> int:
+            if keys_values is None:
+                return 0
+            mask = ones[:, :length]
+            states = model.encode_text(mask, mask)[1]
+            return _per_row(
+                lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in keys_values), states[:rows], mask[:rows])
+            )
+
+        text, pair = (_fit(lengths, [flops(length) for length in lengths]) for flops in (text_flops, pair_flops))
+    return FlopCounts(
+        image, image_side - image, text, pair, _is_trained(model.vision_model), _is_trained(model.text_model)
+    )
+
+
+def _per_row(run: Callable[[int], Any]) -> int:
+    """FLOPs of one more row. What a pass costs whatever its rows (DeBERTa projects all relative positions) is left out."""
+    counted = []
+    for rows in (1, 2):
+        with FlopCounterMode(display=False) as counter:
+            run(rows)
+        counted.append(counter.get_total_flops())
+    return counted[1] - counted[0]
+
+
+def _fit(lengths: tuple[int, int, int], flops: list[int]) -> Quadratic:
+    """The quadratic through three points whose lengths are 1, 2 and 3 times the first."""
+    step, (first, second, third) = lengths[0], flops
+    quadratic = (third - 2 * second + first) // (2 * step**2)
+    linear = (second - first) // step - 3 * step * quadratic
+    return Quadratic(first - linear * step - quadratic * step**2, linear, quadratic)
+
+
+def _passes(trained: bool) -> int:
+    return 3 if trained else 1
+
+
+def _is_trained(tower: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in tower.parameters())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, evaluation mode; afterwards every module is in the mode it was in, which `train()` alone does not give."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -37,8 +37,9 @@ class ProgressBar(TrainerCallback):
         """Show the newest figures behind the bar, and evaluations as lines above it."""
         logs = logs or {}
         if "loss" in logs:
+            used = f", {logs['utilisation']:.0%} of peak" if "utilisation" in logs else ""
             self.bar.set_postfix_str(
-                f"loss {logs['loss']:.3f}, {logs['pairs_per_second']:.0f} pairs/s, {logs['data_wait']:.0%} data wait"
+                f"loss {logs['loss']:.3f}, {logs['pairs_per_second']:.0f} pairs/s, {logs['data_wait']:.0%} data wait{used}"
             )
         recalls = {name: value for name, value in logs.items() if name.endswith("recall@1")}
         if recalls and state.is_world_process_zero:

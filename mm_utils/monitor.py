@@ -1,18 +1,88 @@
-"""How well the hardware is used: GPU utilisation, peak memory, and advice to a run that waits for its data."""
+"""How well the hardware is used: pairs and FLOPs per second, memory, and advice to a run that waits for its data."""
 
 import logging
 import math
 import sys
+import time
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import ranks
+from mm_utils.flops import FlopCounts
+from mm_utils.grad_cache import cuts
 
 logger = logging.getLogger(__name__)
 
 LOADER_BOUND = 0.2  # share of the time spent waiting for data above which a run is slower than it needs to be
+
+
+class Throughput:
+    """What was done per second since the last line of the log, by this rank unless it says otherwise.
+
+    Args:
+        device: of this rank.
+        flops: of the model; without, FLOPs are not counted.
+        pairs_scored: by the fusion head, per pair of the batch.
+        peak_tflops: of the device; without, its utilisation is not known.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        flops: FlopCounts | None = None,
+        pairs_scored: int = 0,
+        peak_tflops: float | None = None,
+    ):
+        self.device, self.flops, self.pairs_scored, self.peak_tflops = device, flops, pairs_scored, peak_tflops
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self.start, self.wait = time.perf_counter(), 0.0
+        self.pairs = self.real_tokens = self.tokens = self.operations = 0
+
+    def add(self, lengths: list[int], micro_batch_size: int | None, wait: float) -> None:
+        """Count a step.
+
+        Args:
+            lengths: tokens of every caption, in the order in which they are cut into parts.
+            micro_batch_size: the parts' size, None for one part.
+            wait: seconds until the batch was there.
+        """
+        pairs, real = len(lengths), sum(lengths)
+        self.pairs += pairs
+        self.real_tokens += real
+        self.tokens += sum(
+            len(cut) * max(lengths[cut.start : cut.stop], default=0) for cut in cuts(pairs, micro_batch_size)
+        )
+        self.wait += wait
+        if self.flops is not None and pairs:
+            self.operations += self.flops.training_step(pairs, lengths, self.pairs_scored * pairs, round(real / pairs))
+
+    def rates(self) -> dict[str, float]:
+        """Figures for the log.
+
+        pairs_per_second: of all ranks. data_wait: share of the time. padding: share of the tokens. tflops: model FLOPs
+        (`mm_utils.flops`) per second, of real tokens, in 10^12. utilisation: their share of the device's peak.
+        """
+        seconds = max(1e-9, time.perf_counter() - self.start)
+        rates = {
+            "pairs_per_second": self.pairs * ranks.world_size() / seconds,
+            "data_wait": self.wait / seconds,
+            "padding": 1 - self.real_tokens / self.tokens if self.tokens else 0.0,
+            "peak_memory_gib": peak_memory_gib(self.device),
+        }
+        if self.flops is not None:
+            rates["tflops"] = self.operations / seconds / 1e12
+            if self.peak_tflops:
+                rates["utilisation"] = rates["tflops"] / self.peak_tflops
+        busy = gpu_utilisation(self.device)
+        if busy is not None:
+            rates["gpu_utilisation"] = busy
+        self.restart()
+        return rates
 
 
 def gpu_utilisation(device: torch.device) -> float | None:

@@ -8,7 +8,6 @@ of processes goes on with the same batches.
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,10 +34,12 @@ from mm_utils.checkpoints import (
 )
 from mm_utils.data.loaders import DeviceLoader
 from mm_utils.data.order import BatchSizes
-from mm_utils.grad_cache import OutOfMemoryError, backward, cuts
+from mm_utils.flops import FlopCounts
+from mm_utils.grad_cache import OutOfMemoryError, backward
 from mm_utils.memory import find_micro_batch_size
 from mm_utils.metrics import Evaluate
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.monitor import Throughput
 from mm_utils.objectives import Objective
 from mm_utils.optim import LR_RULES, OptimizerArguments, schedule
 from mm_utils.sharding import register_forward_methods
@@ -73,6 +74,10 @@ class TrainingArguments:
     save_total_limit: int | None = arg(2, "Keep this many checkpoints, and the best one besides.")
     metric_for_best_model: str = arg("text_to_image_recall@1", "Decides early stopping and which checkpoint is best.")
     greater_is_better: bool = arg(True, "Whether more of that metric is better.")
+    peak_tflops: float | None = arg(
+        None,
+        "What one device can do at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
+    )
     load_best_model_at_end: bool = arg(False, "Keep the best evaluated weights instead of the last.")
     max_nonfinite_steps: int = arg(
         10, "Stop once this many steps had a loss or a gradient that is NaN or infinite; such a step changes nothing."
@@ -128,6 +133,7 @@ class Trainer:
         eval_loader, evaluate: what is measured, on what.
         callbacks: any `transformers.TrainerCallback`.
         max_seq_length: tokens of the longest caption there may be, for `--micro_batch_size auto`.
+        flops: of the model, to log how fast it computes.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class Trainer:
         evaluate: Evaluate | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         max_seq_length: int = 64,
+        flops: FlopCounts | None = None,
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.output_dir = Path(args.output_dir or ".")
@@ -167,7 +174,7 @@ class Trainer:
         self.max_seq_length = max_seq_length
         self.micro_batch_size: int | None = None
         self.skipped, self.nonfinite_steps, self._evaluated_at = 0, 0, -1
-        self._window = _Window()
+        self._throughput = Throughput(accelerator.device, flops, 3 if objective.matches else 0, args.peak_tflops)
         if accelerator.distributed_type.value in ("NO", "MULTI_GPU", "MULTI_CPU"):
             accelerator.register_save_state_pre_hook(self._save_weights)
             accelerator.register_load_state_pre_hook(self._load_weights)
@@ -181,12 +188,12 @@ class Trainer:
         metrics: dict[str, float] = {}
         self._event("on_train_begin")
         loader = self.train_batches(self.state.global_step, self.state.max_steps)
-        self._window.restart()
+        self._throughput.restart()
         for batch in loader:
             report = self.training_step(batch)
             self.state.global_step += 1
             self.state.epoch = self.args.batch_sizes.before(self.state.global_step) / self.num_rows
-            self._window.add(batch["lengths"], self.micro_batch_size, loader.wait)
+            self._throughput.add(batch["lengths"], self.micro_batch_size, loader.wait)
             self._note_skipped(batch["skipped"])
             self._plan()
             self._event("on_step_end", report=report)
@@ -392,8 +399,9 @@ class Trainer:
                 {
                     **values,
                     "learning_rate": rate,
-                    **self._window.rates(),
+                    **self._throughput.rates(),
                     **({"skipped_images": skipped} if skipped else {}),
+                    **({"nonfinite_steps": self.nonfinite_steps} if self.nonfinite_steps else {}),
                 }
             )
         if self.control.should_evaluate:
@@ -401,7 +409,7 @@ class Trainer:
         if self.control.should_save:
             self.save_checkpoint()
         if self.control.should_evaluate or self.control.should_save:
-            self._window.restart()
+            self._throughput.restart()
         return metrics
 
     def _log(self, values: dict[str, float]) -> None:
@@ -432,31 +440,6 @@ class Trainer:
             self.skipped += 1
             if self.skipped <= 10:
                 logger.warning("Skipped a pair: %s", reason)
-
-
-class _Window:
-    """Throughput since the last line of the log."""
-
-    def restart(self) -> None:
-        self.start, self.pairs, self.wait, self.real, self.padded = time.perf_counter(), 0, 0.0, 0, 0
-
-    def add(self, lengths: list[int], micro_batch_size: int | None, wait: float) -> None:
-        self.pairs += len(lengths)
-        self.wait += wait
-        self.real += sum(lengths)
-        for cut in cuts(len(lengths), micro_batch_size):
-            self.padded += len(cut) * max(lengths[cut.start : cut.stop], default=0)
-
-    def rates(self) -> dict[str, float]:
-        """Pairs per second of all ranks; this rank's shares of time waiting for data and of tokens that are padding."""
-        seconds = max(1e-9, time.perf_counter() - self.start)
-        rates = {
-            "pairs_per_second": self.pairs * ranks.world_size() / seconds,
-            "data_wait": self.wait / seconds,
-            "padding": 1 - self.real / self.padded if self.padded else 0.0,
-        }
-        self.restart()
-        return rates
 
 
 def save_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mm_utils import ranks
-from mm_utils.grad_cache import backward
-from mm_utils.objectives import Objective
+from mm_utils.grad_cache import OutOfMemoryError, backward, cuts
+from mm_utils.objectives import ContrastiveObjective, Objective
 from tests.test_objectives import KINDS, PAIRS, global_batch, share_of, tiny_objective
 from tests.test_ranks import run_on_ranks
 
@@ -105,3 +105,152 @@ def test_an_objective_that_cannot_be_cut_says_so():
     assert backward(ALONE, plain, global_batch(), 0, None)["loss"].isfinite()
     with pytest.raises(ValueError, match="Plain cannot be cut"):
         backward(ALONE, plain, global_batch(), 0, 2)
+
+
+def test_a_part_is_padded_to_its_own_longest_caption():
+    objective, widths = tiny_objective("contrastive"), []
+    objective.model.text_model.register_forward_hook(
+        lambda module, given, out: widths.append(tuple(out.last_hidden_state.shape[:2]))
+    )
+    batch, longest_first = global_batch(), [8, 1, 4, 6, 7, 3, 2, 0, 5]
+    batch = {
+        name: [value[place] for place in longest_first] if isinstance(value, list) else value[longest_first]
+        for name, value in batch.items()
+    }
+    batch["lengths"].sort(reverse=True)
+    batch["attention_mask"] = (torch.arange(16) < torch.tensor(batch["lengths"])[:, None]).long()
+    step(objective, batch, 3)
+    assert batch["lengths"] == [11, 10, 9, 7, 6, 5, 4, 3, 3]
+    assert widths == [(3, 11), (3, 7), (3, 4), (3, 11), (3, 7)]
+
+
+def with_batch_norm() -> ContrastiveObjective:
+    objective = tiny_objective("contrastive")
+    objective.model.vision_model.register_module("norm", nn.BatchNorm2d(3, dtype=torch.double))
+    objective.model.vision_model.register_forward_pre_hook(
+        lambda module, given, named: ((module.norm(given[0]), *given[1:]), named), with_kwargs=True
+    )
+    return objective.train()
+
+
+def test_batch_norms_count_every_part_once():
+    objective, batch = with_batch_norm(), global_batch()
+    norm = objective.model.vision_model.norm
+    step(objective, batch, 5)
+    once = nn.BatchNorm2d(3, dtype=torch.double)
+    for part in (batch["pixel_values"][4:], batch["pixel_values"][:4]):  # the last part is embedded first to stay
+        once(part)
+    assert norm.num_batches_tracked == 2
+    torch.testing.assert_close(norm.running_var, once.running_var)
+    assert norm.track_running_stats
+
+
+def counted_gathers(kind: str, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """How many collectives a step takes, and the bytes of what they bring here, by the parts' size."""
+    found = []
+    low = sum(sizes[: ranks.rank()])
+    mine = share_of(global_batch(), low, low + sizes[ranks.rank()])
+    gather = ranks._all_gather
+    for micro_batch_size in (9, 4, 2, 1):
+        brought: list[int] = []
+
+        def counting(into: torch.Tensor, *given: Any, brought: list[int] = brought) -> None:
+            brought.append(into.numel() * into.element_size())
+            gather(into, *given)
+
+        ranks._all_gather = counting
+        step(tiny_objective(kind), mine, micro_batch_size)
+        found.append((len(brought), sum(brought)))
+    ranks._all_gather = gather
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_gathered_does_not_grow_with_the_number_of_parts(kind):
+    for found in run_on_ranks(2, counted_gathers, kind, (5, 4)):
+        assert len(set(found)) == 1
+        assert found[0][0] > 0
+
+
+class Full:
+    """Runs out of memory when more than `most` pairs are embedded with gradient, in the `fails`-th such pass or later."""
+
+    def __init__(self, objective: ContrastiveObjective, most: int, fails: int = 0):
+        self.encode, self.most, self.left = objective.encode, most, fails
+        objective.encode = self  # type: ignore[method-assign]
+
+    def __call__(self, batch: dict[str, Any], match: bool) -> Any:
+        if torch.is_grad_enabled() and len(batch["ids"]) > self.most:
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return self.encode(batch, match)
+
+
+def until_it_fits(objective: ContrastiveObjective, batch: dict[str, Any], size: int) -> dict[str, Any]:
+    """Halve and repeat, as the trainer does."""
+    sizes = [size]
+    while True:
+        try:
+            return {**step(objective, batch, sizes[-1]), "sizes": sizes}
+        except OutOfMemoryError as error:
+            objective.zero_grad()
+            sizes.append(sizes[-1] // 2 if error.here else sizes[-1])
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
+    kind = "contrastive_matching"
+    objective = tiny_objective(kind)
+    Full(objective, 2, fails)
+    found = until_it_fits(objective, global_batch(), 4)
+    assert found["sizes"] == [4, 2]
+    assert_same(found, step(tiny_objective(kind), global_batch(), None))
+
+
+def one_rank_is_full(sizes: tuple[int, ...], fails: int) -> dict[str, Any]:
+    low = sum(sizes[: ranks.rank()])
+    objective = tiny_objective("contrastive_matching")
+    if ranks.rank() == 1:
+        Full(objective, 1, fails)
+    return until_it_fits(objective, share_of(global_batch(), low, low + sizes[ranks.rank()]), 2)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_one_rank_without_memory_makes_all_repeat_the_step(fails):
+    found = run_on_ranks(2, one_rank_is_full, (5, 4), fails)
+    assert [case["sizes"] for case in found] == [[2, 2], [2, 1]]
+    for case in found:
+        assert_same(case, step(tiny_objective("contrastive_matching"), global_batch(), None))
+
+
+def test_other_errors_stay_what_they_are():
+    objective = tiny_objective("contrastive")
+    objective.encode = lambda batch, match: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        step(objective, global_batch(), 4)
+
+
+def test_parts_under_autocast_equal_the_whole_under_autocast():
+    """Both passes run in bfloat16, and no weight cast in a pass without gradient is used in one with."""
+    mixed = SimpleNamespace(**vars(ALONE))
+    mixed.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+
+    def gradients(micro_batch_size: int) -> dict[str, torch.Tensor]:
+        objective = tiny_objective("contrastive").float()
+        batch = global_batch()
+        batch["pixel_values"] = batch["pixel_values"].float()
+        backward(mixed, objective, batch, 0, micro_batch_size)
+        return {name: value.grad for name, value in objective.named_parameters() if value.grad is not None}
+
+    whole, parts = gradients(9), gradients(3)
+    for name, gradient in whole.items():
+        if "bias" not in name or gradient.norm() > 1e-3:
+            assert torch.nn.functional.cosine_similarity(parts[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
+            assert parts[name].norm() == pytest.approx(float(gradient.norm()), rel=0.1), name
+
+
+def test_the_cuts_are_as_few_and_as_even_as_may_be():
+    assert cuts(10, None) == cuts(10, 10) == cuts(10, 99) == [range(10)]
+    assert [len(cut) for cut in cuts(10, 4)] == [3, 3, 4]
+    assert cuts(0, 4) == [range(0)]

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, normalize, softplus
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils import ranks
-from mm_utils.losses import gather_batch, hard_negatives, info_nce, same_pair
+from mm_utils.losses import gather_batch, hard_negatives, info_nce, same_pair, sigmoid_loss
 from tests.test_ranks import run_on_ranks
 
 UNEVEN = {2: [(4, 4), (3, 5), (8, 0)], 3: [(3, 3, 2), (1, 5, 2), (4, 0, 4), (0, 0, 8)]}
@@ -239,6 +239,83 @@ def test_default_tiles_do_not_depend_on_the_batch() -> None:
         torch.testing.assert_close(other, right)
 
 
+# -- sigmoid, one process -----------------------------------------------------------------------------------------------
+
+
+def dense_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
+    """The definition, with every matrix in memory."""
+    other_positives = (ids[:, None] == ids).any(-1).fill_diagonal_(False)
+    signs = 2 * torch.eye(len(ids), dtype=image.dtype) - 1
+    losses = softplus(-signs * (scale * image @ text.T + bias), threshold=40)
+    return losses.masked_fill(other_positives, 0).sum() / len(ids)
+
+
+def tiled_sigmoid(
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor, tile: int | None = None
+) -> Tensor:
+    return sigmoid_loss(image, text, scale, bias, gather_batch(image, text, ids), tile)
+
+
+@given(
+    count=st.integers(1, 14),
+    width=st.integers(1, 9),
+    tile=st.one_of(st.none(), st.integers(1, 16)),
+    images=st.integers(1, 20),
+    captions=st.integers(1, 20),
+    log_scale=st.floats(-4, 5),
+    bias=st.floats(-40, 40),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=120)
+def test_sigmoid_equals_the_definition(
+    count: int, width: int, tile: int | None, images: int, captions: int, log_scale: float, bias: float, seed: int
+) -> None:
+    image, text, ids = make_batch(count, width, seed, images, captions)
+    scale = torch.tensor(log_scale, dtype=torch.double).exp()
+    inputs = image, text, scale, torch.tensor(bias, dtype=torch.double), ids
+    found, expected = with_gradients(tiled_sigmoid, *inputs, tile=tile), with_gradients(dense_sigmoid, *inputs)
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+
+
+def test_sigmoid_gradcheck() -> None:
+    image, text, ids = make_batch(6, 4, images=5, captions=5)
+    scalars = torch.tensor([3.0, -1.5], dtype=torch.double)
+    inputs = [value.requires_grad_() for value in (image, text, *scalars.clone())]
+    assert torch.autograd.gradcheck(lambda *values: tiled_sigmoid(*values, ids, tile=4), inputs)
+
+
+@pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (100.0, -10.0), (1e4, 0.0), (1e-3, -100.0)])
+def test_sigmoid_in_fp32_and_under_autocast(scale: float, bias: float) -> None:
+    image, text, ids = make_batch(32, 8, images=30)
+    double = torch.tensor([scale, bias], dtype=torch.double)
+    right = with_gradients(dense_sigmoid, image, text, *double, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = with_gradients(tiled_sigmoid, image.float(), text.float(), *double.float(), ids)
+    for value, expected in zip(found, right, strict=True):
+        assert value.dtype == torch.float32
+        assert relative_error(value, expected) < 1e-5 * max(1.0, scale / 100)
+
+
+def test_sigmoid_makes_no_quadratic_tensor() -> None:
+    image, text, ids = make_batch(128, 4)
+    with largest_tensor() as tiled:
+        with_gradients(tiled_sigmoid, image, text, *torch.tensor([10.0, -10.0], dtype=torch.double), ids, tile=8)
+    assert tiled.elements <= 2 * 8 * 128
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_losses_leave_the_precision_of_products_as_it_was(precision: str) -> None:
+    image, text, ids = make_batch(4, 4)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        tiled_info_nce(image, text, torch.tensor(1.0), ids)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # -- hard negatives, one process ----------------------------------------------------------------------------------------
 
 
@@ -309,6 +386,15 @@ def test_no_underflow() -> None:
         assert (gap * scale < 30).all()
     repelled = hard_negatives(image, -text * 1e4, torch.tensor(1e4), batch, key=3)
     assert (repelled >= 0).all()
+
+
+def test_draws_do_not_depend_on_the_order() -> None:
+    image, text, ids = make_batch(24, 6, images=20, captions=20)
+    mixed = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    scale = torch.tensor(5.0)
+    drawn = hard_negatives(image, text, scale, gather_batch(image, text, ids), key=11)
+    again = hard_negatives(image[mixed], text[mixed], scale, gather_batch(image[mixed], text[mixed], ids[mixed]), 11)
+    assert torch.equal(mixed[again], drawn[mixed])
 
 
 def test_draws_do_not_depend_on_the_slice() -> None:

@@ -460,3 +460,93 @@ def test_folder_without_a_model_is_named(kind, folders, tmp_path):
 def test_arguments_are_checked(flags, message):
     with pytest.raises(ValueError, match=message):
         ModelArguments(**flags)
+
+
+# -- patch dropout and compilation --------------------------------------------------------------------------------------
+
+
+def tokens_seen(model: FusionDualEncoderModel) -> list[torch.Tensor]:
+    """What the first layer of the vision tower is given, from now on."""
+    seen: list[torch.Tensor] = []
+    layers = getattr(model.vision_model, "encoder", model.vision_model)
+    first = next(iter(getattr(layers, "layer", None) or layers.layers))
+    first.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        {"model_type": "vit", "image_size": 32, "patch_size": 8},
+        {"model_type": "dinov2", "image_size": 32, "patch_size": 8},
+        {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
+        {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
+    ],
+    ids=lambda backbone: backbone["model_type"],
+)
+def test_patch_dropout_drops_patches_in_training_alone(backbone, tokenizer, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**backbone, **TOWER}))
+    model = build_model(ModelArguments(vision_config=str(config), patch_dropout=0.75, fusion_layers=1), tokenizer)
+    seen, images = tokens_seen(model), torch.randn(3, 3, 32, 32)
+    whole = model.eval().vision_model.embeddings(images)
+    special = whole.shape[1] - 16
+    model.train().encode_image(images)
+    model.train().encode_image(images)
+    model.eval().encode_image(images)
+    first, second, evaluated = seen
+    assert evaluated.shape[1] == whole.shape[1]
+    assert first.shape == (3, special + 4, 32)
+    if backbone["model_type"] not in ("clip_vision_model", "dinov2"):  # a norm follows, or dropout of its own
+        torch.testing.assert_close(first[:, :special], whole[:, :special])
+        places = (first[:, special:, None] - whole[:, None, special:]).abs().sum(-1).argmin(-1)
+        torch.testing.assert_close(
+            first[:, special:], whole[:, special:].gather(1, places[..., None].expand(-1, -1, 32))
+        )
+        assert all(len(set(row)) == 4 for row in places.tolist())
+    assert not torch.equal(first, second)
+
+
+def test_patch_dropout_needs_patches(tokenizer):
+    with pytest.raises(ValueError, match=r"--patch_dropout is 0\.5; a convnext has no row of patch tokens"):
+        build_model(ModelArguments(patch_dropout=0.5), tokenizer)
+    with pytest.raises(ValueError, match=r"--patch_dropout is 1; give a share"):
+        ModelArguments(patch_dropout=1)
+
+
+@pytest.mark.slow
+def test_compiled_towers_compute_the_same_without_compiling_every_length_anew(tokenizer, tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    args = {
+        "vision_config": str(tmp_path / "vision.json"),
+        "text_config": str(tmp_path / "text.json"),
+        "fusion_layers": 0,
+    }
+    (tmp_path / "vision.json").write_text(
+        json.dumps({"model_type": "vit", "image_size": 16, "patch_size": 8, **TOWER})
+    )
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (tmp_path / "text.json").write_text(json.dumps({"model_type": "bert", **TOWER, **dropout}))
+    torch.manual_seed(0)
+    plain = build_model(ModelArguments(**args), tokenizer).train()
+    compiled = build_model(ModelArguments(**args, torch_compile=True), tokenizer).train()
+    compiled.load_state_dict(plain.state_dict())
+    graphs = []
+    for rows, length in ((4, 9), (4, 17), (3, 12), (4, 33), (4, 21), (3, 40)):
+        inputs = {
+            "pixel_values": torch.randn(rows, 3, 16, 16),
+            "input_ids": torch.randint(5, 50, (rows, length)),
+            "attention_mask": (torch.arange(length) < torch.arange(1, rows + 1)[:, None] * length // rows).long(),
+        }
+        found = []
+        for model in (plain, compiled):
+            model.zero_grad()
+            loss = model(**inputs, return_loss=True).loss
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        for value, right in zip(*found, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == 2
+    assert graphs[-1] == graphs[2] <= 4

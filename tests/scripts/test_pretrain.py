@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives import ContrastiveObjective
 from mm_utils.run import RunError
 from scripts import eval_retrieval, pretrain
 from tests.test_hub import server  # noqa: F401
@@ -61,7 +62,8 @@ def test_log_has_what_a_reader_looks_for(finished):
     folder, _ = finished
     line = rows_of(folder)[0]
     expected = {"loss", "contrastive_loss", "matching_loss", "matching_lift", "temperature", "grad_norm"}
-    assert expected | {"learning_rate", "pairs_per_second", "data_wait"} <= set(line)
+    assert expected | {"learning_rate", "pairs_per_second", "data_wait", "padding", "peak_memory_gib"} <= set(line)
+    assert 0 < line["tflops"] < 10
     assert 0 <= line["data_wait"] <= 1
 
 
@@ -209,6 +211,83 @@ def test_any_transformers_callback_runs_unchanged(tiny_flags, tmp_path, monkeypa
     monkeypatch.setattr(pretrain, "ProgressBar", Recorder)
     pretrain.main([*tiny_flags, "--output_dir", str(tmp_path)])
     assert seen == [(1, True), (2, True)]
+
+
+# -- the two dials ------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_grows_the_batch_and_the_rate(tiny_flags, tmp_path):
+    schedule = ["--batch_size_schedule", "0:4,2:8", "--lr_scheduler_type", "constant_with_cooldown"]
+    flat = ["--warmup_ratio", "0", "--cooldown_ratio", "0", "--batch_size_lr_rule", "linear"]
+    pretrain.main([*tiny_flags, *schedule, *flat, "--output_dir", str(tmp_path)])
+    logged = [row for row in rows_of(tmp_path) if "loss" in row]
+    assert [row["epoch"] for row in logged] == [0.25, 0.5, 1.0, 1.5]  # of 16 images
+    assert [row["learning_rate"] for row in logged] == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3])
+
+
+def test_epochs_are_counted_in_pairs(tiny_flags, tmp_path):
+    schedule = ["--batch_size_schedule", "0:4,2:8", "--max_steps", "-1", "--num_train_epochs", "2"]
+    pretrain.main([*tiny_flags, *schedule, "--output_dir", str(tmp_path)])
+    assert max(losses(tmp_path)) == 5  # 2 x 4 + 3 x 8 = 2 x 16
+
+
+def test_the_micro_batch_is_found_and_changes_nothing(finished, tiny_flags, tmp_path, caplog):
+    folder, _ = finished
+    pretrain.main([*tiny_flags, "--micro_batch_size", "auto", "--output_dir", str(tmp_path)])
+    assert "--micro_batch_size auto: 8 of 8 pairs per process at a time" in caplog.text
+    assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-6)
+
+
+def test_a_step_without_memory_is_repeated_in_halves(finished, tiny_flags, tmp_path, caplog, monkeypatch):
+    folder, _ = finished
+    encode, most = ContrastiveObjective.encode, 2
+
+    def full(self, batch, match):
+        if torch.is_grad_enabled() and len(batch["ids"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return encode(self, batch, match)
+
+    monkeypatch.setattr(ContrastiveObjective, "encode", full)
+    pretrain.main([*tiny_flags, "--micro_batch_size", "8", "--output_dir", str(tmp_path)])
+    assert "Step 1 ran out of memory with 8 pairs at a time; it is repeated with 4" in caplog.text
+    assert "Step 1 ran out of memory with 4 pairs at a time; it is repeated with 2" in caplog.text
+    assert "Step 2 ran" not in caplog.text
+    assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
+
+    most = 0
+    with pytest.raises(ValueError, match=r"memory ran out with a single pair.* Set --gradient_checkpointing"):
+        pretrain.main([*tiny_flags, "--micro_batch_size", "1", "--output_dir", str(tmp_path / "none")])
+
+
+# -- steps that are not finite ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_steps_that_are_not_finite_change_nothing_and_are_written_down(what, tiny_flags, tmp_path, monkeypatch):
+    forward = ContrastiveObjective.forward
+
+    def broken(self, batch, step):
+        report = forward(self, batch, step)
+        if step in (1, 2):
+            poison = self.model.visual_projection.weight.sum() * (float("nan") if what == "loss" else 0.0)
+            if what == "gradient":
+                poison.register_hook(lambda gradient: gradient / 0)
+            report["loss"] = report["loss"] + poison
+        return report
+
+    monkeypatch.setattr(ContrastiveObjective, "forward", broken)
+    pretrain.main([*tiny_flags, "--save_steps", "1", "--save_total_limit", "9", "--output_dir", str(tmp_path)])
+    written = [json.loads(line) for line in (tmp_path / "nonfinite_steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in written] == [2, 3]
+    assert all(len(set(row["image_ids"])) == 8 for row in written)
+    assert [row.get("nonfinite_steps") for row in rows_of(tmp_path)[:4]] == [None, 1, 2, 2]
+    before, after = weights(tmp_path / "checkpoint-1"), weights(tmp_path / "checkpoint-3")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    end = weights(tmp_path)["visual_projection.weight"]
+    assert end.isfinite().all()
+    assert not torch.equal(end, before["visual_projection.weight"])
+    with pytest.raises(FloatingPointError, match=r"--max_nonfinite_steps is 2, .* the last one step 3\. Look at the"):
+        pretrain.main([*tiny_flags, "--max_nonfinite_steps", "2", "--output_dir", str(tmp_path / "stopped")])
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

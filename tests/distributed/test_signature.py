@@ -1,0 +1,168 @@
+"""The signature: hardware only changes the speed.
+
+Six steps on the embedded data set, in fp32 and without dropout, on 1, 2 and 4 processes, with the local batch in 1, 2 and
+4 parts, straight through or continued after step 3 by another number of processes: all of them see the same rows in the
+same order, and end with the same parameters, temperature and bias included.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import ProcessorMixin
+
+from mm_utils import ranks
+from mm_utils.callbacks import TemperatureClamp
+from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders, global_order, tokenize_splits
+from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
+from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.optim import OptimizerArguments, build_optimizer
+from mm_utils.run import make_accelerator
+from mm_utils.trainer import Trainer, TrainingArguments
+from tests.test_ranks import run_on_ranks
+
+WORLDS = (1, 2, 4)
+PARTS = (1, 2, 4)
+OBJECTIVES = ("contrastive", "contrastive,matching", "sigmoid", "sigmoid,matching")
+STEPS, STOP, BATCH = 6, 3, 16
+GOES_ON = {1: 4, 2: 1, 4: 2}  # number of processes: that of the run it goes on from
+TOLERANCE = 1e-5
+# An epsilon far below the gradients would divide rounding by rounding: where a gradient is zero but for the last digits,
+# those digits would choose the direction of a whole step.
+ADAM = OptimizerArguments(adam_epsilon=1e-4)
+VISION = {
+    "model_type": "vit",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "patch_size": 8,
+    "image_size": 32,
+}
+TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+
+
+class Watched:
+    """A loader that writes down which images it gave."""
+
+    def __init__(self, loader: DeviceLoader):
+        self.loader, self.wait = loader, 0.0
+        self.image_ids: list[list[str]] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.loader:
+            self.image_ids.append(batch["image_ids"])
+            yield batch
+
+
+def runs_on_this_rank(root: Path, resumed: bool) -> dict[tuple[str, int], list[list[str]]]:
+    """Every objective in every number of parts: which images each step showed this rank."""
+    world = ranks.world_size()
+    os.environ |= {"RANK": str(ranks.rank()), "LOCAL_RANK": str(ranks.rank()), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    accelerator = make_accelerator()
+    model_args = ModelArguments(vision_config=str(root / "vision.json"), text_config=str(root / "text.json"))
+    with accelerator.main_process_first():
+        pairs = load_pairs(DataArguments(max_train_samples=256))
+        processor = load_processor(model_args, iterate_captions(pairs["train"]))
+        rows = tokenize_splits(pairs, processor.tokenizer, 64)["train"]
+    pad_token_id = processor.tokenizer.pad_token_id
+    no_workers = LoaderArguments(dataloader_num_workers=0)
+    loaders = Loaders(no_workers, accelerator.device, pad_token_id, *image_geometry(processor))
+    seen = {}
+    for objective in OBJECTIVES:
+        for parts in PARTS:
+            start = (
+                folder_of(root, GOES_ON[world], objective, parts, False) / f"checkpoint-{STOP}" if resumed else None
+            )
+            folder = folder_of(root, world, objective, parts, resumed)
+            seen[objective, parts] = train(model_args, objective, parts, folder, start, processor, rows, loaders)
+    return seen
+
+
+def train(
+    model_args: ModelArguments,
+    objective: str,
+    parts: int,
+    folder: Path,
+    start: Path | None,
+    processor: ProcessorMixin,
+    rows: Dataset,
+    loaders: Loaders,
+) -> list[list[str]]:
+    """What `scripts/pretrain.py` does between its data and its evaluation."""
+    accelerator = make_accelerator()
+    folder.mkdir(parents=True, exist_ok=True)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        global_batch_size=BATCH,
+        micro_batch_size=None if parts == 1 else str(BATCH // ranks.world_size() // parts),
+        max_steps=STEPS,
+        save_steps=STOP,
+    )
+    torch.manual_seed(args.seed)
+    model = build_model(model_args, processor.tokenizer)
+    trained = build_objective(model, ObjectiveArguments(objective), args.seed)
+    optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
+    order = global_order(rows, args.batch_sizes, args.seed, 4)
+    watched: list[Watched] = []
+
+    def batches(first: int, stop: int) -> Any:
+        watched.append(Watched(loaders.train(rows, order, first, stop)))
+        return watched[0]
+
+    clamp = TemperatureClamp(100.0)
+    trainer = Trainer(args, ADAM, accelerator, trained, optimizer, processor, batches, len(rows), callbacks=[clamp])
+    trainer.train(start)
+    return watched[0].image_ids
+
+
+def folder_of(root: Path, world: int, objective: str, parts: int, resumed: bool) -> Path:
+    return root / f"{world}-{objective}-{parts}{'-resumed' if resumed else ''}"
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return FusionDualEncoderModel.from_pretrained(folder).state_dict()
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    """Relative to the norm, or to how far all steps together could move a parameter that began at zero."""
+    farthest = STEPS * ADAM.learning_rate * right.numel() ** 0.5
+    return float((found - right).norm()) / max(float(right.norm()), farthest)
+
+
+@pytest.mark.slow
+def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
+    for name, config in (("vision", VISION), ("text", TEXT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    seen = {
+        (world, resumed): run_on_ranks(world, runs_on_this_rank, tmp_path, resumed)
+        for resumed in (False, True)
+        for world in WORLDS
+    }
+    for objective in OBJECTIVES:
+        reference = folder_of(tmp_path, 1, objective, 1, False)
+        right, half_way = weights_of(reference), weights_of(reference / f"checkpoint-{STOP}")
+        assert error(half_way["visual_projection.weight"], right["visual_projection.weight"]) > 100 * TOLERANCE
+        rows = [sorted(step) for step in seen[1, False][0][objective, 1]]
+        assert len(rows) == STEPS
+        assert len(set(rows[0])) == BATCH
+        for (world, resumed), by_rank in seen.items():
+            for parts in PARTS:
+                case = f"{objective}, {world} processes, {parts} parts, {'resumed' if resumed else 'straight'}"
+                steps = zip(*(shares[objective, parts] for shares in by_rank), strict=True)
+                together = [sorted(image_id for share in step for image_id in share) for step in steps]
+                assert together == rows[STOP if resumed else 0 :], case
+                found = weights_of(folder_of(tmp_path, world, objective, parts, resumed))
+                assert found.keys() == right.keys()
+                for name, value in right.items():
+                    assert error(found[name], value) < TOLERANCE, f"{name} after {case}"

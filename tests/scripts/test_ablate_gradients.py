@@ -1,0 +1,146 @@
+"""The ablation of gradients: every recipe's known error, exactly, between real processes; and what bad input says."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from scripts import ablate_gradients
+from scripts.ablate_gradients import PARTS, RECIPES, RIGHT
+
+ROOT = Path(__file__).parents[2]
+WORLDS = (1, 2, 3)
+EXACT = 1e-10
+LOCAL_NEGATIVES, OWN_SLICE, LOCAL_LOSS, LOCAL_LOSS_WITH_GRAD, ACCUMULATION, CACHED, *OURS = RECIPES
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What one run returned, printed and wrote."""
+    path = tmp_path_factory.mktemp("ablation") / "gradients.json"
+    with redirect_stdout(io.StringIO()) as printed:
+        table = ablate_gradients.main(["--processes", "1,2,3", "--output_file", str(path)])
+    return table, printed.getvalue(), json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def table(run):
+    return run[0]
+
+
+def rows_of(text: str) -> dict[tuple[str, int], dict[str, float]]:
+    """The Markdown table in `text`, by recipe and number of processes."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    [header, _, *rows] = cells
+    assert header == ["recipe", "processes", *RIGHT]
+    return {(name, int(world)): dict(zip(RIGHT, map(float, values), strict=True)) for name, world, *values in rows}
+
+
+@pytest.mark.parametrize("name", [*OURS, LOCAL_LOSS_WITH_GRAD])
+def test_exact_recipes(table, name):
+    for world in WORLDS:
+        assert table[name][world] == pytest.approx(RIGHT, abs=EXACT), world
+
+
+def test_both_of_our_losses_are_there():
+    assert [name.split()[-1] for name in OURS] == ["info_nce", "sigmoid_loss"]
+
+
+def test_own_slice_put_back_scales_the_weights_alone(table):
+    for world in WORLDS:
+        assert table[OWN_SLICE][world] == pytest.approx({**RIGHT, "weights": 1 / world}, abs=EXACT)
+
+
+def test_cached_accumulation_scales_the_temperature_alone(table):
+    for world in WORLDS:
+        assert table[CACHED][world] == pytest.approx({**RIGHT, "temperature": PARTS}, abs=EXACT)
+
+
+def test_local_negatives_are_another_loss(table):
+    assert table[LOCAL_NEGATIVES][1] == pytest.approx(RIGHT, abs=EXACT)
+    for world in WORLDS[1:]:
+        row = table[LOCAL_NEGATIVES][world]
+        assert row["residual"] > 0.05
+        assert row["loss"] < 0.9
+        assert abs(row["temperature"] - 1) > 0.05
+    assert table[LOCAL_NEGATIVES][3]["loss"] < table[LOCAL_NEGATIVES][2]["loss"]
+
+
+def test_local_loss_loses_what_others_ask_of_the_columns(table):
+    """Only what a row asks of itself is left, so the number of processes does not matter beyond one."""
+    assert table[LOCAL_LOSS][1] == pytest.approx(RIGHT, abs=EXACT)
+    assert table[LOCAL_LOSS][2] == pytest.approx(table[LOCAL_LOSS][3], abs=EXACT)
+    row = table[LOCAL_LOSS][2]
+    assert row["residual"] > 0.05
+    assert row["weights"] < 0.6
+    assert (row["temperature"], row["loss"]) == pytest.approx((1, 1), abs=EXACT)
+
+
+def test_accumulation_is_another_loss_even_on_one_process(table):
+    for world in WORLDS:
+        assert table[ACCUMULATION][world]["residual"] > 0.05
+        assert table[ACCUMULATION][world]["loss"] < 0.9
+
+
+def test_one_process_that_accumulates_two_parts_is_two_processes_with_local_negatives(table):
+    assert table[ACCUMULATION][1] == pytest.approx(table[LOCAL_NEGATIVES][2], abs=EXACT)
+
+
+def test_residual_and_cosine_agree(table):
+    for rows in table.values():
+        for row in rows.values():
+            assert row["residual"] ** 2 + row["cosine"] ** 2 == pytest.approx(1, abs=EXACT)
+
+
+def test_what_is_printed_and_written(run):
+    table, printed, written = run
+    assert written == {name: {str(world): row for world, row in rows.items()} for name, rows in table.items()}
+    shown = rows_of(printed)
+    assert shown.keys() == {(name, world) for name in RECIPES for world in WORLDS}
+    for (name, world), row in shown.items():
+        assert row == pytest.approx(table[name][world], rel=5e-3, abs=EXACT)
+    verdicts = dict(line.split("  ", 1) for line in printed.splitlines() if line and line[0] != "|")
+    verdicts = {name: verdict.strip() for name, verdict in verdicts.items()}
+    assert {name for name, verdict in verdicts.items() if verdict == "exact"} == {*OURS, LOCAL_LOSS_WITH_GRAD}
+    assert verdicts[OWN_SLICE] == "wrong weights"
+    assert verdicts[CACHED] == "wrong temperature"
+    assert verdicts[LOCAL_LOSS] == "wrong weights, cosine, residual"
+    assert verdicts[LOCAL_NEGATIVES] == verdicts[ACCUMULATION] == "wrong weights, cosine, residual, temperature, loss"
+
+
+def test_the_page_shows_this_table(table):
+    shown = rows_of((ROOT / "docs/ablations.md").read_text(encoding="utf-8"))
+    assert shown.keys() == {(name, world) for name in RECIPES for world in (*WORLDS, 4)}
+    for (name, world), row in shown.items():
+        if world in WORLDS:
+            assert row == pytest.approx(table[name][world], rel=5e-3, abs=EXACT), (name, world)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--processes", "0"), "--processes is '0'; write numbers above 0"),
+        (("--processes", "x"), "--processes is 'x'; write numbers above 0"),
+        (("--processes", "2,,3"), "--processes is '2,,3'; write numbers above 0"),
+        (("--processes", "1,-2"), "--processes is '1,-2'; write numbers above 0"),
+        (("--processes", "5"), "--pairs is 24; give a multiple of 10, 20 or more"),
+        (("--processes", "2", "--pairs", "4"), "--pairs is 4; give a multiple of 4, 8 or more"),
+        (("--embedding_dim", "1"), "--embedding_dim is 1; give 2 or more"),
+        (("--process", "1"), "Did you mean '--processes'?"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        ablate_gradients.main([*flags])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_explains_the_columns(capsys):
+    with pytest.raises(SystemExit):
+        ablate_gradients.main(["--help"])
+    said = capsys.readouterr().out
+    for column in RIGHT:
+        assert f"\n    {column}  " in said

@@ -1,0 +1,78 @@
+"""The micro-batch that fits: a straight line through two trials, on an allocator whose memory is known."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm_utils import memory
+from mm_utils.memory import HEADROOM, find_micro_batch_size, largest_that_fits
+from tests.test_grad_cache import ALONE
+from tests.test_objectives import global_batch, tiny_objective
+
+
+@given(
+    fixed=st.integers(0, 10**10),
+    per_pair=st.integers(1, 10**8),
+    available=st.integers(10**9, 10**11),
+    largest=st.integers(33, 10**5),
+)
+def test_what_is_found_fits_and_little_more_would(fixed: int, per_pair: int, available: int, largest: int) -> None:
+    def peak(pairs: int) -> int:
+        return fixed + per_pair * pairs
+
+    found = largest_that_fits(peak, [8, 32], available, largest)
+    limit = available * (1 - HEADROOM)
+    assert 1 <= found <= largest
+    assert found == 1 or peak(found) <= limit
+    assert found == largest or peak(found + 8) > limit
+    assert found in (1, largest) or found < 8 or found % 8 == 0
+
+
+def test_two_trials_are_enough() -> None:
+    asked: list[int] = []
+
+    def peak(pairs: int) -> int:
+        asked.append(pairs)
+        return 100 * pairs
+
+    assert largest_that_fits(peak, [8, 32], 10**6, 512) == 512
+    assert asked == [8, 32]
+
+
+def test_memory_that_does_not_grow_sets_no_limit() -> None:
+    assert largest_that_fits(lambda pairs: 5, [8, 32], 4, 512) == 512
+
+
+def accelerator() -> Any:
+    return SimpleNamespace(**vars(ALONE))
+
+
+@pytest.mark.parametrize(("available", "found"), [(10**6, 48), (10**9, 200), (100, 1)])
+def test_the_objective_is_tried_with_the_longest_captions(
+    available: int, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective, seen = tiny_objective("contrastive_matching"), []
+    moments = 8 * sum(parameter.numel() for parameter in objective.parameters())
+    objective.model.text_model.register_forward_hook(
+        lambda module, given, out: seen.append(tuple(out.last_hidden_state.shape[:2]))
+    )
+    # As if every pair took 16 kB on top of 100 kB.
+    monkeypatch.setattr(memory, "_peak", lambda device: 100_000 + 16_000 * max(rows for rows, _ in seen[-2:]))
+    monkeypatch.setattr(memory, "_available", lambda device: available + moments)
+    assert find_micro_batch_size(accelerator(), objective, global_batch(), 200, 24) == found
+    assert {rows for rows, _ in seen} == {8, 32}
+    assert {length for _, length in seen} == {24}
+    assert all(parameter.grad is None for parameter in objective.parameters())
+
+
+def test_a_small_share_is_not_tried_at_all() -> None:
+    assert find_micro_batch_size(accelerator(), torch.nn.Linear(1, 1), {}, 8, 64) == 8
+
+
+def test_this_machine_has_memory() -> None:
+    device = torch.device("cpu")
+    assert 2**20 < memory._peak(device) < memory._available(device)

@@ -35,6 +35,7 @@ class GlobalBatch:
         ids_N2: image id and caption id of every pair; pairs that share either are no negatives of each other.
         sizes: rows per rank.
         offset: where this rank's rows begin.
+        shared_ids: whether there are such pairs; where there are none, no time is spent on leaving them out.
     """
 
     image_NE: Tensor
@@ -42,6 +43,7 @@ class GlobalBatch:
     ids_N2: Tensor
     sizes: list[int]
     offset: int
+    shared_ids: bool
 
 
 def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor) -> GlobalBatch:
@@ -49,7 +51,11 @@ def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor) -> GlobalBat
     sizes = ranks.gather_sizes(len(image_nE), image_nE.device)
     wide = torch.promote_types(image_nE.dtype, torch.float32)
     both = ranks.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)
-    return GlobalBatch(both[:, 0], both[:, 1], ranks.gather(ids_n2, sizes), sizes, sum(sizes[: ranks.rank()]))
+    ids_N2 = ranks.gather(ids_n2, sizes)
+    ordered_N2 = ids_N2.sort(0).values
+    shared_ids = bool((ordered_N2[1:] == ordered_N2[:-1]).any())
+    image_NE, text_NE = both.unbind(1)
+    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: ranks.rank()]), shared_ids)
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:
@@ -191,9 +197,11 @@ def _tiles(rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, tile: int) -
         logits_TN = rows_nE[part] @ columns_NE.T
         row = torch.arange(len(logits_TN), device=logits_TN.device)
         diagonal = (row, batch.offset + low + row)
-        same = same_pair(batch.ids_N2[diagonal[1]], batch.ids_N2)
-        same[diagonal] = False
-        yield part, logits_TN.masked_fill_(same, -torch.inf), diagonal
+        if batch.shared_ids:
+            same = same_pair(batch.ids_N2[diagonal[1]], batch.ids_N2)
+            same[diagonal] = False
+            logits_TN.masked_fill_(same, -torch.inf)
+        yield part, logits_TN, diagonal
 
 
 def hard_negatives(

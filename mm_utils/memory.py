@@ -4,8 +4,10 @@ Memory grows with the number of pairs by a constant amount each, so two measured
 too large is halved in mid-run (`mm_utils.grad_cache`), so nothing has to be tried until it fails.
 """
 
-import resource
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -38,14 +40,14 @@ def find_micro_batch_size(
     moments = ADAM_BYTES * sum(p.numel() for p in objective.parameters() if p.requires_grad)
 
     def peak(pairs: int) -> int:
-        if accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(accelerator.device)
+        reset_peak(accelerator.device)
         backward(accelerator, objective, _synthetic(batch, pairs, max_seq_length), 0, pairs)
         objective.zero_grad()
-        return _peak(accelerator.device)
+        return peak_bytes(accelerator.device)
 
     peak(trials[0])  # the first pass of all also sets up libraries
-    limit = largest_that_fits(peak, trials, _available(accelerator.device) - moments, largest)
+    available = _available(accelerator.device) - moments
+    limit = largest_that_fits(peak, trials, available, largest)
     return min(ranks.gather_sizes(limit, accelerator.device))
 
 
@@ -76,15 +78,38 @@ def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
     }
 
 
-def _peak(device: torch.device) -> int:
-    """Bytes at the peak: of this process's tensors on a GPU, of its resident memory, ever, elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _available(device: torch.device) -> int:
     """Bytes that this process could have at its peak."""
     if device.type == "cuda":
+        return free_bytes(device)
+    return free_bytes(device) // ranks.processes_here() + peak_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory so far: of tensors on a GPU, else of this process, without its children.
+
+    On Linux, `ru_maxrss` begins at what the parent had; `VmHWM` begins at 0.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, StopIteration), open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let `peak_bytes` begin anew, at what is held now. Where Linux does not allow it, it goes on from before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be had now, with what the allocator keeps."""
+    if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available // ranks.processes_here() + _peak(device)
+    return psutil.virtual_memory().available

@@ -399,9 +399,8 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Unit embeddings `[B, E]` and last hidden states `[B, L, C]` of tokenised texts `[B, L]`."""
-        output = self.text_model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True)
-        embeds = self.text_projection(_pool(output, self.config.text_pooling, attention_mask))
-        return F.normalize(embeds, dim=-1), output.last_hidden_state
+        pooled, states = self.text_features(input_ids, attention_mask)
+        return self.project_text(pooled), states
 
     def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """All that the model takes from the vision backbone: a vector `[B, C]`, and what the fusion head reads, pooled."""
@@ -416,6 +415,15 @@ class FusionDualEncoderModel(PreTrainedModel):
         """The rest of `encode_image`, of `vision_features`; without taps there is nothing for the fusion head."""
         embeds = F.normalize(self.visual_projection(pooled), dim=-1)
         return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
+
+    def text_features(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """All that the model takes from the text backbone: a vector `[B, C]`, and the last hidden states `[B, L, C]`."""
+        output = self.text_model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True)
+        return _pool(output, self.config.text_pooling, attention_mask), output.last_hidden_state
+
+    def project_text(self, pooled: Tensor) -> Tensor:
+        """The rest of `encode_text`: unit embeddings `[B, E]` of `text_features`."""
+        return F.normalize(self.text_projection(pooled), dim=-1)
 
     def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits `[P]` that pair p, given by its image's keys and values and its text's states, belongs together."""

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import sys
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from mm_utils import ranks
 from mm_utils.flops import FlopCounts
 from mm_utils.grad_cache import cuts
+from mm_utils.memory import peak_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Throughput:
             "pairs_per_second": self.pairs * ranks.world_size() / seconds,
             "data_wait": self.wait / seconds,
             "padding": 1 - self.real_tokens / self.tokens if self.tokens else 0.0,
-            "peak_memory_gib": peak_memory_gib(self.device),
+            "peak_memory_gib": peak_bytes(self.device) / 2**30,
         }
         if self.flops is not None:
             rates["tflops"] = self.operations / seconds / 1e12
@@ -93,16 +93,6 @@ def gpu_utilisation(device: torch.device) -> float | None:
         return torch.cuda.utilization(device) / 100
     except Exception:  # without nvidia-ml-py, without a driver, on a MIG slice: each raises its own, and none matters
         return None
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory so far in GiB: of tensors on a GPU, else of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource  # not on Windows
-
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 class LoaderAdvice(TrainerCallback):

@@ -80,21 +80,48 @@ class Encoded:
 
 
 class Objective(nn.Module):
-    """Base class: holds the model and encodes a batch with it."""
+    """Base class: holds the model and encodes a batch with it.
+
+    Attributes:
+        matches: whether the fusion head is trained.
+    """
+
+    matches = False
 
     def __init__(self, model: FusionDualEncoderModel):
         super().__init__()
         self.model = model
 
     def encode(self, batch: Batch, match: bool) -> Encoded:
-        """Both towers on a batch, and the image side of the head if `match`; pairs are not scored."""
+        """Both towers on a batch, and the image side of the head if `match`; pairs are not scored.
+
+        Where the batch holds the features of a frozen tower (`mm_utils.feature_cache`), that tower does not run.
+        """
         own = len(batch["ids"])
         if not own:
             batch = _blank_pair(batch)
-        image_nE, keys_values = self.model.encode_image(batch["pixel_values"], with_keys_values=match)
-        text_nE, text_states = self.model.encode_text(batch["input_ids"], batch["attention_mask"])
+        image_nE, keys_values = self._encode_image(batch, match)
+        text_nE, text_states = self._encode_text(batch)
         scale, bias = self.model.logit_scale.exp(), self.model.logit_bias
         return Encoded(image_nE[:own], text_nE[:own], scale, bias, text_states, keys_values or ())
+
+    def _encode_image(self, batch: Batch, match: bool) -> tuple[Tensor, KeysValues | None]:
+        model = self.model
+        if "vision_pooled" not in batch:
+            return model.encode_image(batch["pixel_values"], with_keys_values=match)
+        taps = range(len(model.fusion.taps)) if match and model.fusion is not None else ()
+        pooled, *read = (
+            batch[name].to(model.dtype) for name in ("vision_pooled", *map("vision_taps_{}".format, taps))
+        )
+        return model.project_image(pooled, read)
+
+    def _encode_text(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if "text_pooled" not in batch:
+            return self.model.encode_text(batch["input_ids"], batch["attention_mask"])
+        pooled = batch["text_pooled"].to(self.model.dtype)
+        # Without matching there are no states. A part of a batch is padded to its own longest caption.
+        states = batch.get("text_states", pooled[:, None])[:, : batch["attention_mask"].shape[1]]
+        return self.model.project_text(pooled), states.to(pooled)
 
 
 @dataclass
@@ -132,8 +159,6 @@ class ContrastiveObjective(Objective):
         model: with a `logit_bias` for the sigmoid loss, without one for InfoNCE.
         weight: of the loss.
     """
-
-    matches = False
 
     def __init__(self, model: FusionDualEncoderModel, weight: float = 1.0):
         super().__init__(model)
@@ -274,6 +299,8 @@ class ContrastiveMatchingObjective(ContrastiveObjective):
         longest = max(1, int(wanted_mask.sum(1).max()))
         wanted_mask = wanted_mask[:, :longest]
         _, foreign_states = self.model.encode_text(plan.input_ids[wanted, :longest], wanted_mask)
+        if "text_states" in batch:  # rounded as this rank's own are, which were stored
+            foreign_states = foreign_states.to(batch["text_states"].dtype).to(encoded.text_states)
         width = max(longest, encoded.text_states.shape[1])
         parts = ((encoded.text_states[:own], batch["attention_mask"]), (foreign_states, wanted_mask))
         states = torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _ in parts])
@@ -293,13 +320,7 @@ class ContrastiveMatchingObjective(ContrastiveObjective):
 
 def _blank_pair(batch: Batch) -> Batch:
     """Stands in for an empty batch: backbones refuse those, and the other ranks wait for this one's gradients."""
-    pixel_values, input_ids = batch["pixel_values"], batch["input_ids"]
-    input_ids = input_ids.new_zeros(1, input_ids.shape[1])
-    return {
-        "pixel_values": pixel_values.new_zeros(1, *pixel_values.shape[1:]),
-        "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
-    }
+    return {name: value.new_ones(1, *value.shape[1:]) for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 def build_objective(model: FusionDualEncoderModel, args: ObjectiveArguments, seed: int) -> Objective:

@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 
 from mm_utils.arguments import arg, to_dict
 from mm_utils.ranks import cores_per_process
-from mm_utils.trainer import TrainingArguments
+from mm_utils.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
     device = accelerator.device.type
     if device == "cpu":
         _use_the_cpu_well()
-    torch.set_float32_matmul_precision("high")  # TF32 where there is; the losses do without
+    elif device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32; the losses do without
     logger.info("%d x %s, mixed precision %s", accelerator.num_processes, device, accelerator.mixed_precision)
     return accelerator
 

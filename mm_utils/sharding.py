@@ -9,7 +9,7 @@ from mm_utils.modeling_fusion_dual_encoder import Attention, FusionDualEncoderMo
 def register_forward_methods(objective: nn.Module) -> None:
     """Tell FSDP2 which methods besides `forward` use a module's weights, so that it gathers them there too."""
     methods = {
-        FusionDualEncoderModel: ("encode_image", "encode_text", "project_image", "match_pairs"),
+        FusionDualEncoderModel: ("encode_image", "encode_text", "project_image", "project_text", "match_pairs"),
         FusionHead: ("encode_vision",),
         FusionLayer: ("encode_image",),
         Attention: ("keys_values",),

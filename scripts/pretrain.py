@@ -20,14 +20,18 @@ from mm_utils.callbacks import ProgressBar, TemperatureClamp
 from mm_utils.checkpoints import find_checkpoint
 from mm_utils.data.loaders import LoaderArguments, Loaders, global_order, tokenize_splits
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
+from mm_utils.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.finish import HubCallback, finish_run
+from mm_utils.flops import measure_flops
 from mm_utils.hub import HubArguments, HubPusher
 from mm_utils.metrics import EvaluationArguments, RetrievalEvaluator
 from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
+from mm_utils.monitor import LoaderAdvice
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.optim import OptimizerArguments, build_optimizer
 from mm_utils.run import RunArguments, run_script, start_run
-from mm_utils.trainer import Trainer, TrainingArguments
+from mm_utils.trainer import Trainer
+from mm_utils.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +40,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     towers = (DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments, OptimizerArguments)
-    groups = (*towers, TrainingArguments, EvaluationArguments, HubArguments, RunArguments)
+    groups = (*towers, FeatureCacheArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments)
     parsed = parse_args(*groups, argv=argv, doc=__doc__)
-    data_args, loader_args, model_args, objective_args, optimizer_args, args, eval_args, hub_args, run_args = parsed
+    data_args, loader_args, model_args, objective_args, optimizer_args, *others = parsed
+    cache_args, args, eval_args, hub_args, run_args = others
     accelerator = start_run("pretrain", args, *parsed, report_to=run_args.report_to)
 
     # 2. Data: the main process fills the cache first, the others read it.
@@ -58,10 +63,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=accelerator.device)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info("%s parameters, %s of them trained", f"{model.num_parameters():,}", f"{trained:,}")
+    flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length)
+
+    rows = cache_features(cache_args, pairs["train"], objective, loaders, accelerator, args.per_device_eval_batch_size)
 
     # 4. Train.
     evaluator, pusher = RetrievalEvaluator(eval_args.rerank_top_k), HubPusher(hub_args, args.output_dir)
     callbacks = [ProgressBar(), TemperatureClamp(objective_args.max_logit_scale), HubCallback(pusher)]
+    callbacks.append(LoaderAdvice(loader_args.num_workers))
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
     trainer = Trainer(
@@ -71,12 +80,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         objective,
         optimizer,
         processor,
-        train_batches=lambda start, stop: loaders.train(pairs["train"], order, start, stop),
+        train_batches=lambda start, stop: loaders.train(rows, order, start, stop),
         num_rows=len(pairs["train"]),
         eval_loader=loaders.evaluation(pairs["validation"], args.per_device_eval_batch_size),
         evaluate=evaluator,
         callbacks=callbacks,
         max_seq_length=loader_args.max_seq_length,
+        flops=flops,
     )
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 

@@ -14,7 +14,7 @@ from mm_utils.metrics import EvaluationArguments
 from mm_utils.models import ModelArguments
 from mm_utils.objectives import ObjectiveArguments
 from mm_utils.optim import OptimizerArguments
-from mm_utils.trainer import TrainingArguments
+from mm_utils.training_arguments import TrainingArguments
 
 ALL = (
     DataArguments,

@@ -12,8 +12,9 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 LAYERS = {
     0: {"arguments", "ranks"},
     1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "optim"},
-    2: {"objectives", "metrics", "averaging", "sharding", "grad_cache", "flops", "memory"},
-    3: {"trainer", "callbacks", "checkpoints", "reporting", "model_card", "hub", "run", "finish", "monitor"},
+    2: {"objectives", "metrics", "averaging", "sharding", "grad_cache", "feature_cache", "flops", "memory"},
+    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "reporting", "model_card", "hub", "run", "finish"}
+    | {"monitor", "benchmarks"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 NO_SUBJECT = {"utils", "common", "helpers", "misc"}

@@ -1,5 +1,7 @@
 """The micro-batch that fits: a straight line through two trials, on an allocator whose memory is known."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_utils import memory
-from mm_utils.memory import HEADROOM, find_micro_batch_size, largest_that_fits
+from mm_utils.memory import HEADROOM, find_micro_batch_size, largest_that_fits, peak_bytes, reset_peak
 from tests.test_grad_cache import ALONE
 from tests.test_objectives import global_batch, tiny_objective
 
@@ -47,6 +49,9 @@ def test_memory_that_does_not_grow_sets_no_limit() -> None:
     assert largest_that_fits(lambda pairs: 5, [8, 32], 4, 512) == 512
 
 
+CPU = torch.device("cpu")
+
+
 def accelerator() -> Any:
     return SimpleNamespace(**vars(ALONE))
 
@@ -61,7 +66,7 @@ def test_the_objective_is_tried_with_the_longest_captions(
         lambda module, given, out: seen.append(tuple(out.last_hidden_state.shape[:2]))
     )
     # As if every pair took 16 kB on top of 100 kB.
-    monkeypatch.setattr(memory, "_peak", lambda device: 100_000 + 16_000 * max(rows for rows, _ in seen[-2:]))
+    monkeypatch.setattr(memory, "peak_bytes", lambda device: 100_000 + 16_000 * max(rows for rows, _ in seen[-2:]))
     monkeypatch.setattr(memory, "_available", lambda device: available + moments)
     assert find_micro_batch_size(accelerator(), objective, global_batch(), 200, 24) == found
     assert {rows for rows, _ in seen} == {8, 32}
@@ -74,5 +79,28 @@ def test_a_small_share_is_not_tried_at_all() -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    device = torch.device("cpu")
-    assert 2**20 < memory._peak(device) < memory._available(device)
+    assert 2**20 < memory.peak_bytes(CPU) < memory._available(CPU)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is never reset")
+def test_peak_memory_begins_anew():
+    torch.ones(2**24)
+    reset_peak(CPU)
+    before = peak_bytes(CPU)
+    kept = torch.ones(2**24)
+    assert peak_bytes(CPU) - before == pytest.approx(kept.nbytes, rel=0.2)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_of_a_process():
+    def of(path: str, name: str) -> float:
+        [line] = [line for line in Path(path).read_text().splitlines() if line.startswith(f"{name}:")]
+        return int(line.split()[1]) / 2**20
+
+    most = of("/proc/self/status", "VmHWM")
+    assert 0.95 * most <= peak_bytes(CPU) / 2**30 <= of("/proc/meminfo", "MemTotal")
+
+
+def test_peak_memory_of_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
+    assert peak_bytes(torch.device("cuda")) == 3 * 2**30

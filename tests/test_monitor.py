@@ -1,14 +1,12 @@
 """Readings of the hardware, and when advice is given."""
 
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.monitor import LoaderAdvice, gpu_utilisation, peak_memory_gib
+from mm_utils.monitor import LoaderAdvice, gpu_utilisation
 from tests.test_modeling import build
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,27 +30,6 @@ def test_utilisation_never_raises(error, monkeypatch):
 def test_utilisation_on_this_machine():
     share = gpu_utilisation(CUDA)
     assert share is None or 0 <= share <= 1
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory_of_a_process():
-    def of(path: str, name: str) -> float:
-        [line] = [line for line in Path(path).read_text().splitlines() if line.startswith(f"{name}:")]
-        return int(line.split()[1]) / 2**20
-
-    most = of("/proc/self/status", "VmHWM")
-    assert 0.95 * most <= peak_memory_gib(CPU) <= of("/proc/meminfo", "MemTotal")
-
-
-def test_macos_counts_in_bytes(monkeypatch):
-    on_linux = peak_memory_gib(CPU)
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert peak_memory_gib(CPU) == pytest.approx(on_linux / 1024, rel=0.05)
-
-
-def test_peak_memory_of_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
-    assert peak_memory_gib(CUDA) == 3.0
 
 
 class Run:

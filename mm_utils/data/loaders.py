@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import pyarrow.compute as pc
 import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
+from mm_utils.data.features import CachedFeatures
 from mm_utils.data.images import UnreadableImageError, center_square, open_image, random_square
 from mm_utils.data.order import (
     BatchSizes,
@@ -153,13 +155,15 @@ class Pairs(Dataset):
     """Rows of the one schema as training or evaluation examples.
 
     An example is a pure function of (seed, epoch, image id): which caption, which crop. An image that cannot be decoded
-    gives `{"skipped": reason}` in its place; the collator leaves it out and says so.
+    gives `{"skipped": reason}` in its place; the collator leaves it out and says so. Rows with features of a frozen tower
+    (`mm_utils.data.features`) give those, in training; where they stand for images, none is decoded.
     """
 
     def __init__(
         self, rows: datasets.Dataset, image_size: int, *, train: bool, min_crop_area: float = 1.0, seed: int = 0
     ):
-        self.rows = rows.with_transform(self._decode)
+        self.cached = CachedFeatures(rows)
+        self.rows = rows.remove_columns(self.cached.names).with_transform(self._decode)
         self.image_size, self.train, self.min_crop_area, self.seed = image_size, train, min_crop_area, seed
 
     def __len__(self) -> int:
@@ -169,11 +173,14 @@ class Pairs(Dataset):
         return self.__getitems__([draw])[0]
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[dict[str, Any]]:
-        columns = self.rows[[row for row, _ in draws]]
+        places = [row for row, _ in draws]
+        columns = {**self.rows[places], **self.cached[places]}
         examples = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         return [self._example(example, *draw) for example, draw in zip(examples, draws, strict=True)]
 
     def _decode(self, columns: dict[str, list]) -> dict[str, list]:
+        if "image" not in columns:
+            return columns
         side = self.image_size
         if self.train and self.min_crop_area < 1:
             side = int(side * self.min_crop_area**-0.5) + 1  # so that even the smallest crop is not enlarged
@@ -199,10 +206,12 @@ class Pairs(Dataset):
             }
         key, count = (np.array([value]) for value in (row["image_key"], len(row["input_ids"])))
         caption = int(choose_captions(self.seed, np.array([epoch]), key, count)[0])
-        rng = random.Random(f"{self.seed} {epoch} {row['id']}")
+        if not self.cached.has_vision:
+            rng = random.Random(f"{self.seed} {epoch} {row['id']}")
+            example["pixel_values"] = random_square(row["image"], self.image_size, self.min_crop_area, rng)
         return {
             **example,
-            "pixel_values": random_square(row["image"], self.image_size, self.min_crop_area, rng),
+            **self.cached.example(row, caption),
             "input_ids": [row["input_ids"][caption]],
             "caption_keys": [row["caption_keys"][caption]],
         }
@@ -217,14 +226,19 @@ class Collator:
 
     Batch of b images and t captions (t = b in training):
         pixel_values: uint8 `[b, 3, S, S]`; input_ids, attention_mask: int64 `[t, L]`
+        vision_pooled, vision_taps_0, ... in place of pixel_values, and text_pooled, text_states, as `cached` names them
         ids: int64 `[t, 2]`, image key and caption key of every caption; caption_image: `[t]`, its image's place in b
         rows: `[b]`, place in the data set; image_ids: list of b; lengths: list of t, tokens
         skipped: list of reasons
+
+    Attributes:
+        cached: the features that examples hold, of no example, see `mm_utils.data.features.CachedFeatures.blank`.
     """
 
     pad_token_id: int
     image_size: int
     longest_first: bool = False
+    cached: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Collate what `Pairs` gives."""
@@ -232,16 +246,14 @@ class Collator:
         if self.longest_first:
             kept.sort(key=lambda example: -len(example["input_ids"][0]))
         captions = [ids for example in kept for ids in example["input_ids"]]
-        input_ids = torch.full((len(captions), max(map(len, captions), default=1)), self.pad_token_id)
-        attention_mask = torch.zeros_like(input_ids)
-        for place, ids in enumerate(captions):
-            input_ids[place, : len(ids)] = torch.tensor(ids)
-            attention_mask[place, : len(ids)] = 1
+        input_ids, attention_mask = pad_captions(captions, self.pad_token_id)
         counts = torch.tensor([len(example["input_ids"]) for example in kept], dtype=torch.long)
         keys = [(example["image_key"], key) for example in kept for key in example["caption_keys"]]
-        blank = torch.empty(0, 3, self.image_size, self.image_size, dtype=torch.uint8)
+        blank = dict(self.cached)
+        if "vision_pooled" not in blank:
+            blank["pixel_values"] = torch.empty(0, 3, self.image_size, self.image_size, dtype=torch.uint8)
         return {
-            "pixel_values": torch.stack([example["pixel_values"] for example in kept]) if kept else blank,
+            **{name: _stack([example[name] for example in kept], none) for name, none in blank.items()},
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "ids": torch.tensor(keys, dtype=torch.long).view(-1, 2),
@@ -251,6 +263,23 @@ class Collator:
             "lengths": list(map(len, captions)),
             "skipped": [example["skipped"] for example in examples if "skipped" in example],
         }
+
+
+def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of t captions, int64 `[t, L]`, padded to the longest; L is 1 if there is none."""
+    input_ids = torch.full((len(captions), max(map(len, captions), default=1)), pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for place, ids in enumerate(captions):
+        input_ids[place, : len(ids)] = torch.tensor(ids)
+        attention_mask[place, : len(ids)] = 1
+    return input_ids, attention_mask
+
+
+def _stack(rows: list[Tensor], none: Tensor) -> Tensor:
+    """`[b, ...]`; rows that differ in their first dimension are padded with zeros."""
+    if len({len(row) for row in rows}) > 1:
+        return pad_sequence(rows, batch_first=True)
+    return torch.stack(rows) if rows else none
 
 
 class DeviceLoader:
@@ -282,7 +311,8 @@ class DeviceLoader:
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
-        moved["pixel_values"] = (moved["pixel_values"] - self.mean) / self.std
+        if "pixel_values" in moved:
+            moved["pixel_values"] = (moved["pixel_values"] - self.mean) / self.std
         return moved
 
 
@@ -316,7 +346,7 @@ class Loaders:
         loader = DataLoader(
             pairs,
             batch_sampler=batches,
-            collate_fn=Collator(self.pad_token_id, self.image_size, longest_first=pairs.train),
+            collate_fn=Collator(self.pad_token_id, self.image_size, pairs.train, pairs.cached.blank()),
             num_workers=workers,
             persistent_workers=bool(workers),
             pin_memory=self.device.type == "cuda",

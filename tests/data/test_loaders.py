@@ -234,7 +234,7 @@ def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> N
     rows = tokenize_captions(rows_of(4, broken=range(4)), tokenizer, 16)
     [batch] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "rank", lambda: 0)
+        patch.setattr(ranks, "rank", lambda: 4)
         patch.setattr(ranks, "world_size", lambda: 5)
         [nothing] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
     assert len(batch["skipped"]) == 4

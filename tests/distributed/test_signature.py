@@ -25,7 +25,8 @@ from mm_utils.models import ModelArguments, build_model, image_geometry, load_pr
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.optim import OptimizerArguments, build_optimizer
 from mm_utils.run import make_accelerator
-from mm_utils.trainer import Trainer, TrainingArguments
+from mm_utils.trainer import Trainer
+from mm_utils.training_arguments import TrainingArguments
 from tests.test_ranks import run_on_ranks
 
 WORLDS = (1, 2, 4)

@@ -255,6 +255,8 @@ def test_a_step_without_memory_is_repeated_in_halves(finished, tiny_flags, tmp_p
     assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
 
     most = 0
+    with pytest.raises(ValueError, match=r"memory ran out with 8 pairs on this process\. Set --micro_batch_size auto"):
+        pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "whole")])
     with pytest.raises(ValueError, match=r"memory ran out with a single pair.* Set --gradient_checkpointing"):
         pretrain.main([*tiny_flags, "--micro_batch_size", "1", "--output_dir", str(tmp_path / "none")])
 

@@ -1,0 +1,119 @@
+"""What the benchmark scripts share: processes that take turns, what they take of memory, the machine, and a table."""
+
+import ctypes
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mm_utils import ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class TurnTaker:
+    """A Python program that works only between a question and its answer, each one line of JSON.
+
+    After an answer its process group (with its loader workers) is stopped, so that nothing it does falls into another's
+    time. The program's side is `serve`.
+
+    Attributes:
+        error: why it is out, if it is; it answers nothing more then.
+    """
+
+    def __init__(self, program: Path, *arguments: str):
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            preexec_fn=os.setpgrp,  # it and its workers are stopped together; from Python 3.11 on, process_group=0
+        )
+        self.error: str | None = None
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one question; empty if the program is out."""
+        if self.error is not None or self.process.stdin is None or self.process.stdout is None:
+            return {}
+        self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or '{"error": "it ended without an answer"}')
+        self._signal(signal.SIGSTOP)
+        self.error = answer.get("error")
+        return answer if self.error is None else {}
+
+    def end(self) -> None:
+        """End the program and its workers."""
+        self._signal(signal.SIGKILL)
+        self.process.kill()
+        self.process.communicate()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(self.process.pid, number)
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer the questions of a `TurnTaker` until it asks no more; what else is printed goes to stderr."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: Linux ends it if the parent is killed
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        for line in sys.stdin:
+            answers.write(json.dumps(answer(json.loads(line))) + "\n")
+    except Exception as error:
+        answers.write(json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}) + "\n")
+        raise
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Return what the allocators keep, so that others find room."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores, versions, date and commit, for the reader of a table."""
+    model = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    with suppress(OSError):
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "processor": f"{model}, {ranks.available_cores()} cores",
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "commit": commit or "unknown",
+    }
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown; numbers with three digits, nothing where there is None."""
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in rows:
+        cells = ["" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,318 @@
+"""A frozen tower runs once: its output for every training row is stored, and training reads it in the tower's place.
+
+What a frozen tower makes of an image or a caption never changes. It is computed before the first step, by all processes,
+and kept in the datasets cache under a fingerprint of all that it depends on: weights and config of the tower, the
+preprocessing, the precision and the data, but neither the number of processes nor the batch size. A later run with the
+same tower and data reads it. A step then runs what is trained, and decodes no image.
+
+What is given up is cropping: every epoch sees the centre square of an image, as evaluation does.
+
+A store is written beside its final name and renamed when it is complete (`mm_utils.data.features` describes its columns).
+"""
+
+import hashlib
+import logging
+import shutil
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from datasets.arrow_writer import ArrowWriter
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from mm_utils import ranks
+from mm_utils.arguments import arg
+from mm_utils.data.features import SKIPPED, image_digest, to_arrow, token_digest
+from mm_utils.data.loaders import Loaders, fingerprint, pad_captions
+from mm_utils.data.order import EvaluationBatches
+from mm_utils.objectives import Objective
+
+logger = logging.getLogger(__name__)
+
+Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
+"""Some rows: what `to_arrow` takes for every column of features, its values on the device; and other columns."""
+
+DTYPES = (torch.float16, torch.float32)
+"""Features are stored as the first of these that holds all of them."""
+ROUNDING = 1e-3  # the most that a stored value may be off, as a share of its row's largest; float16's own is 5e-4
+ABANDONED = 24 * 3600  # seconds after which an unfinished store that nobody writes to is removed
+
+
+@dataclass
+class FeatureCacheArguments:
+    """Whether frozen towers run once."""
+
+    cache_features: bool = arg(
+        False,
+        "Run the towers that --freeze_vision or --freeze_text freeze once, and train from their stored output. Images are "
+        "then seen as their centre square, without crops.",
+    )
+
+
+def cache_features(
+    args: FeatureCacheArguments,
+    rows: datasets.Dataset,
+    objective: Objective,
+    loaders: Loaders,
+    accelerator: Accelerator,
+    batch_size: int,
+) -> datasets.Dataset:
+    """The tokenised training `rows` with the output of every frozen tower beside them; as they are without the flag.
+
+    Called on all ranks, before the model is prepared. `batch_size` images per process run at a time.
+
+    Raises:
+        ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
+    """
+    if not args.cache_features:
+        return rows
+    sources = [kind(rows, objective, loaders, accelerator, batch_size) for kind in (_Vision, _Text)]
+    frozen = [source for source in sources if not any(p.requires_grad for p in source.tower.parameters())]
+    if not frozen:
+        raise ValueError(
+            "--cache_features is set, and both towers are trained; only what a frozen tower gives can be kept. Set "
+            "--freeze_vision or --freeze_text, or drop --cache_features."
+        )
+    for source in frozen:
+        features = source.open_or_compute()
+        if source.name == "vision":
+            logger.info("Vision features are cached: training sees centre squares, and --min_crop_area has no effect")
+            skipped = features.data.column(SKIPPED).drop_null()
+            if len(skipped):
+                logger.warning("%d training images cannot be decoded: %s", len(skipped), skipped[:3].to_pylist())
+            rows = rows.remove_columns("image")
+        rows = datasets.concatenate_datasets([rows, features], axis=1)
+    return rows
+
+
+class _Source(ABC):
+    """A tower, and the rows that it runs over."""
+
+    name: str
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        objective: Objective,
+        loaders: Loaders,
+        accelerator: Accelerator,
+        batch_size: int,
+    ):
+        self.rows, self.loaders, self.accelerator = rows, loaders, accelerator
+        self.model, self.matches = objective.model, objective.matches
+        self.batch_size, self.batches = batch_size, EvaluationBatches(len(rows), batch_size)
+
+    @property
+    @abstractmethod
+    def tower(self) -> nn.Module:
+        """The backbone."""
+
+    @abstractmethod
+    def depends_on(self) -> tuple:
+        """What the features depend on, besides tower and precision."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[Block]:
+        """The features of this rank's rows, one block for each of `batches`."""
+
+    def open_or_compute(self) -> datasets.Dataset:
+        """The store of these features, one row per row."""
+        folder, temporary = self._places()
+        # Looked for only now: a network file system may remember for a while that a folder was not there.
+        if ranks.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
+            raise ValueError(
+                f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another one "
+                "writes, and --cache_features shares the work. Set it to a folder that all machines see."
+            )
+        if temporary is not None:
+            try:
+                self._compute(temporary)
+                self.accelerator.wait_for_everyone()
+                if self.accelerator.is_main_process:
+                    _rename(temporary, folder)
+                self.accelerator.wait_for_everyone()
+            finally:
+                if self.accelerator.is_main_process:
+                    shutil.rmtree(temporary, ignore_errors=True)
+        shards = [datasets.Dataset.from_file(str(path)) for path in sorted(folder.glob("*.arrow"))]
+        features = datasets.concatenate_datasets(shards)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        logger.info("%s features: %.2f GB in %s", self.name.capitalize(), size / 1e9, folder)
+        return features
+
+    def _places(self) -> tuple[Path, Path | None]:
+        """Where the store is to be and, if it is not there, where to write it."""
+        folder = temporary = None
+        if self.accelerator.is_main_process:
+            parts = (self.name, _tower_digest(self.tower), self.accelerator.mixed_precision, DTYPES, self.depends_on())
+            digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+            parent = Path(datasets.config.HF_DATASETS_CACHE, "tandem_features")
+            folder = parent / digest
+            if not folder.is_dir():
+                parent.mkdir(parents=True, exist_ok=True)
+                _remove_abandoned(parent)
+                temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{digest}-"))
+        folder, temporary = broadcast_object_list([folder, temporary])
+        return folder, temporary
+
+    def _compute(self, folder: Path) -> None:
+        was_training, home = self.model.training, next(self.tower.parameters()).device
+        self.model.eval()
+        self.tower.to(self.accelerator.device)
+        if not any(self._write(folder, dtype) for dtype in DTYPES):
+            raise ValueError(
+                f"--cache_features is set, and the frozen {self.name} tower gives values that are not finite. Train in "
+                "bf16 or fp32, take another tower, or drop --cache_features."
+            )
+        self.tower.to(home)
+        self.model.train(was_training)
+
+    def _write(self, folder: Path, dtype: torch.dtype) -> bool:
+        """Write this rank's shard; False on all ranks, at once, if `dtype` does not hold the features of one."""
+        progress = tqdm(
+            zip(self.batches, self.blocks(), strict=True),
+            total=len(self.batches),
+            desc=f"Caching {self.name} features",
+            leave=False,
+            disable=not self.accelerator.is_main_process,
+            delay=2,
+        )
+        writer = None
+        try:
+            for draws, (features, others) in progress:
+                fits = all(_fits(values, dtype) for values, *_ in features.values())
+                if not fits:
+                    text = "%s cannot hold the %s features of training rows %d to %d; a wider type is tried"
+                    logger.warning(text, dtype, self.name, draws[0][0], draws[-1][0])
+                if ranks.any_rank(not fits, self.accelerator.device):
+                    return False
+                columns = {name: to_arrow(values.to(dtype), *counts) for name, (values, *counts) in features.items()}
+                table = pa.table({**columns, **others})
+                if writer is None:
+                    writer = ArrowWriter(path=str(folder / f"{ranks.rank():05d}.arrow"), schema=table.schema)
+                writer.write_table(table)
+        finally:
+            if writer is not None:
+                writer.finalize()
+        return True
+
+
+class _Vision(_Source):
+    """The centre square of every image."""
+
+    name = "vision"
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.vision_model
+
+    def depends_on(self) -> tuple:
+        loaders, config = self.loaders, self.model.config
+        head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if self.matches else None
+        images = (loaders.image_size, list(loaders.mean), list(loaders.std), config.vision_pooling)
+        return *images, head, fingerprint(self.rows), image_digest(self.rows)
+
+    def blocks(self) -> Iterator[Block]:
+        size = self.loaders.image_size
+        blank = self._run(torch.zeros(1, 3, size, size, device=self.accelerator.device))  # for its shapes
+        loader = self.loaders.evaluation(self.rows, self.batch_size)
+        for draws, batch in zip(self.batches, loader, strict=True):
+            rows = {row: place for place, (row, _) in enumerate(draws)}
+            there = torch.tensor([rows.pop(row) for row in batch["rows"].tolist()], device=blank[0].device).long()
+            found = self._run(batch["pixel_values"]) if len(there) else [value[:0] for value in blank]
+            values = [
+                none.new_zeros(len(draws), *none.shape[1:]).index_copy(0, there, value)
+                for none, value in zip(blank, found, strict=True)
+            ]
+            reasons = dict(zip(rows.values(), batch["skipped"], strict=True))
+            skipped = pa.array([reasons.get(place) for place in range(len(draws))], pa.string())
+            names = ["vision_pooled", *(f"vision_taps_{place}" for place in range(len(values) - 1))]
+            yield {name: (value,) for name, value in zip(names, values, strict=True)}, {SKIPPED: skipped}
+
+    @torch.no_grad()
+    def _run(self, pixel_values: Tensor) -> list[Tensor]:
+        with self.accelerator.autocast():
+            pooled, taps = self.model.vision_features(pixel_values, with_taps=self.matches)
+        return [value.float() for value in (pooled, *taps)]
+
+
+class _Text(_Source):
+    """All captions of every image."""
+
+    name = "text"
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.text_model
+
+    def depends_on(self) -> tuple:
+        return self.model.config.text_pooling, self.matches, token_digest(self.rows)
+
+    def blocks(self) -> Iterator[Block]:
+        tokens = self.rows.select_columns(["input_ids"])
+        for draws in self.batches:
+            captions = tokens[[row for row, _ in draws]]["input_ids"] if draws else []
+            pooled, states, lengths = self._run([ids for row in captions for ids in row])
+            counts = [len(row) for row in captions]
+            features: dict[str, tuple[Any, ...]] = {"text_pooled": (pooled, counts)}
+            if self.matches:
+                features["text_states"] = (states, lengths, counts)
+            yield features, {}
+
+    @torch.no_grad()
+    def _run(self, captions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
+        """Of t captions: pooled `[t, C]`, the states of all their tokens `[sum of L, C]`, and their lengths L."""
+        if not captions:
+            none = torch.zeros(0, self.model.config.text_width)
+            return none, none, []
+        padded = pad_captions(captions, self.loaders.pad_token_id)
+        input_ids, attention_mask = (part.to(self.accelerator.device) for part in padded)
+        with self.accelerator.autocast():
+            pooled, states = self.model.text_features(input_ids, attention_mask)
+        return pooled.float(), states[attention_mask.bool()].float(), [len(ids) for ids in captions]
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all of `values` are finite and, beside the largest of their row, hardly change as `dtype`."""
+    exact = values.flatten(1)
+    error = (exact.to(dtype).to(exact) - exact).abs()
+    return bool((error.amax(1) <= ROUNDING * exact.abs().amax(1)).all())
+
+
+def _tower_digest(tower: nn.Module) -> str:
+    """Of the weights and of the config, less where it was loaded from."""
+    digest = hashlib.blake2b(digest_size=16)
+    config = tower.config.to_dict()  # type: ignore[operator, union-attr]
+    passing = ("transformers_version", "dtype", "torch_dtype")
+    kept = sorted((name, value) for name, value in config.items() if name[0] != "_" and name not in passing)
+    digest.update(f"{type(tower).__name__} {kept}".encode())
+    for name, value in sorted(tower.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _rename(temporary: Path, folder: Path) -> None:
+    try:
+        temporary.rename(folder)
+    except OSError:  # another run was faster
+        if not folder.is_dir():
+            raise
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(".*"):
+        with suppress(OSError):  # its run may be renaming it
+            if time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) > ABANDONED:
+                shutil.rmtree(folder)

@@ -1,0 +1,78 @@
+"""The training loop's own flags, under the names that `transformers.TrainingArguments` gives them."""
+
+from dataclasses import dataclass
+
+from mm_utils.arguments import arg
+from mm_utils.data.order import BatchSizes
+
+
+@dataclass
+class TrainingArguments:
+    """How long, how often, how many pairs at a time."""
+
+    output_dir: str | None = arg(None, "Everything goes here; default: a new outputs/<script>-N.")
+    overwrite_output_dir: bool = arg(False, "Start anew in an --output_dir that holds a run.")
+    resume_from_checkpoint: str | None = arg(
+        None, "A checkpoint-N folder, or 'latest' (a first start if there is none)."
+    )
+    global_batch_size: int = arg(64, "Pairs per step, over all processes: it decides what is learnt.")
+    batch_size_schedule: str | None = arg(
+        None, "Grow the batch: step:size,step:size, e.g. 0:256,2000:512; replaces --global_batch_size."
+    )
+    micro_batch_size: str | None = arg(
+        None,
+        "Pairs per process to hold activations of at a time, when memory is short, or 'auto': it decides nothing. Halved "
+        "when memory runs out.",
+    )
+    per_device_eval_batch_size: int = arg(64, "Images per process and forward in evaluation: it decides nothing.")
+    num_train_epochs: float = arg(6.0, "Passes over the training images.")
+    max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
+    logging_steps: int = arg(10, "Log every N steps.")
+    eval_steps: int = arg(0, "Evaluate every N steps; 0 = only at the end.")
+    save_steps: int = arg(500, "Save a resumable checkpoint every N steps; 0 = never.")
+    save_total_limit: int | None = arg(2, "Keep this many checkpoints, and the best one besides.")
+    metric_for_best_model: str = arg("text_to_image_recall@1", "Decides early stopping and which checkpoint is best.")
+    greater_is_better: bool = arg(True, "Whether more of that metric is better.")
+    peak_tflops: float | None = arg(
+        None,
+        "What one device can do at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
+    )
+    load_best_model_at_end: bool = arg(False, "Keep the best evaluated weights instead of the last.")
+    max_nonfinite_steps: int = arg(
+        10, "Stop once this many steps had a loss or a gradient that is NaN or infinite; such a step changes nothing."
+    )
+    early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
+    ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
+    seed: int = arg(42, "Decides initial weights, order of data, crops, negatives and dropout.")
+
+    def __post_init__(self) -> None:
+        self.eval_strategy = "steps" if self.eval_steps else "no"  # transformers' callbacks ask for it
+        if self.max_steps <= 0 and self.num_train_epochs <= 0:
+            raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
+        size = self.micro_batch_size
+        if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
+            raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
+        self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"--max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
+        if (self.early_stopping_patience or self.load_best_model_at_end) and not self.eval_steps:
+            raise ValueError(
+                "--early_stopping_patience and --load_best_model_at_end need evaluations: set --eval_steps."
+            )
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Pairs per step, over all processes."""
+        if self.batch_size_schedule is not None:
+            return BatchSizes.parse(self.batch_size_schedule)
+        return BatchSizes((0,), (self.global_batch_size,))
+
+    def total_steps(self, num_rows: int) -> int:
+        """Steps of the whole run over a training split of `num_rows` images."""
+        if self.max_steps > 0:
+            return self.max_steps
+        pairs = round(self.num_train_epochs * num_rows)
+        step = self.batch_sizes.step_of(pairs)  # the step that takes the first pair too many, or half a batch of them
+        return max(1, step + (2 * (pairs - self.batch_sizes.before(step)) > self.batch_sizes.at(step)))

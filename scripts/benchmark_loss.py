@@ -1,0 +1,129 @@
+"""Measure time and memory of the contrastive loss alone, forward and backward: in tiles, and with the whole N x N matrix.
+
+    accelerate launch scripts/benchmark_loss.py
+    accelerate launch scripts/benchmark_loss.py --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
+
+`tiled` is `mm_utils.losses.info_nce`, on one process. `naive` is the usual two cross-entropies of one matrix of logits.
+Each measurement is a process of its own, in fp32 on random unit vectors. Seconds are the fastest of `--repeats`, memory is
+what the process needs at its peak beyond the embeddings. Where the naive loss would need more than half of the memory that
+is free, its figures are extrapolated with the square of the batch from the largest one measured, and marked so.
+"""
+
+import json
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from mm_utils.arguments import arg, parse_args
+from mm_utils.benchmarks import TurnTaker, machine, markdown_table, serve, synchronize
+from mm_utils.losses import gather_batch, info_nce
+from mm_utils.memory import free_bytes, peak_bytes, reset_peak
+from mm_utils.run import RunError, make_accelerator, run_script
+
+NAIVE_MATRICES = 4  # logits, two log-softmaxes and a gradient, all N x N
+
+
+@dataclass
+class LossBenchmarkArguments:
+    """What to measure."""
+
+    pairs: str = arg("2048,8192,32768", "Batch sizes.")
+    embedding_dim: int = arg(512, "Width of the embeddings.")
+    repeats: int = arg(3, "Forward and backward passes; the fastest counts.")
+    output_file: str | None = arg(None, "Also write the figures to this JSON file.")
+
+    def __post_init__(self) -> None:
+        if not all(size.isdecimal() and int(size) > 1 for size in self.pairs.split(",")):
+            raise ValueError(f"--pairs is {self.pairs!r}; write numbers above 1, e.g. 2048,8192.")
+        if min(self.embedding_dim, self.repeats) < 1:
+            raise ValueError("--embedding_dim and --repeats count from 1.")
+
+
+def tiled(image_NE: Tensor, text_NE: Tensor, scale: Tensor) -> Tensor:
+    """This project's loss of pairs that are all different."""
+    ids_N2 = torch.arange(len(image_NE), device=image_NE.device)[:, None].expand(-1, 2)
+    return info_nce(image_NE, text_NE, scale, gather_batch(image_NE, text_NE, ids_N2))
+
+
+def naive(image_NE: Tensor, text_NE: Tensor, scale: Tensor) -> Tensor:
+    """The loss of `VisionTextDualEncoderModel`."""
+    logits_NN = scale * image_NE @ text_NE.T
+    target_N = torch.arange(len(image_NE), device=image_NE.device)
+    return (cross_entropy(logits_NN, target_N) + cross_entropy(logits_NN.T, target_N)) / 2
+
+
+LOSSES = {"tiled": tiled, "naive": naive}
+
+
+def measure(question: dict[str, Any]) -> dict[str, Any]:
+    """Seconds and MiB of one loss at one size, in this process; nothing if it would not fit."""
+    device = make_accelerator().device
+    pairs, loss_of = question["pairs"], LOSSES[question["loss"]]
+    if loss_of is naive and NAIVE_MATRICES * 4 * pairs**2 > free_bytes(device) / 2:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(pairs, question["embedding_dim"], generator=generator) for _ in range(2)]
+    image_NE, text_NE = (normalize(vector).to(device).requires_grad_() for vector in vectors)
+    scale = torch.tensor(1 / 0.07, device=device, requires_grad=True)
+    reset_peak(device)
+    before, seconds = peak_bytes(device), []
+    for _ in range(question["repeats"]):
+        image_NE.grad = text_NE.grad = scale.grad = None
+        synchronize(device)
+        start = time.perf_counter()
+        loss_of(image_NE, text_NE, scale).backward()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds), "mebibytes": (peak_bytes(device) - before) / 2**20, "note": ""}
+
+
+def extrapolate(measured: dict[str, Any] | None, pairs: int) -> dict[str, Any]:
+    """The naive loss at a size where it does not fit: both figures grow with the square of the batch."""
+    if measured is None:
+        return {"seconds": None, "mebibytes": NAIVE_MATRICES * 4 * pairs**2 / 2**20, "note": "does not fit; computed"}
+    growth = (pairs / measured["pairs"]) ** 2
+    note = f"does not fit; extrapolated from {measured['pairs']}"
+    return {"seconds": measured["seconds"] * growth, "mebibytes": measured["mebibytes"] * growth, "note": note}
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the script and return its figures, one row a measurement."""
+    [args] = parse_args(LossBenchmarkArguments, argv=argv, doc=__doc__)
+
+    # 1. Measure.
+    rows: list[dict[str, Any]] = []
+    for loss in LOSSES:
+        largest = None
+        for pairs in sorted(map(int, args.pairs.split(","))):
+            question = {"loss": loss, "pairs": pairs}
+            process = TurnTaker(Path(__file__), "--serve")
+            answer = process.ask({**question, "embedding_dim": args.embedding_dim, "repeats": args.repeats})
+            process.end()
+            if process.error:
+                raise RunError(f"{loss} of {pairs} pairs failed: {process.error}")
+            rows.append({**question, **(answer or extrapolate(largest, pairs))})
+            largest = rows[-1] if answer else largest
+
+    # 2. Report.
+    cells = [[row[name] for name in ("pairs", "loss", "seconds", "mebibytes", "note")] for row in rows]
+    text = markdown_table(["pairs", "loss", "seconds", "MiB beyond the embeddings", ""], cells)
+    said = "; ".join(f"{name}: {value}" for name, value in machine().items())
+    sys.stdout.write(f"{text}\n\n{said}\n")
+    if args.output_file:
+        Path(args.output_file).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve"]:
+        logging.disable(logging.INFO)
+        serve(measure)
+    else:
+        run_script(main)

@@ -1,0 +1,123 @@
+from dataclasses import asdict
+
+import contestants
+import pytest
+import torch
+from contestants import CONTESTANTS, Bench, Task, clip_loss, pad, pad_list, take_turn
+
+from mm_utils import ranks
+from mm_utils.data.loaders import LoaderArguments
+from mm_utils.data.sources import DataArguments
+from mm_utils.losses import gather_batch, info_nce
+from mm_utils.models import ModelArguments
+from scripts.benchmark_training import CONTESTANTS as NAMES
+
+
+@pytest.fixture
+def bench_of(corpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks.available_cores()))  # one thread; more only wait for each other
+
+    def build(contestant: str, **changes):
+        data = asdict(DataArguments(train_file=str(corpus)))
+        loader = asdict(LoaderArguments(dataloader_num_workers=0))
+        model = asdict(ModelArguments(image_size=32))
+        settings = {
+            "synthetic": False,
+            "peers_keep_memory": True,
+            "peers_channels_last": False,
+            "caption_tokens": "real",
+        }
+        return Bench(Task(contestant, 8, **{**settings, **changes}, data=data, loader=loader, model=model))
+
+    return build
+
+
+def test_the_script_knows_all_contestants():
+    assert list(CONTESTANTS) == NAMES.split(",")
+
+
+@pytest.mark.parametrize("synthetic", [False, True], ids=["real", "synthetic"])
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_every_contestant_trains(name, synthetic, bench_of):
+    bench = bench_of(name, synthetic=synthetic, caption_tokens="6")
+    before = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    steps = CONTESTANTS[name](bench)
+    turn = take_turn(bench, steps, uncounted=1, counted=2)
+    assert turn["pairs"] == 16
+    assert turn["seconds"] > 0
+    assert turn["tokens_real"] == 16 * 6  # every caption is longer, and cut
+    width = {"open_clip": 77, "transformers": 128, "transformers_workers": 128, "tandem_padded_77": 77}.get(name, 6)
+    assert turn["tokens_computed"] == 16 * width
+    if name.startswith(("tandem", "two_pass")):  # the peers train a copy
+        assert any(not torch.equal(value, before[name]) for name, value in bench.model.state_dict().items())
+
+
+def test_peers_train_the_same_model(bench_of):
+    bench = bench_of("transformers")
+    stock = bench.stock_model()
+    pixels = torch.randn(4, 3, 32, 32)
+    tokens = bench.random_tokens(12)
+    with torch.no_grad():
+        found = stock(pixel_values=pixels, **{name: value[:4] for name, value in tokens.items()})
+        image_NE = bench.model.encode_image(pixels)[0]
+        text_NE = bench.model.encode_text(*(value[:4] for value in tokens.values()))[0]
+    torch.testing.assert_close(found.image_embeds, image_NE)
+    torch.testing.assert_close(found.text_embeds, text_NE)
+    count = sum(parameter.numel() for parameter in bench.model.parameters())
+    assert sum(parameter.numel() for parameter in stock.parameters()) == count
+    assert all(value.is_contiguous() for value in stock.parameters())
+
+
+def test_peers_may_have_channels_last(bench_of):
+    bench = bench_of("transformers", peers_channels_last=True)
+    images = [bench.layout(torch.randn(4, 3, 32, 32)), *(w for w in bench.stock_model().parameters() if w.dim() == 4)]
+    assert all(value.is_contiguous(memory_format=torch.channels_last) for value in images)
+    next(CONTESTANTS["transformers"](bench))
+
+
+@pytest.mark.parametrize("name", ["tandem_cached_2", "two_pass_2", "two_pass_8"])
+def test_gradient_caching_has_the_gradient_of_the_single_pass(name, bench_of):
+    def gradients(name: str) -> dict[str, torch.Tensor]:
+        bench, found = bench_of(name, synthetic=True, caption_tokens="6"), {}
+
+        def record(parameters, norm):
+            found.update({name: value.grad.clone() for name, value in bench.model.named_parameters()})
+
+        bench.accelerator.clip_grad_norm_ = record
+        torch.manual_seed(0)
+        next(CONTESTANTS[name](bench))
+        return found
+
+    right, found = gradients("tandem"), gradients(name)
+    largest = max(float(gradient.abs().max()) for gradient in right.values())
+    for parameter, gradient in found.items():
+        torch.testing.assert_close(gradient, right[parameter], rtol=1e-4, atol=1e-6 * largest)
+
+
+def test_clip_loss_is_the_projects_where_all_pairs_differ():
+    image_NE, text_NE = (torch.nn.functional.normalize(torch.randn(6, 4), dim=-1) for _ in range(2))
+    ids = torch.arange(12).view(6, 2)
+    right = info_nce(image_NE, text_NE, torch.tensor(9.0), gather_batch(image_NE, text_NE, ids))
+    torch.testing.assert_close(clip_loss(image_NE, text_NE, torch.tensor(9.0)), right)
+
+
+def test_padding():
+    assert pad_list([5, 6], 4, 1) == ([5, 6, 1, 1], [1, 1, 0, 0])
+    assert pad_list([5, 6, 7], 2, 1) == ([5, 6], [1, 1])
+    batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 1]]), "ids": None}
+    padded = pad(batch, 3, 9)
+    assert padded["input_ids"].tolist() == [[5, 6, 9]]
+    assert padded["attention_mask"].tolist() == [[1, 1, 0]]
+
+
+def test_a_peer_that_has_too_few_pairs_says_so(bench_of):
+    bench = bench_of("open_clip")
+    bench.task.batch_size = 1000
+    with pytest.raises(ValueError, match="--batch_sizes has 1000; there are 32 pairs"):
+        next(CONTESTANTS["open_clip"](bench))
+
+
+def test_open_clip_is_used_where_it_is_installed(monkeypatch):
+    assert contestants.open_clip_version() is None or contestants.open_clip_version()[0].isdigit()
+    monkeypatch.setattr(contestants.importlib.metadata, "version", lambda name: {"open_clip_torch": "9.9"}[name])
+    assert contestants.open_clip_version() == "9.9"

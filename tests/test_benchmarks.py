@@ -1,0 +1,82 @@
+"""Processes that take turns, and the table."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mm_utils.benchmarks import TurnTaker, markdown_table
+
+COUNTING = """
+import multiprocessing, time
+from mm_utils.benchmarks import serve
+
+def count(counter):
+    while True:
+        counter.value += 1
+        time.sleep(0.001)
+
+counter = multiprocessing.Value("l", 0)
+multiprocessing.Process(target=count, args=(counter,), daemon=True).start()
+
+def answer(question):
+    if "fail" in question:
+        raise ValueError("it was asked to")
+    print("this is no answer")
+    time.sleep(question.get("seconds", 0))
+    return {"count": counter.value, "pid": multiprocessing.active_children()[0].pid}
+
+serve(answer)
+"""
+
+
+@pytest.fixture
+def counting(tmp_path: Path):
+    program = tmp_path / "counting.py"
+    program.write_text(COUNTING)
+    process = TurnTaker(program)
+    yield process
+    process.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_turn_taker_and_its_workers_stand_still_between_turns(counting):
+    first = counting.ask({"seconds": 0.1})
+    time.sleep(0.3)
+    second = counting.ask({})
+    assert 10 < first["count"] <= second["count"] < first["count"] + 50  # 300, had it gone on
+    assert counting.ask({"seconds": 0.2})["count"] > second["count"] + 20
+    counting.end()
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{first['pid']}"):
+            break
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{first['pid']}")
+
+
+def test_a_turn_taker_says_why_it_is_out(counting):
+    assert counting.ask({"fail": True}) == {}
+    assert counting.error == "ValueError: it was asked to"
+    assert counting.ask({}) == {}
+
+
+def test_a_turn_taker_may_die(tmp_path):
+    program = tmp_path / "dies.py"
+    program.write_text("raise SystemExit(3)")
+    process = TurnTaker(program)
+    assert process.ask({"anything": json.dumps("at all")}) == {}
+    assert process.error
+    process.end()
+
+
+def test_markdown_table():
+    rows = [["a", 1234.5678, 3], ["b", None, 4]]
+    assert markdown_table(["x", "y", "z"], rows).splitlines() == [
+        "| x | y | z |",
+        "|---|---|---|",
+        "| a | 1.23e+03 | 3 |",
+        "| b |  | 4 |",
+    ]

@@ -41,6 +41,7 @@ class FlopCounts:
         keys_values: the image's side of the fusion head, per image; 0 without a head.
         text: text tower and projection, per text.
         pair: fusion head, per scored pair, by the length of its text; 0 without a head.
+        frozen_towers_run: False where their features are cached.
     """
 
     image: int
@@ -49,6 +50,7 @@ class FlopCounts:
     pair: Quadratic
     vision_trained: bool
     text_trained: bool
+    frozen_towers_run: bool = True
 
     def training_step(self, images: int, text_lengths: Iterable[int], pairs: int = 0, pair_length: int = 0) -> int:
         """FLOPs of one step; a backward pass costs two forward passes, and a frozen tower has none.
@@ -59,13 +61,18 @@ class FlopCounts:
             pairs, pair_length: how many pairs the fusion head scores, and the padded length of their texts.
         """
         texts = sum(count * self.text.at(length) for length, count in Counter(text_lengths).items())
-        towers = images * self.image * _passes(self.vision_trained) + texts * _passes(self.text_trained)
+        towers = images * self.image * self._passes(self.vision_trained) + texts * self._passes(self.text_trained)
         head = images * self.keys_values + pairs * self.pair.at(pair_length) if pairs else 0
-        return towers + head * _passes(True)
+        return towers + head * self._passes(True)
+
+    def _passes(self, trained: bool) -> int:
+        return 3 if trained else int(self.frozen_towers_run)
 
 
 @torch.enable_grad()  # without, the counter fails where a module is given a slice of a trained parameter (DeBERTa)
-def measure_flops(model: FusionDualEncoderModel, image_size: int, max_seq_length: int) -> FlopCounts:
+def measure_flops(
+    model: FusionDualEncoderModel, image_size: int, max_seq_length: int, frozen_towers_run: bool = True
+) -> FlopCounts:
     """Count on blank images and texts. Call it after freezing, and before the model is prepared for several processes."""
     device = next(model.parameters()).device
     channels = image_shape(model.vision_model)[0]
@@ -94,7 +101,13 @@ def measure_flops(model: FusionDualEncoderModel, image_size: int, max_seq_length
 
         text, pair = (_fit(lengths, [flops(length) for length in lengths]) for flops in (text_flops, pair_flops))
     return FlopCounts(
-        image, image_side - image, text, pair, _is_trained(model.vision_model), _is_trained(model.text_model)
+        image,
+        image_side - image,
+        text,
+        pair,
+        _is_trained(model.vision_model),
+        _is_trained(model.text_model),
+        frozen_towers_run,
     )
 
 
@@ -114,10 +127,6 @@ def _fit(lengths: tuple[int, int, int], flops: list[int]) -> Quadratic:
     quadratic = (third - 2 * second + first) // (2 * step**2)
     linear = (second - first) // step - 3 * step * quadratic
     return Quadratic(first - linear * step - quadratic * step**2, linear, quadratic)
-
-
-def _passes(trained: bool) -> int:
-    return 3 if trained else 1
 
 
 def _is_trained(tower: nn.Module) -> bool:

@@ -66,14 +66,19 @@ def largest_that_fits(peak: Callable[[int], int], trials: list[int], available: 
 
 
 def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
-    pixel_values, input_ids = batch["pixel_values"], batch["input_ids"]
-    ids = torch.arange(2 * pairs, device=input_ids.device).view(pairs, 2)
-    ones = input_ids.new_ones(pairs, length)
+    ones = batch["input_ids"].new_ones(pairs, length)
+    inputs = {
+        name: value.new_zeros(pairs, *value.shape[1:])
+        for name, value in batch.items()
+        if name == "pixel_values" or name.startswith(("vision_", "text_"))
+    }
+    if "text_states" in inputs:
+        inputs["text_states"] = ones.new_zeros(pairs, length, batch["text_states"].shape[-1]).to(batch["text_states"])
     return {
-        "pixel_values": pixel_values.new_zeros(pairs, *pixel_values.shape[1:]),
+        **inputs,
         "input_ids": ones,
         "attention_mask": ones,
-        "ids": ids + 2 * pairs * ranks.rank(),
+        "ids": torch.arange(2 * pairs, device=ones.device).view(pairs, 2) + 2 * pairs * ranks.rank(),
         "lengths": [length] * pairs,
     }
 

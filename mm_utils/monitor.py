@@ -12,6 +12,7 @@ from mm_utils import ranks
 from mm_utils.flops import FlopCounts
 from mm_utils.grad_cache import cuts
 from mm_utils.memory import peak_bytes
+from mm_utils.padding import length_groups, padded_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ class Throughput:
         pairs, real = len(lengths), sum(lengths)
         self.pairs += pairs
         self.real_tokens += real
-        self.tokens += sum(
-            len(cut) * max(lengths[cut.start : cut.stop], default=0) for cut in cuts(pairs, micro_batch_size)
-        )
+        for cut in cuts(pairs, micro_batch_size):
+            part = lengths[cut.start : cut.stop]
+            self.tokens += padded_tokens(part, length_groups(part, self.device.type))
         self.wait += wait
         if self.flops is not None and pairs:
             self.operations += self.flops.training_step(pairs, lengths, self.pairs_scored * pairs, round(real / pairs))

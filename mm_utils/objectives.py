@@ -19,6 +19,7 @@ from mm_utils import ranks
 from mm_utils.arguments import arg
 from mm_utils.losses import GlobalBatch, gather_batch, hard_negatives, info_nce, sigmoid_loss
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.padding import length_groups
 
 Batch = dict[str, Any]
 Report = dict[str, Tensor]
@@ -84,9 +85,12 @@ class Objective(nn.Module):
 
     Attributes:
         matches: whether the fusion head is trained.
+        groups_texts: whether texts go through their tower in groups of about one length. Not where ranks must run it
+            equally often, as FSDP's must.
     """
 
     matches = False
+    groups_texts = True
 
     def __init__(self, model: FusionDualEncoderModel):
         super().__init__()
@@ -116,12 +120,23 @@ class Objective(nn.Module):
         return model.project_image(pooled, read)
 
     def _encode_text(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if "text_pooled" not in batch:
-            return self.model.encode_text(batch["input_ids"], batch["attention_mask"])
-        pooled = batch["text_pooled"].to(self.model.dtype)
-        # Without matching there are no states. A part of a batch is padded to its own longest caption.
-        states = batch.get("text_states", pooled[:, None])[:, : batch["attention_mask"].shape[1]]
-        return self.model.project_text(pooled), states.to(pooled)
+        input_ids, attention_mask = batch["input_ids"], batch["attention_mask"]
+        if "text_pooled" in batch:
+            pooled = batch["text_pooled"].to(self.model.dtype)
+            # Without matching there are no states. A part of a batch is padded to its own longest caption.
+            states = batch.get("text_states", pooled[:, None])[:, : attention_mask.shape[1]]
+            return self.model.project_text(pooled), states.to(pooled)
+        lengths = batch.get("lengths", [])
+        groups = length_groups(lengths, input_ids.device.type) if self.groups_texts else []
+        if len(groups) < 2:
+            return self.model.encode_text(input_ids, attention_mask)
+        embeds, states = [], []
+        for group in groups:
+            rows, longest = slice(group.start, group.stop), lengths[group.start]
+            found = self.model.encode_text(input_ids[rows, :longest], attention_mask[rows, :longest])
+            embeds.append(found[0])
+            states.append(F.pad(found[1], (0, 0, 0, input_ids.shape[1] - longest)))
+        return torch.cat(embeds), torch.cat(states)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
@@ -84,6 +84,7 @@ class Trainer:
             # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             config["train_micro_batch_size_per_gpu"] = max(1, args.batch_sizes.at(0) // accelerator.num_processes)
+        objective.groups_texts = accelerator.distributed_type != DistributedType.FSDP
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         register_forward_methods(self.objective)
         self.model: FusionDualEncoderModel = objective.model

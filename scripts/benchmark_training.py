@@ -41,8 +41,8 @@ from mm_utils.run import RunError, run_script
 logger = logging.getLogger(__name__)
 
 CONTESTANTS = (
-    "tandem,tandem_unbucketed,tandem_padded_77,tandem_cached_2,tandem_cached_4,tandem_cached_8,two_pass_2,two_pass_8,"
-    "transformers,transformers_workers,open_clip"
+    "tandem,tandem_ungrouped,tandem_windows,tandem_padded_77,tandem_cached_2,tandem_cached_4,tandem_cached_8,"
+    "two_pass_2,two_pass_8,transformers,transformers_workers,open_clip"
 )
 TIME_TARGETS = {"tandem_cached_2": 1.10, "tandem_cached_8": 1.30}  # of the single pass, by gradient caching in parts
 COLUMNS = {
@@ -60,7 +60,7 @@ class BenchmarkArguments:
     batch_sizes: str = arg("64", "Pairs per step, e.g. 64,128.")
     caption_lengths: str = arg("real", "Tokens that captions are cut to, e.g. real,16,32; real = --max_seq_length.")
     rounds: int = arg(3, "How often each contestant has its turn.")
-    steps_per_round: int = arg(16, "Counted steps of a turn; a --length_bucket_window holds captions of all lengths.")
+    steps_per_round: int = arg(16, "Counted steps of a turn; 16 make a window of tandem_windows.")
     uncounted_steps: int = arg(2, "Steps at the beginning of a turn that are not counted.")
     synthetic: bool = arg(False, "Random images and captions that stay on the device, and no loader.")
     peers_keep_memory: bool = arg(True, "On CPUs, give the peers this project's allocator settings.")

@@ -63,9 +63,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=accelerator.device)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info("%s parameters, %s of them trained", f"{model.num_parameters():,}", f"{trained:,}")
-    flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length)
-
     rows = cache_features(cache_args, pairs["train"], objective, loaders, accelerator, args.per_device_eval_batch_size)
+    flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length, not cache_args.cache_features)
 
     # 4. Train.
     evaluator, pusher = RetrievalEvaluator(eval_args.rerank_top_k), HubPusher(hub_args, args.output_dir)

@@ -11,7 +11,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 LAYERS = {
     0: {"arguments", "ranks"},
-    1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "optim"},
+    1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "optim", "padding"},
     2: {"objectives", "metrics", "averaging", "sharding", "grad_cache", "feature_cache", "flops", "memory"},
     3: {"trainer", "training_arguments", "callbacks", "checkpoints", "reporting", "model_card", "hub", "run", "finish"}
     | {"monitor", "benchmarks"},

@@ -45,7 +45,9 @@ class LoaderArguments:
 
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
     length_bucket_window: int = arg(
-        16, "Captions of about one length share a batch, inside windows of this many steps; 1 = leave them mixed."
+        1,
+        "Fill batches with captions of about one length, inside windows of this many steps; 1 = as they come. It saves "
+        "little beyond what is saved anyway, and changes what is learnt: negatives are then alike in length.",
     )
     min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image; 1 turns cropping off.")
     dataloader_num_workers: int = arg(
@@ -222,7 +224,7 @@ class Collator:
     """Stack images and pad captions to the longest.
 
     In training, rows are sorted by the length of their caption, longest first: the loss does not depend on the order, and
-    a batch that is cut into parts is then padded part by part (`mm_utils.grad_cache`).
+    the text tower takes them in groups of about one length (`mm_utils.padding`).
 
     Batch of b images and t captions (t = b in training):
         pixel_values: uint8 `[b, 3, S, S]`; input_ids, attention_mask: int64 `[t, L]`

@@ -5,8 +5,8 @@ batch reaches over the end of an epoch, rows it already holds are moved just beh
 twice, every batch has exactly its size, and nothing is dropped or repeated: the last, incomplete batch of an epoch is
 filled up from the next one.
 
-Length buckets: inside a window of steps, rows change places so that captions of about one length meet in a batch, and
-the batches of the window are shuffled. Every row stays in its window, so in its epoch.
+Length buckets, on request: inside a window of steps, rows change places so that captions of about one length meet in a
+batch, and the batches of the window are shuffled. Every row stays in its window, so in its epoch.
 
 A rank takes every W-th row of a batch: ranks get captions of the same lengths, so none waits for another, and ranks,
 workers and restarts see the same global batches.

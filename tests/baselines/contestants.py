@@ -57,7 +57,7 @@ from mm_utils.flops import measure_flops
 from mm_utils.grad_cache import backward
 from mm_utils.memory import peak_bytes
 from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
-from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
 from mm_utils.optim import OptimizerArguments, build_optimizer
 from mm_utils.run import make_accelerator
 
@@ -67,6 +67,8 @@ Steps = Iterator[None]
 SEED = 42
 LEARNING_RATE = 1e-6
 OPEN_CLIP_TOKENS, TRANSFORMERS_TOKENS = 77, 128
+WINDOW = 16
+"""Steps in which captions are sorted into batches of one length."""
 ENDLESS = 10**6
 """Steps of a loader, more than a benchmark takes."""
 
@@ -197,15 +199,16 @@ class Bench:
 # -- this project -----------------------------------------------------------------------------------------------------
 
 
-def tandem(bench: Bench, parts: int = 1, padded_to: int | None = None, bucketed: bool = True) -> Steps:
+def tandem(bench: Bench, parts: int = 1, padded_to: int | None = None, grouped: bool = True, window: int = 1) -> Steps:
     """This project's step, as `mm_utils.trainer` takes it."""
     objective = build_objective(bench.model, ObjectiveArguments("contrastive:1"), SEED)
+    objective.groups_texts = grouped
     rates = OptimizerArguments(learning_rate=LEARNING_RATE)
     optimizer = build_optimizer(bench.model, rates, pretrained=bench.model_args.pretrained, device=bench.device)
     objective, optimizer = bench.accelerator.prepare(objective, optimizer)
     bench.count_tokens_of(bench.model.text_model)
     micro_batch_size = -(-bench.task.batch_size // parts) if parts > 1 else None
-    for step, batch in enumerate(tandem_batches(bench, padded_to, bucketed)):
+    for step, batch in enumerate(tandem_batches(bench, padded_to, window)):
         objective.train()
         backward(bench.accelerator, objective, batch, step, micro_batch_size)
         bench.accelerator.clip_grad_norm_(objective.parameters(), rates.max_grad_norm)
@@ -214,7 +217,7 @@ def tandem(bench: Bench, parts: int = 1, padded_to: int | None = None, bucketed:
         yield
 
 
-def tandem_batches(bench: Bench, padded_to: int | None = None, bucketed: bool = True) -> Iterator[Batch]:
+def tandem_batches(bench: Bench, padded_to: int | None = None, window: int = 1) -> Iterator[Batch]:
     """This project's batches on the device; `padded_to` pads them further."""
     if bench.task.synthetic:
         pixels = torch.randint(
@@ -230,7 +233,6 @@ def tandem_batches(bench: Bench, padded_to: int | None = None, bucketed: bool = 
             "lengths": lengths,
         }
         return iter(DeviceLoader(itertools.repeat(batch), bench.device, *bench.geometry[1:]))  # type: ignore[arg-type]
-    window = bench.loader_args.length_bucket_window if bucketed else 1
     order = global_order(bench.rows, BatchSizes((0,), (bench.task.batch_size,)), SEED, window)
     loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, *bench.geometry)
     batches = iter(loaders.train(bench.rows, order, 0, ENDLESS))
@@ -250,16 +252,17 @@ def pad(batch: Batch, width: int, pad_token_id: int) -> Batch:
 def two_pass(bench: Bench, parts: int) -> Steps:
     """Gradient caching as published; the same seed for both passes of a part makes its dropout the same."""
     model = bench.model
-    optimizer = bench.optimizer_of(model)
+    objective, optimizer = Objective(model), bench.optimizer_of(model)
     bench.count_tokens_of(model.text_model)
     cuts = [ranks.share(bench.task.batch_size, part, parts) for part in range(parts)]
 
     def embed(batch: Batch, cut: range) -> tuple[Tensor, Tensor]:
         torch.manual_seed(cut.start)
-        taken = {name: batch[name][cut.start : cut.stop] for name in ("pixel_values", "input_ids", "attention_mask")}
+        names = ("pixel_values", "input_ids", "attention_mask", "ids", "lengths")
+        taken = {name: batch[name][cut.start : cut.stop] for name in names}
         with bench.accelerator.autocast():
-            image = model.encode_image(taken["pixel_values"])[0]
-            return image, model.encode_text(taken["input_ids"], taken["attention_mask"])[0]
+            encoded = objective.encode(taken, match=False)
+            return encoded.image_nE, encoded.text_nE
 
     for batch in tandem_batches(bench):
         with torch.no_grad():
@@ -449,8 +452,9 @@ def synthetic_peer(bench: Bench, width: int) -> Iterator[Batch]:
 
 CONTESTANTS: dict[str, Callable[[Bench], Steps]] = {
     "tandem": tandem,
-    "tandem_unbucketed": partial(tandem, bucketed=False),
-    "tandem_padded_77": partial(tandem, padded_to=OPEN_CLIP_TOKENS, bucketed=False),
+    "tandem_ungrouped": partial(tandem, grouped=False),
+    "tandem_windows": partial(tandem, grouped=False, window=WINDOW),
+    "tandem_padded_77": partial(tandem, padded_to=OPEN_CLIP_TOKENS, grouped=False),
     "tandem_cached_2": partial(tandem, parts=2),
     "tandem_cached_4": partial(tandem, parts=4),
     "tandem_cached_8": partial(tandem, parts=8),

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from mm_utils import ranks
 from mm_utils.arguments import arg
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.sharding import whole
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def rerank_metrics(
     model: FusionDualEncoderModel, split: Embeddings, top_k: int, accelerator: Accelerator
 ) -> dict[str, float]:
     """Recalls after the head has ordered the first `top_k` of every query anew; a right item below them stays there."""
-    scale, captions = model.logit_scale.detach().float().exp(), len(split.text_TE)
+    scale, captions = whole(model.logit_scale.detach()).float().exp().squeeze(), len(split.text_TE)
     images_TK = top_candidates(split.text_TE, split.image_ME, top_k)
     texts_MK = top_candidates(split.image_ME, split.text_TE, top_k)
     text_pairs_TK = images_TK * captions + _column(captions, images_TK.device)

@@ -265,6 +265,11 @@ class FusionHead(nn.Module):
             tokens = layer(tokens, layer_keys_values, mask)
         return self.output_norm(tokens)
 
+    def match_logits(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits `[P]` that the pairs belong together."""
+        fused = self.forward(keys_values, text_states, attention_mask)
+        return self.match(fused[:, 0])[:, 0]
+
 
 class FusionDualEncoderModel(PreTrainedModel):
     """Two towers in one embedding space, and a head that scores a pair by looking at both.
@@ -429,8 +434,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Logits `[P]` that pair p, given by its image's keys and values and its text's states, belongs together."""
         if self.fusion is None:
             raise ValueError("This model was built with fusion_layers=0; it has no head to score pairs with.")
-        fused = self.fusion(keys_values, text_states, attention_mask)
-        return self.fusion.match(fused[:, 0])[:, 0]
+        return self.fusion.match_logits(keys_values, text_states, attention_mask)
 
     def forward(
         self,

@@ -1,16 +1,26 @@
 """What FSDP2 must know of the model."""
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from mm_utils.modeling_fusion_dual_encoder import Attention, FusionDualEncoderModel, FusionHead, FusionLayer
+from mm_utils.objectives import ContrastiveObjective
+
+
+def without_scalars(objective: nn.Module) -> None:
+    """Make vectors of one of temperature and bias, in place: FSDP2 refuses to shard scalars."""
+    for parameter in objective.parameters():
+        if not parameter.dim():
+            parameter.data = parameter.data.view(1)
 
 
 def register_forward_methods(objective: nn.Module) -> None:
     """Tell FSDP2 which methods besides `forward` use a module's weights, so that it gathers them there too."""
     methods = {
+        ContrastiveObjective: ("encode", "part"),
         FusionDualEncoderModel: ("encode_image", "encode_text", "project_image", "project_text", "match_pairs"),
-        FusionHead: ("encode_vision",),
+        FusionHead: ("encode_vision", "match_logits"),
         FusionLayer: ("encode_image",),
         Attention: ("keys_values",),
     }
@@ -19,3 +29,8 @@ def register_forward_methods(objective: nn.Module) -> None:
             if isinstance(module, FSDPModule) and isinstance(module, kind):
                 for name in names:
                     register_fsdp_forward_method(module, name)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter with the other ranks' share of it. All ranks must ask."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

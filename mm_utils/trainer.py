@@ -39,7 +39,7 @@ from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.monitor import Throughput
 from mm_utils.objectives import Objective
 from mm_utils.optim import LR_RULES, OptimizerArguments, schedule
-from mm_utils.sharding import register_forward_methods
+from mm_utils.sharding import register_forward_methods, without_scalars
 from mm_utils.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,9 @@ class Trainer:
             # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             config["train_micro_batch_size_per_gpu"] = max(1, args.batch_sizes.at(0) // accelerator.num_processes)
-        objective.groups_texts = accelerator.distributed_type != DistributedType.FSDP
+        if accelerator.distributed_type == DistributedType.FSDP:
+            objective.groups_texts = False
+            without_scalars(objective)
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         register_forward_methods(self.objective)
         self.model: FusionDualEncoderModel = objective.model
@@ -262,6 +264,7 @@ class Trainer:
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
             weights = {name.removeprefix("model."): value for name, value in weights.items()}
+            weights |= {name: value.squeeze() for name, value in weights.items() if name in ("logit_scale", "logit_bias")}
             if self.average is not None:
                 weights |= self.average.values
             self.model.save_pretrained(self.output_dir, state_dict=weights)

@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 4. Train.
     evaluator, pusher = RetrievalEvaluator(eval_args.rerank_top_k), HubPusher(hub_args, args.output_dir)
     callbacks = [ProgressBar(), TemperatureClamp(objective_args.max_logit_scale), HubCallback(pusher)]
-    callbacks.append(LoaderAdvice(loader_args.num_workers))
+    if not cache_args.cache_features:
+        callbacks.append(LoaderAdvice(loader_args.num_workers))
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
     trainer = Trainer(

@@ -1,5 +1,6 @@
 """FLOPs of a training step against counts made by hand and against what a step computes."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -105,6 +106,15 @@ def test_a_step_by_hand():
     assert counts.training_step(3, [2, 3, 2]) == 3 * (3 * 1000 + texts)
     assert counts.training_step(3, Counter({2: 2, 3: 1})) == 3 * (3 * 1000 + texts)
     assert counts.training_step(3, [2, 3, 2], 7, 5) == 3 * (3 * 1000 + texts + 3 * 50 + 7 * (2 + 25))
+
+
+def test_a_tower_whose_features_are_cached_costs_nothing():
+    text, pair = Quadratic(1, 2, 3), Quadratic(5, 7, 11)
+    live = FlopCounts(1000, 50, text, pair, vision_trained=False, text_trained=True)
+    cached = dataclasses.replace(live, frozen_towers_run=False)
+    assert live.training_step(4, [3]) - cached.training_step(4, [3]) == 4 * 1000
+    trained = dataclasses.replace(cached, vision_trained=True)
+    assert trained.training_step(4, [3]) == cached.training_step(4, [3]) + 3 * 4 * 1000
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("text",), ("vision", "text")])

@@ -1,0 +1,82 @@
+"""A step of sharded weights is a step of whole ones: two processes, `fully_shard` on towers, head and objective."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from mm_utils import ranks
+from mm_utils.grad_cache import backward
+from mm_utils.objectives import ContrastiveObjective
+from mm_utils.sharding import register_forward_methods, whole, without_scalars
+from tests.test_grad_cache import assert_same, step
+from tests.test_objectives import global_batch, share_of, tiny_objective
+from tests.test_ranks import run_on_ranks
+
+KINDS = ("contrastive", "sigmoid_matching")
+
+
+@contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """What accelerate's `no_sync` does to FSDP2 models."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+SHARDED = SimpleNamespace(
+    device=torch.device("cpu"),
+    backward=lambda loss: loss.backward(),
+    no_sync=no_sync,
+    unwrap_model=lambda model: model,
+    autocast=nullcontext,
+    distributed_type=DistributedType.FSDP,
+)
+
+
+def sharded(objective: ContrastiveObjective) -> ContrastiveObjective:
+    without_scalars(objective)
+    objective.groups_texts = False
+    mesh = init_device_mesh("cpu", (ranks.world_size(),))
+    model = objective.model
+    for part in (model.vision_model, model.text_model, model.fusion, objective):
+        if part is not None:
+            fully_shard(part, mesh=mesh)
+    register_forward_methods(objective)
+    return objective
+
+
+def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    low = sum(sizes[: ranks.rank()])
+    mine = share_of(global_batch(), low, low + sizes[ranks.rank()])
+    found = []
+    for kind in KINDS:
+        for micro_batch_size in (None, 9, 2):
+            objective = sharded(tiny_objective(kind))
+            assert isinstance(objective, FSDPModule)
+            report = backward(SHARDED, objective, mine, 5, micro_batch_size)
+            named = objective.named_parameters()
+            gradients = {n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else whole(p.grad) for n, p in named}
+            found.append(
+                {"kind": kind, "report": {n: value.item() for n, value in report.items()}, "gradients": gradients}
+            )
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(5, 4), (8, 1)])
+def test_sharded_gradients_are_those_of_one_process(sizes: tuple[int, ...]) -> None:
+    for found in run_on_ranks(2, steps_on_this_rank, sizes):
+        for case in found:
+            right = step(tiny_objective(case["kind"]), global_batch(), None)
+            case["gradients"] = {
+                name: gradient.view(right["gradients"][name].shape) for name, gradient in case["gradients"].items()
+            }
+            assert_same(case, right)

@@ -107,7 +107,9 @@ class Objective(nn.Module):
         image_nE, keys_values = self._encode_image(batch, match)
         text_nE, text_states = self._encode_text(batch)
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
-        bias = None if bias is None else bias.squeeze().clone()  # FSDP2 makes vectors of one, and frees them after this
+        bias = (
+            None if bias is None else bias.squeeze().clone()
+        )  # FSDP2 makes vectors of one, and frees them after this
         return Encoded(image_nE[:own], text_nE[:own], scale, bias, text_states, keys_values or ())
 
     def _encode_image(self, batch: Batch, match: bool) -> tuple[Tensor, KeysValues | None]:

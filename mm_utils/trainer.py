@@ -264,7 +264,9 @@ class Trainer:
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
             weights = {name.removeprefix("model."): value for name, value in weights.items()}
-            weights |= {name: value.squeeze() for name, value in weights.items() if name in ("logit_scale", "logit_bias")}
+            weights |= {
+                name: value.squeeze() for name, value in weights.items() if name in ("logit_scale", "logit_bias")
+            }
             if self.average is not None:
                 weights |= self.average.values
             self.model.save_pretrained(self.output_dir, state_dict=weights)

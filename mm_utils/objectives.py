@@ -106,10 +106,9 @@ class Objective(nn.Module):
             batch = _blank_pair(batch)
         image_nE, keys_values = self._encode_image(batch, match)
         text_nE, text_states = self._encode_text(batch)
+        # FSDP2 makes vectors of one of both scalars, and frees them after this.
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
-        bias = (
-            None if bias is None else bias.squeeze().clone()
-        )  # FSDP2 makes vectors of one, and frees them after this
+        bias = None if bias is None else bias.squeeze().clone()  # type: ignore[assignment]
         return Encoded(image_nE[:own], text_nE[:own], scale, bias, text_states, keys_values or ())
 
     def _encode_image(self, batch: Batch, match: bool) -> tuple[Tensor, KeysValues | None]:
@@ -129,13 +128,12 @@ class Objective(nn.Module):
             # Without matching there are no states. A part of a batch is padded to its own longest caption.
             states = batch.get("text_states", pooled[:, None])[:, : attention_mask.shape[1]]
             return self.model.project_text(pooled), states.to(pooled)
-        lengths = batch.get("lengths", [])
-        groups = length_groups(lengths, input_ids.device.type) if self.groups_texts else []
-        if len(groups) < 2:
+        lengths = batch.get("lengths") if self.groups_texts else None
+        if not lengths:
             return self.model.encode_text(input_ids, attention_mask)
         embeds, states = [], []
-        for group in groups:
-            rows, longest = slice(group.start, group.stop), lengths[group.start]
+        for group in length_groups(lengths, input_ids.device.type):
+            rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
             found = self.model.encode_text(input_ids[rows, :longest], attention_mask[rows, :longest])
             embeds.append(found[0])
             states.append(F.pad(found[1], (0, 0, 0, input_ids.shape[1] - longest)))

@@ -5,8 +5,8 @@ fewer negatives. Here every part is first embedded without gradient; the loss is
 part is embedded again, with the same dropout, and its share of the gradient is pushed through the towers. The result
 equals the single pass.
 
-The last part is embedded with gradient at once and never again, so K parts cost (K-1)/K of one more forward pass, and a
-share that fits costs nothing. Rows come sorted by the length of their caption (`mm_utils.data.loaders.Collator`), so every
+The last part, which is the largest, is embedded with gradient at once and never again, so K parts cost at most (K-1)/K of
+one more forward pass, and a share that fits costs nothing. Rows come sorted by the length of their caption (`mm_utils.data.loaders.Collator`), so every
 part is padded to its own longest only. Whatever the number of parts, which may differ between ranks, ranks share the
 embeddings once and average the gradients once, after the last part; nothing of a step is final before that, so a step
 that ran out of memory on any rank can be repeated in smaller parts on all.
@@ -77,9 +77,10 @@ def backward(
 
 
 def cuts(rows: int, micro_batch_size: int | None) -> list[range]:
-    """The parts of a rank's rows: as few as may be, of equal size but for one row; one empty part of no rows."""
-    parts = max(1, -(-rows // micro_batch_size)) if micro_batch_size is not None else 1
-    return [ranks.share(rows, part, parts) for part in range(parts)]
+    """The parts of a rank's rows: as few as may be, the last as large as may be; one empty part of no rows."""
+    first = 0 if micro_batch_size is None else max(0, rows - micro_batch_size)
+    parts = -(-first // micro_batch_size) if micro_batch_size is not None else 0
+    return [*(ranks.share(first, part, parts) for part in range(parts)), range(first, rows)]
 
 
 class _InParts:

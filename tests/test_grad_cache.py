@@ -77,7 +77,7 @@ def test_the_second_pass_drops_out_what_the_first_did():
     )
     objective.train()
     step(objective, global_batch(), 5)
-    first, kept, again = seen  # parts of 5 and 4 rows: the second is embedded once
+    first, kept, again = seen  # parts of 4 and 5 rows: the second is embedded once
     assert not torch.equal(first[:4, :3], kept[:4, :3])
     assert torch.equal(first, again)
 
@@ -198,7 +198,7 @@ def until_it_fits(objective: ContrastiveObjective, batch: dict[str, Any], size: 
             sizes.append(sizes[-1] // 2 if error.here else sizes[-1])
 
 
-@pytest.mark.parametrize("fails", [0, 1, 2])
+@pytest.mark.parametrize("fails", [0, 1])
 def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     kind = "contrastive_matching"
     objective = tiny_objective(kind)
@@ -250,7 +250,8 @@ def test_parts_under_autocast_equal_the_whole_under_autocast():
             assert parts[name].norm() == pytest.approx(float(gradient.norm()), rel=0.1), name
 
 
-def test_the_cuts_are_as_few_and_as_even_as_may_be():
+def test_the_cuts_are_few_and_the_last_is_the_largest():
     assert cuts(10, None) == cuts(10, 10) == cuts(10, 99) == [range(10)]
     assert [len(cut) for cut in cuts(10, 4)] == [3, 3, 4]
+    assert cuts(10, 9) == [range(1), range(1, 10)]
     assert cuts(0, 4) == [range(0)]

@@ -68,12 +68,13 @@ def test_modelling_code_travels_alone() -> None:
 
 
 def test_only_ranks_asks_torch_distributed() -> None:
-    """The classes of `torch.distributed.fsdp` know nothing of ranks; whoever wraps the model may name them."""
+    """The classes of sharded modules and tensors know nothing of ranks; whoever wraps the model may name them."""
     for path in [*modules().values(), *SCRIPTS]:
         if path.stem == "ranks":
             continue
         assert not any(
-            name.startswith("torch.distributed") and not name.startswith("torch.distributed.fsdp.")
+            name.startswith("torch.distributed")
+            and not name.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))
             for name in imports(path)
         ), path
         attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]

@@ -301,7 +301,7 @@ def test_steps_that_are_not_finite_change_nothing_and_are_written_down(what, tin
         (["--train_file", "no_such.jsonl"], "no such file"),
         (["--caption_column", "captoins"], "captions"),
         (["--global_batch_size", "500"], "--global_batch_size is 500"),
-        (["--max_train_samples", "1"], "has 1 images; a batch holds an image only once"),
+        (["--max_train_samples", "1"], "needs at least 2 pairs"),
         (["--batch_size_schedule", "0:4,2:500"], "--global_batch_size is 500"),
         (["--resume_from_checkpoint", "nowhere"], "--resume_from_checkpoint is nowhere"),
         (["--freeze_vision", "--freeze_text", "--model_name_or_path", "nowhere"], "nowhere"),

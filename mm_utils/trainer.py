@@ -150,10 +150,11 @@ class Trainer:
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
         )
         report["grad_norm"] = torch.as_tensor(norm)
-        if self._is_finite(report, batch):
+        finite = self._is_finite(report, batch)
+        if finite or self.accelerator.scaler is not None:  # a loss scaler skips by itself, and counts on being asked
             self.optimizer.step()
-            if self.average is not None:
-                self.average.update()
+        if finite and self.average is not None:
+            self.average.update()
         self.optimizer.zero_grad()
         return report
 

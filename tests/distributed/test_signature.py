@@ -37,7 +37,7 @@ GOES_ON = {1: 4, 2: 1, 4: 2}  # number of processes: that of the run it goes on 
 TOLERANCE = 1e-5
 # An epsilon far below the gradients would divide rounding by rounding: where a gradient is zero but for the last digits,
 # those digits would choose the direction of a whole step.
-ADAM = OptimizerArguments(adam_epsilon=1e-4)
+ADAM = OptimizerArguments(adam_epsilon=1e-3)
 VISION = {
     "model_type": "vit",
     "hidden_size": 32,
@@ -153,7 +153,7 @@ def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
     for objective in OBJECTIVES:
         reference = folder_of(tmp_path, 1, objective, 1, False)
         right, half_way = weights_of(reference), weights_of(reference / f"checkpoint-{STOP}")
-        assert error(half_way["visual_projection.weight"], right["visual_projection.weight"]) > 100 * TOLERANCE
+        assert error(half_way["visual_projection.weight"], right["visual_projection.weight"]) > 10 * TOLERANCE
         rows = [sorted(step) for step in seen[1, False][0][objective, 1]]
         assert len(rows) == STEPS
         assert len(set(rows[0])) == BATCH

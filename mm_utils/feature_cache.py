@@ -36,6 +36,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.features import SKIPPED, image_digest, to_arrow, token_digest
 from mm_utils.data.loaders import Loaders, fingerprint, pad_captions
 from mm_utils.data.order import EvaluationBatches
+from mm_utils.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives import Objective
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def cache_features(
     if not args.cache_features:
         return rows
     sources = [kind(rows, objective, loaders, accelerator, batch_size) for kind in (_Vision, _Text)]
-    frozen = [source for source in sources if not any(p.requires_grad for p in source.tower.parameters())]
+    frozen = [source for source in sources if not is_trained(source.tower)]
     if not frozen:
         raise ValueError(
             "--cache_features is set, and both towers are trained; only what a frozen tower gives can be kept. Set "

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, is_trained
 
 
 class Quadratic(NamedTuple):
@@ -105,8 +105,8 @@ def measure_flops(
         image_side - image,
         text,
         pair,
-        _is_trained(model.vision_model),
-        _is_trained(model.text_model),
+        is_trained(model.vision_model),
+        is_trained(model.text_model),
         frozen_towers_run,
     )
 
@@ -127,10 +127,6 @@ def _fit(lengths: tuple[int, int, int], flops: list[int]) -> Quadratic:
     quadratic = (third - 2 * second + first) // (2 * step**2)
     linear = (second - first) // step - 3 * step * quadratic
     return Quadratic(first - linear * step - quadratic * step**2, linear, quadratic)
-
-
-def _is_trained(tower: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in tower.parameters())
 
 
 @contextmanager

@@ -6,10 +6,10 @@ part is embedded again, with the same dropout, and its share of the gradient is 
 equals the single pass.
 
 The last part, which is the largest, is embedded with gradient at once and never again, so K parts cost at most (K-1)/K of
-one more forward pass, and a share that fits costs nothing. Rows come sorted by the length of their caption (`mm_utils.data.loaders.Collator`), so every
-part is padded to its own longest only. Whatever the number of parts, which may differ between ranks, ranks share the
-embeddings once and average the gradients once, after the last part; nothing of a step is final before that, so a step
-that ran out of memory on any rank can be repeated in smaller parts on all.
+one more forward pass, and a share that fits costs nothing. Rows come sorted by the length of their caption
+(`mm_utils.data.loaders.Collator`), so every part is padded to its own longest only. Whatever the number of parts, which may
+differ between ranks, ranks share the embeddings once and average the gradients once, after the last part; nothing of a
+step is final before that, so a step that ran out of memory on any rank can be repeated in smaller parts on all.
 
 Batch norms in training mode see one part at a time, which is another function; their running statistics are updated
 once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_batch_norm`).
@@ -136,9 +136,8 @@ class _InParts:
         return sums
 
     def _encode(self, place: int, match: bool) -> Encoded:
-        with (
-            self.accelerator.autocast()
-        ):  # one per part: weights that it casts in a no_grad would be used again without
+        # One autocast per part: weights that it casts under no_grad would be used again where a gradient is wanted.
+        with self.accelerator.autocast():
             return self.whole.encode(self.parts[place], match)
 
     def _push(self, encoded: Encoded, plan: Plan, place: int, is_last: bool) -> Tensor:

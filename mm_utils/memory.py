@@ -30,7 +30,7 @@ def find_micro_batch_size(
     """Pairs of one process whose activations fit into its memory, at most `largest`, the same on all ranks.
 
     Args:
-        objective: as `accelerator` prepared it; gradients of the trials are left in it.
+        objective: as `accelerator` prepared it; it is left without gradients.
         batch: any batch, for its shapes.
         max_seq_length: tokens of the longest caption there may be.
     """

@@ -359,7 +359,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         """As `nn.Module.train`, but frozen towers and, if the config says so, batch norms stay in evaluation mode."""
         super().train(mode)
         for tower in (self.vision_model, self.text_model):
-            if not any(parameter.requires_grad for parameter in tower.parameters()):
+            if not is_trained(tower):
                 tower.eval()
         if self.config.freeze_batch_norm:
             for module in self.modules():
@@ -576,6 +576,11 @@ def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None) -> T
         return hidden.mean(1)
     weight = attention_mask[..., None].to(hidden.dtype)
     return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def is_trained(tower: nn.Module) -> bool:
+    """Whether any of its parameters is."""
+    return any(parameter.requires_grad for parameter in tower.parameters())
 
 
 def image_shape(backbone: PreTrainedModel) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from mm_utils import ranks
 from mm_utils.flops import FlopCounts
 from mm_utils.grad_cache import cuts
 from mm_utils.memory import peak_bytes
+from mm_utils.modeling_fusion_dual_encoder import is_trained
 from mm_utils.padding import length_groups, padded_tokens
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,7 @@ class LoaderAdvice(TrainerCallback):
         latest = self.waits[1:][-2:]  # the first line holds the start of the workers
         if len(latest) == 2 and min(latest) > LOADER_BOUND:
             self.advised = True
-            vision = kwargs["model"].vision_model
-            frozen = not any(parameter.requires_grad for parameter in vision.parameters())
+            frozen = not is_trained(kwargs["model"].vision_model)
             logger.warning("%s", _advice(sum(latest) / 2, self.num_workers, ranks.cores_per_process() - 1, frozen))
 
 

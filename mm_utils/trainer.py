@@ -79,11 +79,11 @@ class Trainer:
         flops: FlopCounts | None = None,
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
-        self.output_dir = Path(args.output_dir or ".")
+        self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
         if accelerator.state.deepspeed_plugin is not None:
             # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
             config = accelerator.state.deepspeed_plugin.deepspeed_config
-            config["train_micro_batch_size_per_gpu"] = max(1, args.batch_sizes.at(0) // accelerator.num_processes)
+            config["train_micro_batch_size_per_gpu"] = max(1, self.sizes.at(0) // accelerator.num_processes)
         if accelerator.distributed_type == DistributedType.FSDP:
             objective.groups_texts = False
             without_scalars(objective)
@@ -97,7 +97,7 @@ class Trainer:
             is_world_process_zero=accelerator.is_main_process,
             is_local_process_zero=accelerator.is_local_main_process,
         )
-        self.state.num_train_epochs = -(-args.batch_sizes.before(self.state.max_steps) // num_rows)
+        self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // num_rows)
         self.control = TrainerControl()
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
         self.max_seq_length = max_seq_length
@@ -121,7 +121,7 @@ class Trainer:
         for batch in loader:
             report = self.training_step(batch)
             self.state.global_step += 1
-            self.state.epoch = self.args.batch_sizes.before(self.state.global_step) / self.num_rows
+            self.state.epoch = self.sizes.before(self.state.global_step) / self.num_rows
             self._throughput.add(batch["lengths"], self.micro_batch_size, loader.wait)
             self._note_skipped(batch["skipped"])
             self._plan()
@@ -140,7 +140,7 @@ class Trainer:
     def training_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """One global batch: loss, gradient, clipping, update. Returns what the objective reports and the gradient norm."""
         self.objective.train()
-        step, sizes = self.state.global_step, self.args.batch_sizes
+        step, sizes = self.state.global_step, self.sizes
         rate = schedule(step, self.state.max_steps, self.optimizer_args)
         rate *= (sizes.at(step) / sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
         for group in self.optimizer.param_groups:
@@ -181,9 +181,8 @@ class Trainer:
                 self._halve_micro_batch(len(batch["rows"]))
 
     def _fitting_micro_batch(self, batch: dict[str, Any]) -> int:
-        largest = -(-self.args.batch_sizes.sizes[-1] // ranks.world_size())
+        largest = -(-self.sizes.sizes[-1] // ranks.world_size())
         size = find_micro_batch_size(self.accelerator, self.objective, batch, largest, self.max_seq_length)
-        self.optimizer.zero_grad()
         logger.info("--micro_batch_size auto: %d of %d pairs per process at a time", size, largest)
         return size
 

@@ -33,9 +33,11 @@ from tqdm.auto import tqdm
 
 from mm_utils import ranks
 from mm_utils.arguments import arg
+from mm_utils.data.batches import pad_captions
 from mm_utils.data.features import SKIPPED, image_digest, to_arrow, token_digest
-from mm_utils.data.loaders import Loaders, fingerprint, pad_captions
+from mm_utils.data.loaders import Loaders
 from mm_utils.data.order import EvaluationBatches
+from mm_utils.data.tokens import fingerprint
 from mm_utils.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives import Objective
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils.checkpoints import checkpoint_path
 from mm_utils.data.images import open_image
-from mm_utils.data.loaders import fingerprint
+from mm_utils.data.tokens import fingerprint
 from mm_utils.hub import HubPusher
 from mm_utils.metrics import Embeddings, RetrievalEvaluator
 from mm_utils.model_card import CardInfo, write_model_card

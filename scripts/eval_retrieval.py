@@ -12,8 +12,9 @@ import logging
 from dataclasses import dataclass
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loaders import LoaderArguments, Loaders, tokenize_captions
+from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, load_pairs
+from mm_utils.data.tokens import tokenize_captions
 from mm_utils.metrics import EvaluationArguments, RetrievalEvaluator
 from mm_utils.models import image_geometry, load_model, load_processor_of
 from mm_utils.run import RunError, make_accelerator, report_figures, run_script

@@ -18,8 +18,9 @@ from transformers import EarlyStoppingCallback
 from mm_utils.arguments import parse_args, to_dict
 from mm_utils.callbacks import ProgressBar, TemperatureClamp
 from mm_utils.checkpoints import find_checkpoint
-from mm_utils.data.loaders import LoaderArguments, Loaders, global_order, tokenize_splits
+from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
+from mm_utils.data.tokens import global_order, tokenize_splits
 from mm_utils.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.finish import HubCallback, finish_run
 from mm_utils.flops import measure_flops

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mm_utils import feature_cache, ranks
 from mm_utils.data.features import CachedFeatures, to_arrow, to_tensor
-from mm_utils.data.loaders import LoaderArguments, Loaders, tokenize_captions
+from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.order import BatchSizes, GlobalOrder
+from mm_utils.data.tokens import tokenize_captions
 from mm_utils.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.models import ModelArguments, build_model
@@ -128,7 +129,7 @@ def test_a_batch_holds_what_the_towers_give(
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
     seen, skipped = [], []
     with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.loaders.open_image", lambda *_: pytest.fail("an image was opened"))
+        patch.setattr("mm_utils.data.batches.open_image", lambda *_: pytest.fail("an image was opened"))
         for batch in loaders(workers).train(found, order, 0, 6):
             assert "pixel_values" not in batch
             seen.append(batch)

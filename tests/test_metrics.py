@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils import metrics, ranks
-from mm_utils.data.loaders import Collator
+from mm_utils.data.batches import Collator
 from mm_utils.data.order import EvaluationBatches
 from mm_utils.metrics import Embeddings, RetrievalEvaluator, embed_split, retrieval_metrics, summarise_ranks
 from tests.test_ranks import run_on_ranks

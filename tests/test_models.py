@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from mm_utils import models, wordpiece
-from mm_utils.data.images import center_square
+from mm_utils.data.augment import center_square
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.models import (
     TEXT_PRESETS,

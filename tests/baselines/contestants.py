@@ -50,9 +50,10 @@ from transformers import VisionTextDualEncoderModel
 
 from mm_utils import ranks
 from mm_utils.benchmarks import give_memory_back, serve, synchronize
-from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders, global_order, tokenize_captions
+from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.order import BatchSizes
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
+from mm_utils.data.tokens import global_order, tokenize_captions
 from mm_utils.flops import measure_flops
 from mm_utils.grad_cache import backward
 from mm_utils.memory import peak_bytes

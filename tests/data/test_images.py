@@ -1,9 +1,8 @@
-"""Every mode of image becomes RGB; whatever is broken is named; squares have the shape and the area they should."""
+"""Every mode of image becomes RGB; whatever is broken is named."""
 
 import contextlib
 import io
 import math
-import random
 import struct
 import zlib
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data import images
-from mm_utils.data.images import UnreadableImageError, center_square, open_image, random_square
+from mm_utils.data.images import UnreadableImageError, open_image
 
 RED = (200, 30, 60)
 
@@ -200,79 +197,3 @@ def test_reduced_decode_happens() -> None:
     assert open_image(value, 150).size == (200, 150)
     assert open_image(value, 151).size == (400, 300)
     assert open_image(stored(photo(160, 120)), 15).size == (160, 120)  # PNG has no such thing
-
-
-# -- squares ------------------------------------------------------------------------------------------------------------
-
-
-def window_of(square: torch.Tensor, width: int, height: int) -> tuple[float, float]:
-    """Width and height of the window of `photo(width, height)` that was resized to `square`, from its colours."""
-    size = square.shape[-1]
-    scale = max(width - 1, height - 1) / 255
-    low, high = size // 4, 3 * size // 4
-    across = (square[0, :, high].float().mean() - square[0, :, low].float().mean()) * scale * size / (high - low)
-    down = (square[1, high].float().mean() - square[1, low].float().mean()) * scale * size / (high - low)
-    return float(across), float(down)
-
-
-@pytest.mark.parametrize(("width", "height"), [(64, 64), (200, 100), (100, 200), (3, 500), (1, 1), (500, 7)])
-@pytest.mark.parametrize("size", [16, 224])
-def test_shapes_and_types(width: int, height: int, size: int) -> None:
-    image = photo(width, height)
-    for square in (center_square(image, size), random_square(image, size, 0.5, random.Random(0))):
-        assert square.shape == (3, size, size)
-        assert square.dtype == torch.uint8
-        assert square.is_contiguous()
-
-
-def test_center_square_is_the_centre() -> None:
-    image = Image.new("RGB", (300, 100), "black")
-    image.paste(RED, (100, 0, 200, 100))
-    assert (center_square(image, 50).float().mean((1, 2)) - torch.tensor(RED)).abs().max() < 4
-    assert torch.equal(center_square(photo(64, 64), 64), torch.from_numpy(np.array(photo(64, 64))).permute(2, 0, 1))
-
-
-@given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 2**32))
-@settings(max_examples=20)
-def test_whole_area_is_the_centre(width: int, height: int, seed: int) -> None:
-    image = photo(width, height)
-    assert torch.equal(random_square(image, 24, 1.0, random.Random(seed)), center_square(image, 24))
-
-
-@given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32), st.integers(1, 10))
-@settings(max_examples=150)
-def test_crops_stay_inside_and_keep_their_area(
-    width: int, height: int, min_area: float, seed: int, draws: int
-) -> None:
-    boxes: list[tuple[float, ...]] = []
-    image, rng = Image.new("L", (width, height)), random.Random(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "_resize", lambda image, size, box: boxes.append(box))
-        for _ in range(draws):
-            random_square(image, 8, min_area, rng)
-    for left, top, right, bottom in boxes:
-        assert 0 <= left < right <= width * (1 + 1e-12)
-        assert 0 <= top < bottom <= height * (1 + 1e-12)
-        share = (right - left) * (bottom - top) / min(width, height) ** 2
-        assert min_area * (1 - 1e-9) <= share <= 1 + 1e-9
-        assert 3 / 4 - 1e-9 <= (right - left) / (bottom - top) <= 4 / 3 + 1e-9
-
-
-def test_crop_is_what_the_pixels_show() -> None:
-    rng = random.Random(3)
-    for _ in range(20):
-        across, down = window_of(random_square(photo(240, 180), 64, 0.4, rng), 240, 180)
-        assert 0.36 * 180**2 < across * down < 1.08 * 180**2
-        assert 0.7 < across / down < 1.45
-
-
-def test_crops_reach_every_place() -> None:
-    rng, image = random.Random(0), photo(100, 100)
-    squares = [random_square(image, 8, 0.2, rng).float() for _ in range(300)]
-    for channel in (0, 1):
-        assert min(square[channel].min() for square in squares) < 12
-        assert max(square[channel].max() for square in squares) > 245
-    areas = [across * down / 100**2 for across, down in (window_of(square, 100, 100) for square in squares)]
-    assert 0.52 < sum(areas) / len(areas) < 0.68  # uniform in [0.2, 1]
-    again = random.Random(0)
-    assert torch.equal(squares[0], random_square(image, 8, 0.2, again).float())

@@ -1,8 +1,6 @@
 """From rows to batches: which caption and crop, what is padded, what is skipped, what is computed only once."""
 
 import io
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,26 +9,18 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
+from datasets import Dataset, Features, Value, disable_progress_bars
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils import ranks
-from mm_utils.data.images import center_square
-from mm_utils.data.loaders import (
-    Collator,
-    DeviceLoader,
-    LoaderArguments,
-    Loaders,
-    Pairs,
-    fingerprint,
-    global_order,
-    tokenize_captions,
-    tokenize_splits,
-)
+from mm_utils.data.augment import center_square
+from mm_utils.data.batches import Collator, Pairs
+from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.order import BatchSizes, GlobalOrder, RankBatches
+from mm_utils.data.tokens import global_order, tokenize_captions
 from mm_utils.wordpiece import train_tokenizer
 
 CPU = torch.device("cpu")
@@ -338,109 +328,6 @@ def test_ranks_share_the_batches(tokenizer: PreTrainedTokenizerFast) -> None:
         by_row, whole_by_row = rows.argsort(), batch["rows"].argsort()
         for name in ("pixel_values", "rows", "ids"):
             assert torch.equal(torch.cat([part[name] for part in parts])[by_row], batch[name][whole_by_row])
-
-
-# -- tokens -------------------------------------------------------------------------------------------------------------
-
-
-def one_row(*captions: str, image_id: str = "a") -> Dataset:
-    row = {"id": image_id, "image": {"bytes": png(0), "path": None}, "captions": list(captions)}
-    return Dataset.from_list([row], features=FEATURES)
-
-
-def test_special_tokens_in_captions_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    captions = ["one [SEP] two", "[CLS] one", "[PAD] [PAD]", "[MASK]"]
-    for ids in tokenize_captions(one_row(*captions), tokenizer, 16)[0]["input_ids"]:
-        assert ids[0] == tokenizer.cls_token_id
-        assert ids[-1] == tokenizer.sep_token_id
-        special = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id}
-        assert not special & set(ids[1:-1])
-
-
-def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens = tokenize_captions(one_row("one " * 100, "two"), tokenizer, 10)[0]["input_ids"]
-    assert list(map(len, tokens)) == [10, 3]
-    assert tokens[0][-1] == tokenizer.sep_token_id
-
-
-def test_a_caption_of_a_megabyte(tokenizer: PreTrainedTokenizerFast) -> None:
-    for caption in ("one two " * 125_000, "x" * 1_000_000):
-        start = time.perf_counter()
-        tokens = tokenize_captions(one_row(caption), tokenizer, 16)[0]["input_ids"]
-        assert time.perf_counter() - start < 1
-        assert len(tokens[0]) <= 16
-    assert (
-        tokenize_captions(one_row("one two " * 125_000), tokenizer, 16)[0]["input_ids"]
-        == (tokenize_captions(one_row("one two " * 100), tokenizer, 16)[0]["input_ids"])
-    )
-
-
-def test_keys_say_what_is_equal(tokenizer: PreTrainedTokenizerFast) -> None:
-    found = tokenize_captions(one_row("A  red\tcar ", "a red car", "a red cat", "ÄÖ", "äö"), tokenizer, 16)[0]
-    keys = found["caption_keys"]
-    assert keys[0] == keys[1] != keys[2]
-    assert keys[3] == keys[4]
-    other = tokenize_captions(one_row("a red car", image_id="b"), tokenizer, 16)[0]
-    assert other["caption_keys"] == keys[:1]
-    assert other["image_key"] != found["image_key"]
-    assert all(0 <= key < 2**63 for key in [*keys, found["image_key"]])
-
-
-def cached(folder: Path) -> dict[str, int]:
-    return {path.name: os.stat(path).st_mtime_ns for path in (folder / "tandem_tokens").glob("*.arrow")}
-
-
-def test_tokens_are_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = DatasetDict({"train": rows_of(8), "validation": rows_of(3)})
-    before = tokenize_splits(splits, new_tokenizer(), 16)
-    written = cached(own_cache)
-    assert len(written) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.loaders._key", lambda _: pytest.fail("tokenised again"))
-        fresh, used = new_tokenizer(), new_tokenizer()
-        used(["one two"], truncation=True, max_length=5, padding=True)  # a tokenizer keeps its last settings
-        for tokenizer in (fresh, used, fresh):
-            again = tokenize_splits(splits, tokenizer, 16)
-            assert again["train"].to_dict() == before["train"].to_dict()
-    assert cached(own_cache) == written
-
-
-def test_tokens_are_made_anew_for_other_settings(own_cache: Path) -> None:
-    rows = rows_of(4)
-    tokenize_captions(rows, new_tokenizer(), 16)
-    for number, (changed, tokenizer, length) in enumerate(
-        [
-            (rows, new_tokenizer(), 15),
-            (rows, new_tokenizer(["something else"]), 16),
-            (rows.select([0, 1]), new_tokenizer(), 16),
-        ]
-    ):
-        tokens = tokenize_captions(changed, tokenizer, length)
-        assert len(cached(own_cache)) == number + 2
-        assert len(tokens) == len(changed)
-
-
-def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerFast) -> None:
-    def print_of(rows: Dataset, length: int = 16) -> str:
-        return fingerprint(tokenize_captions(rows, tokenizer, length))
-
-    base = print_of(rows_of(6))
-    assert len(base) == 16
-    int(base, 16)
-    assert base == print_of(rows_of(6))
-    assert base == print_of(rows_of(6), length=5)
-    assert base == print_of(rows_of(8).select(range(6)))
-    assert base == print_of(rows_of(6).add_column("split", ["x"] * 6))
-    assert base == print_of(rows_of(6, broken=[1]))  # the same image id, whatever its bytes
-    different = {
-        "order": rows_of(6).select([1, 0, 2, 3, 4, 5]),
-        "rows": rows_of(5),
-        "caption": rows_of(6).map(lambda row: {"captions": [*row["captions"], "more"]}),
-        "images": rows_of(6).map(lambda row: {"id": row["id"] + "x"}),
-    }
-    prints = {print_of(rows) for rows in different.values()}
-    assert len(prints) == len(different)
-    assert base not in prints
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from transformers import ProcessorMixin
 
 from mm_utils import ranks
 from mm_utils.callbacks import TemperatureClamp
-from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders, global_order, tokenize_splits
+from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
+from mm_utils.data.tokens import global_order, tokenize_splits
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective

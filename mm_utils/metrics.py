@@ -4,10 +4,15 @@ A query's rank is one plus the number of wrong items that score at least as high
 scores that are no number, count against the model, and with five captions per image a perfect model scores 1.0 in both
 directions. Similarities are computed in blocks, each rank ranks its own queries, and no M x T matrix is ever held.
 
+Captions in several languages are also measured one language at a time, `text_to_image_recall_de@1` and so on, the ten most
+frequent ones. Text to image: only its captions ask, among all images. Image to text: only its captions are there to be
+found, and an image without one does not ask.
+
 Shape letters: M images and T captions of the whole split, Q queries of a block, K candidates, E embedding width.
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -26,6 +31,8 @@ logger = logging.getLogger(__name__)
 Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
 BLOCK = 2048  # queries per block: 2048 x 100,000 similarities are 0.8 GB
 PAIRS = 256  # pairs scored by the head at a time
+LANGUAGES = 10  # languages measured on their own: two directions and three cut-offs make 60 figures of them
+CUTOFFS = (1, 5, 10)
 
 
 @dataclass
@@ -40,6 +47,8 @@ class Embeddings:
         owned: which images of M those are.
         input_ids, attention_mask: of all captions, `[T, L]`.
         skipped: images that could not be decoded, on this rank.
+        languages: which of the captions are in it, bool `[T]`, of the most frequent languages, most frequent first;
+            empty if there are not several.
     """
 
     image_ME: Tensor
@@ -52,6 +61,7 @@ class Embeddings:
     input_ids: Tensor
     attention_mask: Tensor
     skipped: list[str] = field(default_factory=list)
+    languages: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,7 +107,9 @@ def embed_split(
     Raises:
         ValueError: if no image of the split can be decoded.
     """
-    images, texts, keys, caption_keys, rows, kept, tokens, skipped = [], [], [], [], [], [], [], []
+    images, texts, keys, caption_keys, rows, kept, tokens = [], [], [], [], [], [], []
+    languages: list[str | None] = []
+    skipped: list[str] = []
     progress = tqdm(loader, desc="Embedding", leave=False, disable=not accelerator.is_main_process, delay=2)
     for batch in progress:
         skipped += batch["skipped"]
@@ -113,6 +125,7 @@ def embed_split(
         keys.append(torch.empty_like(batch["rows"]).scatter_(0, batch["caption_image"], key_t))
         rows.append(batch["rows"])
         tokens.append((batch["input_ids"], batch["attention_mask"]))
+        languages += batch.get("languages") or [""] * len(key_t)
         kept.append(tuple(layer.cpu() for layer in keys_values) if keys_values is not None else None)
     width, device = model.config.projection_dim, accelerator.device
     sizes = ranks.gather_sizes(sum(map(len, images)), device)
@@ -139,31 +152,58 @@ def embed_split(
         shared_tokens(0),
         shared_tokens(1),
         skipped,
+        _gather_languages(languages, caption_sizes, device),
     )
 
 
 def retrieval_metrics(split: Embeddings) -> dict[str, float]:
-    """Recalls and ranks of the cosine similarity alone."""
+    """Recalls and ranks of the cosine similarity alone; recalls also of each language, if there are several."""
     text_to_image = _cosine_ranks(split.text_TE, split.caption_key_T, split.image_ME, split.image_key_M)
     image_to_text = _cosine_ranks(split.image_ME, split.image_key_M, split.text_TE, split.caption_key_T)
     return {
         **summarise_ranks(text_to_image, "text_to_image_"),
         **summarise_ranks(image_to_text, "image_to_text_"),
         "text_to_image_chance@1": 1 / len(split.image_ME),
+        **_by_language(split, text_to_image, "text_to_image_"),
+        **_images_by_language(split),
     }
 
 
 def summarise_ranks(rank_Q: Tensor, prefix: str = "") -> dict[str, float]:
     """Recall at 1, 5 and 10, mean and median of ranks that start at 1."""
     rank_Q = rank_Q.double()
-    recalls = {f"{prefix}recall@{k}": (rank_Q <= k).double().mean().item() for k in (1, 5, 10)}
-    return {**recalls, f"{prefix}mean_rank": rank_Q.mean().item(), f"{prefix}median_rank": rank_Q.quantile(0.5).item()}
+    mean, median = rank_Q.mean().item(), rank_Q.quantile(0.5).item()
+    return {**_recalls(rank_Q, f"{prefix}recall"), f"{prefix}mean_rank": mean, f"{prefix}median_rank": median}
+
+
+def _recalls(rank_Q: Tensor, name: str) -> dict[str, float]:
+    return {f"{name}@{k}": (rank_Q <= k).double().mean().item() for k in CUTOFFS}
+
+
+def _by_language(split: Embeddings, rank_T: Tensor, prefix: str) -> dict[str, float]:
+    """Recalls of the captions of each language, whose ranks are among `rank_T`."""
+    parts = (_recalls(rank_T[is_in_T], f"{prefix}recall_{name}") for name, is_in_T in split.languages.items())
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _images_by_language(split: Embeddings) -> dict[str, float]:
+    """Recalls of images among the captions of each language alone; T times M similarities, once more, for all of them."""
+    found: dict[str, float] = {}
+    for name, is_in_T in split.languages.items():
+        text_key_T = split.caption_key_T[is_in_T]
+        asks_M = torch.isin(split.image_key_M, text_key_T)
+        rank_Q = _cosine_ranks(split.image_ME[asks_M], split.image_key_M[asks_M], split.text_TE[is_in_T], text_key_T)
+        found |= _recalls(rank_Q, f"image_to_text_recall_{name}")
+    return found
 
 
 def rerank_metrics(
     model: FusionDualEncoderModel, split: Embeddings, top_k: int, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Recalls after the head has ordered the first `top_k` of every query anew; a right item below them stays there."""
+    """Recalls after the head has ordered the first `top_k` of every query anew; a right item below them stays there.
+
+    Of each language only text to image: its captions alone as candidates would be other pairs to score.
+    """
     scale, captions = whole(model.logit_scale.detach()).float().exp().squeeze(), len(split.text_TE)
     images_TK = top_candidates(split.text_TE, split.image_ME, top_k)
     texts_MK = top_candidates(split.image_ME, split.text_TE, top_k)
@@ -177,6 +217,7 @@ def rerank_metrics(
     return {
         **summarise_ranks(text_to_image, "rerank_text_to_image_"),
         **summarise_ranks(image_to_text, "rerank_image_to_text_"),
+        **_by_language(split, text_to_image, "rerank_text_to_image_"),
     }
 
 
@@ -264,6 +305,21 @@ def _by_block(queries: int, function: Callable[[slice], Tensor]) -> Tensor:
     starts = range(mine.start, mine.stop, BLOCK) or (mine.start,)
     rows = torch.cat([function(slice(low, min(low + BLOCK, mine.stop))) for low in starts])
     return ranks.gather(rows, [len(share) for share in shares])
+
+
+def _gather_languages(codes: list[str | None], sizes: list[int], device: torch.device) -> dict[str, Tensor]:
+    """Of the codes on each rank, one per caption: `Embeddings.languages`, the same on all ranks.
+
+    Names hold letters, digits, `_` and `-`, which every tracker takes, and at most 35 of them; "" is none.
+    """
+    names = [re.sub(r"[^\w-]", "-", (code or "")[:35], flags=re.ASCII).encode() for code in codes]
+    width = max(map(len, names), default=0) or 1
+    letters = torch.tensor([list(name.ljust(width, b"\0")) for name in names], dtype=torch.uint8, device=device)
+    rows = ranks.gather_ragged(letters.view(-1, width), sizes)
+    found, which_T, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    decoded = [bytes(letters).rstrip(b"\0").decode() for letters in found.tolist()]
+    places = sorted((place for place, name in enumerate(decoded) if name), key=lambda place: -int(counts[place]))
+    return {decoded[place]: which_T == place for place in places[:LANGUAGES]} if len(places) > 1 else {}
 
 
 def _column(length: int, device: torch.device) -> Tensor:

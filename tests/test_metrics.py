@@ -38,6 +38,13 @@ def split_with_scores(scores: list[list[float]], owner: list[int]) -> Embeddings
     return split_of(torch.eye(len(scores[0])), torch.tensor(scores), owner)
 
 
+def in_languages(split: Embeddings, languages: list[str]) -> Embeddings:
+    """As `embed_split` gives it for captions of these languages."""
+    sizes = ranks.gather_sizes(len(languages), torch.device("cpu"))
+    split.languages = metrics._gather_languages([*languages], sizes, torch.device("cpu"))
+    return split
+
+
 def full_matrix(split: Embeddings) -> dict[str, float]:
     """The definition: sort every row, wrong items before right ones of the same score."""
     scores = split.text_TE @ split.image_ME.T
@@ -169,7 +176,62 @@ def test_evaluate_metric_by_hand() -> None:
     assert found == pytest.approx({"recall@1": 0, "recall@2": 2 / 3, "mean_rank": 2, "median_rank": 2})
 
 
+# -- by language --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**20), st.sampled_from([None, 1]), st.data())
+@settings(max_examples=60)
+def test_a_language_is_measured_as_a_split_of_its_own(
+    images: int, captions: int, seed: int, levels: int | None, data: st.DataObject
+) -> None:
+    split = random_split(images, captions, 4, seed, levels)
+    texts = len(split.text_TE)
+    languages = data.draw(st.lists(st.sampled_from(["en", "de", ""]), min_size=texts, max_size=texts))
+    found = retrieval_metrics(in_languages(split, languages))
+    known = set(languages) - {""}
+    assert {name.partition("recall_")[2].partition("@")[0] for name in found if "recall_" in name} == (
+        known if len(known) > 1 else set()
+    )
+    for language in known if len(known) > 1 else ():
+        of_language = torch.tensor([code == language for code in languages])
+        alone = random_split(images, captions, 4, seed, levels)
+        alone.text_TE, alone.caption_key_T = split.text_TE[of_language], split.caption_key_T[of_language]
+        expected = retrieval_metrics(alone)
+        for k in (1, 5, 10):
+            assert found[f"text_to_image_recall_{language}@{k}"] == expected[f"text_to_image_recall@{k}"]
+        shown = torch.isin(alone.image_key_M, alone.caption_key_T)
+        alone.image_ME, alone.image_key_M = alone.image_ME[shown], alone.image_key_M[shown]
+        expected = retrieval_metrics(alone)
+        for k in (1, 5, 10):
+            assert found[f"image_to_text_recall_{language}@{k}"] == expected[f"image_to_text_recall@{k}"]
+
+
+def test_languages_by_hand() -> None:
+    scores = [[0.9, 0.1], [0.5, 0.6], [0.2, 0.3], [0.1, 0.2]]
+    found = retrieval_metrics(in_languages(split_with_scores(scores, [0, 0, 1, 1]), ["en", "de", "en", "de"]))
+    assert found["text_to_image_recall_en@1"] == 1
+    assert found["text_to_image_recall_de@1"] == 0.5
+    assert found["image_to_text_recall_en@1"] == 1
+    assert found["image_to_text_recall_de@1"] == 0.5  # "de" of image 0 scores 0.6 with image 1, its own 0.2
+    assert found["image_to_text_recall@1"] == 0.5
+
+
+def test_only_the_ten_most_frequent_languages_are_measured() -> None:
+    languages = [f"l{number:02d}" for number in range(15) for _ in range(15 - number)]
+    split = in_languages(random_split(len(languages), 1, 4, 0), languages)
+    assert list(split.languages) == [f"l{number:02d}" for number in range(10)]
+    assert [int(mask.sum()) for mask in split.languages.values()] == list(range(15, 5, -1))
+
+
+def test_names_of_languages_suit_every_tracker() -> None:
+    split = in_languages(random_split(4, 1, 4, 0), ["zh_Hant", "a/b c", "é" * 100, ""])
+    assert list(split.languages) == ["-" * 35, "a-b-c", "zh_Hant"]
+
+
 # -- through a loader and a head ----------------------------------------------------------------------------------------
+
+
+LANGUAGES_OF_TEXTS = ("en", "de-DE", "en", "", "zh/Hant")
 
 
 class TruthfulModel:
@@ -221,6 +283,7 @@ class TruthfulModel:
                     "pixel_values": torch.full((3, 2, 2), number, dtype=torch.uint8),
                     "input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts],
                     "caption_keys": texts,
+                    "languages": [self.language_of(text) for text in texts],
                 }
             )
         collate = Collator(pad_token_id=0, image_size=2)
@@ -228,8 +291,12 @@ class TruthfulModel:
             collate([examples[row] for row, _ in draws]) for draws in EvaluationBatches(len(self.image), batch_size)
         ]
 
+    def language_of(self, text: int) -> str:
+        return LANGUAGES_OF_TEXTS[text % len(LANGUAGES_OF_TEXTS)]
+
     def split(self) -> Embeddings:
-        return split_of(self.image, self.text, self.owner)
+        split = split_of(self.image, self.text, self.owner)
+        return in_languages(split, list(map(self.language_of, range(len(self.owner)))))
 
 
 def test_evaluator_sees_what_the_loader_gives() -> None:
@@ -247,6 +314,10 @@ def test_evaluator_sees_what_the_loader_gives() -> None:
     assert split.input_ids[:, :3].tolist() == [[1, text, image] for text, image in enumerate(model.owner)]
     assert split.attention_mask.sum(1).tolist() == [3 + text % 9 for text in range(len(model.owner))]
     assert split.skipped == []
+    assert list(split.languages) == ["en", "de-DE", "zh-Hant"]
+    for name, mask in split.languages.items():
+        texts = [model.language_of(text).replace("/", "-") == name for text in range(len(model.owner))]
+        assert mask.tolist() == texts
 
 
 def test_unreadable_images_leave_with_their_captions() -> None:
@@ -278,6 +349,17 @@ def test_a_head_that_knows_the_truth(top_k: int, pairs: int, monkeypatch: pytest
         expected = summarise_ranks(torch.where(reached, 1, place), f"rerank_{direction}_")
         assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found["rerank_text_to_image_recall@1"] >= found["text_to_image_recall@1"]
+
+
+def test_the_head_is_measured_by_language_without_further_scores() -> None:
+    model: Any = TruthfulModel()
+    found = RetrievalEvaluator(1000)(model, model.batches(5), ACCELERATOR)
+    names = {name for name in found if name.startswith("rerank") and "recall_" in name}
+    assert names == {
+        f"rerank_text_to_image_recall_{code}@{k}" for code in ("en", "de-DE", "zh-Hant") for k in (1, 5, 10)
+    }
+    assert {found[name] for name in names} == {1.0}
+    assert model.scored == len(model.image) * len(model.text)
 
 
 def test_a_head_that_lies() -> None:

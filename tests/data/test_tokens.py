@@ -1,28 +1,47 @@
 """Captions become token ids once; keys say what is equal."""
 
 import io
+import logging
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow as pa
 import pytest
-import torch
 from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    BertTokenizer,
+    ByT5Tokenizer,
+    CLIPTokenizer,
+    GPT2Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Tokenizer,
+    XLMRobertaTokenizer,
+)
 
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.tokens import fingerprint, tokenize_captions, tokenize_splits
+from mm_utils.data.tokens import (
+    caption_key,
+    encode_captions,
+    fingerprint,
+    image_key,
+    tokenize_captions,
+    tokenize_splits,
+)
 from mm_utils.wordpiece import train_tokenizer
 
-CPU = torch.device("cpu")
 FEATURES = Features(
     {"id": Value("string"), "image": datasets.Image(decode=False), "captions": datasets.Sequence(Value("string"))}
 )
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-SIZE = 16
 disable_progress_bars()
 
 
@@ -66,11 +85,6 @@ def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
     return Dataset.from_list(rows, features=FEATURES)
 
 
-def loaders(num_workers: int = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
-    arguments = LoaderArguments(max_seq_length, 1, min_crop_area, num_workers)
-    return Loaders(arguments, CPU, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-
-
 def one_row(*captions: str, image_id: str = "a") -> Dataset:
     row = {"id": image_id, "image": {"bytes": png(0), "path": None}, "captions": list(captions)}
     return Dataset.from_list([row], features=FEATURES)
@@ -91,16 +105,51 @@ def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokens[0][-1] == tokenizer.sep_token_id
 
 
-def test_a_caption_of_a_megabyte(tokenizer: PreTrainedTokenizerFast) -> None:
-    for caption in ("one two " * 125_000, "x" * 1_000_000):
-        start = time.perf_counter()
-        tokens = tokenize_captions(one_row(caption), tokenizer, 16)[0]["input_ids"]
-        assert time.perf_counter() - start < 1
-        assert len(tokens[0]) <= 16
-    assert (
-        tokenize_captions(one_row("one two " * 125_000), tokenizer, 16)[0]["input_ids"]
-        == (tokenize_captions(one_row("one two " * 100), tokenizer, 16)[0]["input_ids"])
-    )
+class CountingTokenizer(PreTrainedTokenizerFast):
+    """Knows how long the texts were that it was given."""
+
+    lengths: list[int]
+
+    def __call__(self, text: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.lengths = [len(caption) for caption in text]
+        return super().__call__(text, **kwargs)
+
+
+@pytest.mark.parametrize("caption", ["one two " * 1_500_000, "x" * 1_000_000, "e" + "\u0301" * 1_000_000])
+def test_little_of_a_huge_caption_reaches_the_tokenizer(caption: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    counting = CountingTokenizer(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
+    [ids] = encode_captions(counting, [caption], None, 16)
+    assert counting.lengths == [32 * 16]
+    assert len(ids) <= 16
+    assert ids[-1] == tokenizer.sep_token_id
+    if " " in caption:
+        assert [ids] == encode_captions(counting, ["one two " * 100], None, 16)
+
+
+TINY = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5}
+PIECES = [(piece, -1.0) for piece in TINY]
+LETTERS = {letter: number for number, letter in enumerate("a|<>[]/senodftx")}
+FAMILIES = {
+    "BERT": lambda: BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 5}),
+    "GPT-2": lambda: GPT2Tokenizer(vocab={**LETTERS, "<|endoftext|>": 99}, merges=[]),
+    "CLIP": lambda: CLIPTokenizer(vocab={**LETTERS, "<|startoftext|>": 98, "<|endoftext|>": 99}, merges=[]),
+    "T5": lambda: T5Tokenizer(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *PIECES[4:]], extra_ids=2),
+    "mBART": lambda: MBartTokenizer(),
+    "XLM-R": lambda: XLMRobertaTokenizer(vocab=[*PIECES, ("<mask>", 0.0)]),
+    "NLLB": lambda: NllbTokenizer(vocab=TINY),
+    "ByT5, in Python": lambda: ByT5Tokenizer(),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_are_text_for_every_family(family: str) -> None:
+    tokenizer: PreTrainedTokenizerBase = FAMILIES[family]()
+    named = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "unk_token"}
+    written = sorted({*named.values(), *tokenizer.all_special_tokens} - {tokenizer.unk_token} | set(named.values()))
+    special = set(map(tokenizer.convert_tokens_to_ids, written))
+    frame = [token for token in tokenizer("")["input_ids"] if token in special]
+    for ids in tokenize_captions(one_row(*written, f"a {written[0]} a"), tokenizer, 64)[0]["input_ids"]:
+        assert [token for token in ids if token in special] == frame
 
 
 def test_keys_say_what_is_equal(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -169,3 +218,166 @@ def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerF
     prints = {print_of(rows) for rows in different.values()}
     assert len(prints) == len(different)
     assert base not in prints
+
+
+def test_public_keys_and_tokens_are_those_of_the_table(tokenizer: PreTrainedTokenizerFast) -> None:
+    captions = ["One  two", "three [SEP]", "ÄÖ " * 999]
+    row = tokenize_captions(one_row(*captions, image_id="é"), tokenizer, 16)[0]
+    assert row["input_ids"] == encode_captions(tokenizer, captions, None, 16)
+    assert row["caption_keys"] == list(map(caption_key, captions))
+    assert row["image_key"] == image_key("é")
+    assert encode_captions(tokenizer, [], [], 16) == []
+
+
+def test_a_row_knows_whether_a_caption_names_a_side(tokenizer: PreTrainedTokenizerFast) -> None:
+    for captions, expected in (
+        (["a red car"], False),
+        (["a red car", "a car on the left"], True),
+        (["ein Auto links"], True),
+        (["a car " * 999 + "on the left"], False),  # nobody reads that far
+    ):
+        assert tokenize_captions(one_row(*captions), tokenizer, 16)[0]["names_a_side"] is expected
+
+
+# -- beside the columns that are there -----------------------------------------------------------------------------------
+
+
+def on_disk(rows: Dataset, folder: Path) -> Dataset:
+    rows.save_to_disk(folder)
+    return datasets.load_from_disk(str(folder))
+
+
+def allocated(rows: Dataset) -> int:
+    """Bytes that reading the whole table, as Arrow, takes of memory: none of a mapped file."""
+    before = pa.total_allocated_bytes()
+    table = rows.data.table
+    assert table.nbytes > 0
+    return pa.total_allocated_bytes() - before
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_only_the_new_columns_are_written(
+    num_proc: int | None, tmp_path: Path, own_cache: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    big = [{**row, "image": {"bytes": os.urandom(100_000), "path": None}} for row in rows_of(12)]
+    rows = on_disk(Dataset.from_list(big, features=FEATURES), tmp_path / "pairs")
+    tokens = tokenize_captions(rows, tokenizer, 16, num_proc)
+    assert tokens.to_dict() == {**rows.to_dict(), **{name: tokens[:][name] for name in NEW}}
+    assert tokens.column_names == [*rows.column_names, *NEW]
+    written = sum(path.stat().st_size for path in (own_cache / "tandem_tokens").iterdir())
+    assert written < 20_000
+    assert {Path(file["filename"]).parent for file in tokens.cache_files} == {
+        tmp_path / "pairs",
+        own_cache / "tandem_tokens",
+    }
+    assert tokens.features == {**FEATURES, **{name: tokens.features[name] for name in NEW}}
+
+
+NEW = ["input_ids", "image_key", "caption_keys", "names_a_side"]
+PICKED = {
+    "shuffled": lambda rows: rows.shuffle(seed=1),
+    "picked": lambda rows: rows.select([7, 2, 9, 2]),
+    "sliced": lambda rows: rows.select(range(3, 8)),
+    "sliced, shuffled, sliced": lambda rows: rows.select(range(2, 10)).shuffle(seed=2).select(range(1, 6)),
+    "filtered": lambda rows: rows.filter(lambda row: len(row["captions"]) > 1),
+    "none": lambda rows: rows.select([]),
+    "joined": lambda rows: datasets.concatenate_datasets([rows.select([4, 1]), rows.select(range(3))]),
+}
+
+
+@pytest.mark.parametrize("how", PICKED)
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_picked_rows_get_their_own_tokens(
+    how: str, num_proc: int | None, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = PICKED[how](on_disk(rows_of(12), tmp_path / "pairs"))
+    tokens = tokenize_captions(rows, tokenizer, 16, num_proc)
+    assert tokens.select_columns(rows.column_names).to_list() == rows.to_list()
+    for row in tokens:
+        assert row["input_ids"] == encode_captions(tokenizer, row["captions"], None, 16)
+        assert row["image_key"] == image_key(row["id"])
+        assert row["caption_keys"] == list(map(caption_key, row["captions"]))
+
+
+def test_captions_of_rows_that_were_not_picked_are_not_tokenised(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def encode(_: Any, captions: list[str], *__: Any) -> list[list[int]]:
+        seen.extend(captions)
+        return [[0]] * len(captions)
+
+    monkeypatch.setattr("mm_utils.data.tokens._encode", encode)
+    tokenize_captions(rows_of(12).select([3, 1]), tokenizer, 16)
+    assert sorted(seen) == sorted(rows_of(12)[1]["captions"] + rows_of(12)[3]["captions"])
+
+
+# -- languages ----------------------------------------------------------------------------------------------------------
+
+
+def two_languages(*languages: str | None) -> Dataset:
+    features = Features({**FEATURES, "languages": datasets.Sequence(Value("string"))})
+    row = {"id": "a", "image": {"bytes": png(0), "path": None}, "captions": ["one two", "three"]}
+    return Dataset.from_list([{**row, "languages": list(languages)}], features=features)
+
+
+def test_a_caption_is_tokenised_in_its_language(caplog: pytest.LogCaptureFixture, own_cache: Path) -> None:
+    tokenizer = new_tokenizer()
+    plain = tokenize_captions(two_languages("de", "fr"), tokenizer, 16)[0]["input_ids"]
+    tokenizer.add_tokens(["<de>", "<en>"], special_tokens=True)
+    german, english = map(tokenizer.convert_tokens_to_ids, ("<de>", "<en>"))
+    first, second = plain
+    before = len(cached(own_cache))
+    with caplog.at_level(logging.WARNING):
+        for languages, expected in (
+            (("de", "en"), [[first[0], german, *first[1:]], [second[0], english, *second[1:]]]),
+            (("en", ""), [[first[0], english, *first[1:]], second]),
+            ((None, "xx"), plain),
+            ((), plain),
+        ):
+            assert tokenize_captions(two_languages(*languages), tokenizer, 16)[0]["input_ids"] == expected
+    assert len(cached(own_cache)) == before + 4
+    assert [message.split(" for ")[1].split(";")[0] for message in caplog.messages] == ["'xx'"]
+
+
+def test_languages_come_one_to_a_caption(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"image a has 2 captions and 1 languages; .* Give as many"):
+        tokenize_captions(two_languages("de"), tokenizer, 16)
+
+
+# -- the fingerprint ----------------------------------------------------------------------------------------------------
+
+KEYS = st.lists(st.tuples(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**63 - 1), max_size=3)), max_size=8)
+
+
+def keyed(rows: Sequence[tuple[int, list[int]]]) -> Dataset:
+    columns = {"image_key": pa.array([key for key, _ in rows], pa.int64())}
+    columns["caption_keys"] = pa.array([keys for _, keys in rows], pa.list_(pa.int64()))
+    return Dataset(pa.table(columns))
+
+
+@given(KEYS, KEYS, st.randoms())
+def test_fingerprint_is_of_the_content_alone(rows: list, other: list, random: Any) -> None:
+    base = fingerprint(keyed(rows))
+    assert (base == fingerprint(keyed(other))) == (rows == other)
+    cut = random.randint(0, len(rows))
+    assert base == fingerprint(datasets.concatenate_datasets([keyed(rows[:cut]), keyed(rows[cut:])]))
+    padded = keyed([*other, *rows, *other])
+    assert base == fingerprint(padded.select(range(len(other), len(other) + len(rows))))
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    assert base == fingerprint(keyed([rows[place] for place in order]).select(np.argsort(order)))
+
+
+def test_fingerprint_does_not_depend_on_how_many_rows_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = keyed([(number, [number] * (number % 4)) for number in range(50)])
+    prints = set()
+    for count in (1, 7, 50, 1_000_000):
+        monkeypatch.setattr("mm_utils.data.tokens._BATCH", count)
+        prints.add(fingerprint(rows))
+    assert len(prints) == 1
+
+
+def test_fingerprint_sees_where_a_row_ends() -> None:
+    assert fingerprint(keyed([(1, [2]), (3, [4])])) != fingerprint(keyed([(1, [2, 4]), (3, [])]))

@@ -1,0 +1,106 @@
+"""Which of its own language codes a multilingual tokenizer takes for a caption's language.
+
+Data sets write `de`, `de-DE`, `deu` or `deu_Latn`; tokenizers have tokens such as `de_DE` (mBART), `deu_Latn` (NLLB),
+`__de__` (M2M100), `<|de|>`, `<2de>`, `<de>` or `[de]`. The rule, in this order:
+
+1. the same code, up to case and `_` for `-`;
+2. of the tokens of the same language, the only one, else the only one of the same script, else of the same territory.
+   Script and territory that a code does not name are the likely ones of CLDR: `zh` is `zho_Hans`, `zh-TW` is `zho_Hant`;
+   and a language that its macrolanguage usually means is that: `arb` is `ar`, `cmn` is `zh`.
+
+A code for which this finds nothing, or more than one token, is given none: the tokenizer does with such captions what it
+does by default.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from langcodes import Language
+from langcodes.tag_parser import LanguageTagError
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_WRAPPED = re.compile(r"<\|(.+)\|>|<2(.+)>|<(.+)>|\[(.+)\]|__(.+)__")
+_LONGEST = 35  # letters; the longest code that the language-tag standard expects (RFC 5646, 4.4.1)
+_NAMED = 10  # languages that a warning names
+_Place = tuple[str, str | None, str | None]  # language, script, territory
+
+
+def own_codes(tokenizer: PreTrainedTokenizerBase, languages: Iterable[str]) -> dict[str, str]:
+    """Give the token of `tokenizer` for each of `languages` that has one; the others are named in one warning.
+
+    Without language tokens in the vocabulary the answer is empty, and there is no warning. Nor is there one for "".
+    """
+    languages = sorted(set(languages) - {""})
+    tokens = language_tokens(tokenizer) if languages else {}
+    if not tokens:
+        return {}
+    places = {token: place for token, code in tokens.items() if (place := _place(code))}
+    exact = {_folded(code): token for token, code in tokens.items()}
+    found, missing = {}, []
+    for language in languages:
+        token = exact.get(_folded(language)) or _match(language, places)
+        if token:
+            found[language] = token
+        else:
+            missing.append(language[:_LONGEST])
+    if missing:
+        named = ", ".join(map(repr, missing[:_NAMED])) + " ..." * (len(missing) > _NAMED)
+        _warn(tokenizer.name_or_path or "the tokenizer", named)
+    return found
+
+
+def language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Special tokens of `tokenizer` that stand for languages, each with the code inside: `{"__de__": "de"}`.
+
+    A token without brackets counts where the tokenizer has a source language (`src_lang`).
+    """
+    named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found = {}
+    for token in sorted((special | set(tokenizer.all_special_tokens)) - named):
+        wrapped = _WRAPPED.fullmatch(token)
+        code = next(filter(None, wrapped.groups())) if wrapped else token
+        if (wrapped or hasattr(tokenizer, "src_lang")) and _place(code):
+            found[token] = code
+    return found
+
+
+@lru_cache(maxsize=64)  # once for the same languages, however many batches they come in
+def _warn(tokenizer: str, languages: str) -> None:
+    text = "%s has no token, or more than one, for %s; such captions are tokenised as by default"
+    logger.warning(text, tokenizer, languages)
+
+
+def _match(language: str, places: dict[str, _Place]) -> str | None:
+    wanted = _place(language)
+    if wanted is None:
+        return None
+    left = [token for token, place in places.items() if place[0] == wanted[0]]
+    for part in (1, 2):
+        if len(left) > 1:
+            left = [token for token in left if places[token][part] == wanted[part]]
+    return left[0] if len(left) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _place(code: str) -> _Place | None:
+    """Language, script and territory of a code; None if it is no language's."""
+    try:
+        language = Language.get(code) if len(code) <= _LONGEST else None
+    except LanguageTagError:
+        return None
+    if language is None or language.language is None or not language.is_valid():
+        return None
+    likely = language.prefer_macrolanguage().maximize()
+    name = (
+        "nb" if likely.language == "no" else str(likely.language)
+    )  # Norwegian, where Bokmål and Nynorsk are told apart
+    return name, likely.script, likely.territory
+
+
+def _folded(code: str) -> str:
+    return code.lower().replace("_", "-")

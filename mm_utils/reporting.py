@@ -1,11 +1,14 @@
-"""What a finished run shows of itself: training curves, retrieval examples and the model card."""
+"""Pictures for people: training curves, retrieval examples, contact sheets, and the style that all figures share."""
 
+import contextlib
+import functools
 import json
 import logging
 import math
 import re
 import textwrap
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 from PIL import Image, ImageOps
 
@@ -23,6 +27,9 @@ Points = tuple[list[int], list[float]]
 
 INK, MUTED, LIGHT = "#1f2937", "#6b7280", "#e5e7eb"
 BLUE, ORANGE, GREEN, PURPLE, PINK, CYAN = COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
+
+# Fonts with Chinese, Japanese and Korean letters, which matplotlib's own font lacks; used where they are installed.
+_WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
 
 
 def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
@@ -37,10 +44,10 @@ def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
         logger.warning("%s has no values to plot; %s is not written", metrics_path, out_path)
         return []
     columns = min(3, len(panels))
-    figure = _figure(4.5 * columns, 3.1 * math.ceil(len(panels) / columns))
+    figure = new_figure(4.5 * columns, 3.1 * math.ceil(len(panels) / columns))
     for index, (title, draw) in enumerate(panels):
         ax = figure.add_subplot(math.ceil(len(panels) / columns), columns, index + 1)
-        _style(ax)
+        style_axes(ax)
         draw(ax, series)
         ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
         if index >= len(panels) - columns:
@@ -65,14 +72,15 @@ def _read_series(path: Path) -> dict[str, Points]:
     return {name: (sorted(points), [points[step] for step in sorted(points)]) for name, points in values.items()}
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """A figure of its own: `pyplot` and its global state stay untouched."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr,call-arg]
     return figure
 
 
-def _style(ax: Axes) -> None:
+def style_axes(ax: Axes) -> None:
+    """Light horizontal grid, no frame, few ticks in short notation."""
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color(LIGHT)
     ax.grid(axis="y", color=LIGHT, linewidth=0.8)
@@ -88,7 +96,8 @@ def _tick(value: float, position: int | None) -> str:
     return np.format_float_scientific(value, 3, trim="-", exp_digits=1) if 0 < value < 1e-3 else f"{value:,.5g}"
 
 
-def _legend(ax: Axes, **kwargs: Any) -> None:
+def small_legend(ax: Axes, **kwargs: Any) -> None:
+    """A legend without a frame; `kwargs` are those of `Axes.legend`."""
     ax.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, **kwargs)
 
 
@@ -115,7 +124,7 @@ def _draw_losses(ax: Axes, series: dict[str, Points]) -> None:
         label = name.removesuffix("_loss").replace("_", " ").replace("loss", "total")
         _plot_noisy(ax, series[name], COLORS[index % len(COLORS)], label, 2.0 if name == "loss" else 1.3)
     if len(names) > 1:
-        _legend(ax, loc="upper right")
+        small_legend(ax, loc="upper right")
 
 
 def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
@@ -134,7 +143,7 @@ def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
         ax.plot([], [], color=color, linewidth=2, label=label)
     note = ", ".join(f"@{cutoff} {styles[min(rank, 2)][0]}" for rank, cutoff in enumerate(cutoffs))
     ax.set_title(note, loc="right", fontsize=7.5, color=MUTED)
-    _legend(ax, loc="best")
+    small_legend(ax, loc="best")
 
 
 def _draw_throughput(ax: Axes, series: dict[str, Points]) -> None:
@@ -142,14 +151,14 @@ def _draw_throughput(ax: Axes, series: dict[str, Points]) -> None:
     ax.set_ylim(0, 1.3 * max(series["pairs_per_second"][1]) or 1)
     if "data_wait" in series:
         share = ax.twinx()
-        _style(share)
+        style_axes(share)
         share.grid(visible=False)
         share.fill_between(*series["data_wait"], color=ORANGE, alpha=0.3, linewidth=0)
         share.set_ylim(0, 1)
         share.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         share.tick_params(labelcolor=ORANGE)
         ax.fill_between([], [], color=ORANGE, alpha=0.3, label="waiting for data (right)")
-        _legend(ax, loc="upper right", ncols=2)
+        small_legend(ax, loc="upper right", ncols=2)
 
 
 PANELS = (
@@ -177,20 +186,16 @@ def draw_retrieval(queries: list[RetrievalExample], out_path: Path) -> None:
     """Draw one row a query: its caption and its five best images, the true one in a green frame."""
     if not queries:
         raise ValueError("queries is empty; there is nothing to draw. Pass at least one RetrievalExample.")
-    figure = _figure(10.2, 1.7 * len(queries))
+    figure = new_figure(10.2, 1.7 * len(queries))
     grid = figure.add_gridspec(len(queries), 6, width_ratios=[2.1, 1, 1, 1, 1, 1])
     for row, query in enumerate(queries):
         ax = figure.add_subplot(grid[row, 0])
         ax.set_axis_off()
-        caption = "".join(letter if letter.isprintable() else " " for letter in query.caption)
-        lines = textwrap.wrap(caption, 30, max_lines=5, placeholder=" …")
-        text = ax.text(0, 0.5, "\n".join(lines), va="center", fontsize=10, color=INK)
-        text.set_parse_math(False)  # a caption with two $ is no formula
+        _draw_text(ax, 0, 0.5, _wrap(query.caption, 30, 5), va="center", fontsize=10)
         for rank, (image, score, hit) in enumerate(zip(query.images, query.scores, query.correct, strict=True)):
             if rank < 5:
                 _draw_image(figure.add_subplot(grid[row, rank + 1]), image, score, hit)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a script that the font lacks shows as boxes
+    with _missing_glyphs_allowed():
         FigureCanvasAgg(figure).print_png(str(out_path))
 
 
@@ -201,3 +206,71 @@ def _draw_image(ax: Axes, image: Image.Image, score: float, hit: bool) -> None:
     ax.spines[:].set(color="#16a34a" if hit else "#d1d5db", linewidth=3.5 if hit else 1.0)
     label = f"{score:.3f}" + "  ✓" * hit
     ax.set_xlabel(label, fontsize=8.5, color="#15803d" if hit else MUTED, fontweight="bold" if hit else "normal")
+
+
+@dataclass
+class Tile:
+    """One picture of a contact sheet (None: a grey field), with a short title and a longer text below it."""
+
+    image: Image.Image | None
+    title: str
+    text: str = ""
+
+
+def draw_contact_sheet(tiles: list[Tile], out_path: Path, columns: int = 6, group: int = 1) -> None:
+    """Draw the tiles row by row as a JPEG, of which 24 photographs take 200 kB (as a PNG, five times that).
+
+    A title is one line, cut in its middle, and a text at most five. Every `group` neighbours in a row stand closer together.
+    """
+    if not tiles:
+        raise ValueError("tiles is empty; there is nothing to draw. Pass at least one Tile.")
+    side, gap, below, dpi = 1.5, 0.14, 0.94, 120
+    columns = min(columns, len(tiles))
+    rows, groups = math.ceil(len(tiles) / columns), math.ceil(columns / group)
+    width = gap + columns * (side + gap) + (groups - 1) * gap * (group > 1)
+    height = gap + rows * (side + below)
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
+    for index, tile in enumerate(tiles):
+        row, column = divmod(index, columns)
+        left = gap + column * (side + gap) + (column // group) * gap * (group > 1)
+        bottom = height - gap - (row + 1) * (side + below)
+        ax = figure.add_axes((left / width, bottom / height, side / width, (side + below) / height))
+        _draw_tile(ax, tile, side, below, round(side * dpi))
+    with _missing_glyphs_allowed():
+        FigureCanvasAgg(figure).print_jpg(str(out_path), pil_kwargs={"quality": 75, "optimize": True})
+
+
+def _draw_tile(ax: Axes, tile: Tile, side: float, below: float, pixels: int) -> None:
+    ax.set_axis_off()
+    picture = Image.new("RGB", (pixels, pixels), LIGHT)
+    if tile.image is not None:
+        picture = ImageOps.pad(tile.image.convert("RGB"), picture.size, color="#f8fafc")
+    ax.imshow(np.asarray(picture), extent=(0, side, 0, side))
+    ax.set(xlim=(0, side), ylim=(-below, side))
+    title = tile.title if len(tile.title) <= 28 else f"{tile.title[:13]}…{tile.title[-14:]}"
+    _draw_text(ax, 0, -0.05, _wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
+    _draw_text(ax, 0, -0.19, _wrap(tile.text, 24, 5), va="top", fontsize=7.5, clip_on=True)
+
+
+def _wrap(text: str, width: int, lines: int) -> str:
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …"))
+
+
+def _draw_text(ax: Axes, x: float, y: float, text: str, **kwargs: Any) -> None:
+    """Text that others wrote: two $ in it are no formula, and a script that the first font lacks is looked for."""
+    ax.text(x, y, text, parse_math=False, family=_font_families(), **{"color": INK, **kwargs})
+
+
+@functools.cache
+def _font_families() -> list[str]:
+    known = {font.name for font in fontManager.ttflist}
+    return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in known)]
+
+
+@contextlib.contextmanager
+def _missing_glyphs_allowed() -> Iterator[None]:
+    """A script that no font has shows as boxes, without a warning for every letter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield

@@ -1,0 +1,68 @@
+"""Turn raw sources of images and captions into one verified pair data set, and a report on what was found.
+
+A file with one image and its caption, or captions, a row:
+    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine
+
+Several sources of any kind: COCO captions and shards, three pairs of the first for one of the second:
+    python scripts/prepare_data.py --output_dir data/mixed --sources
+        coco/captions_train2017.json,image_root=coco/train2017,weight=3  "shards/web-{000000..000099}.tar,weight=1"
+
+A thousand rows of each, to try; the report is in data/try/report.md:
+    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/try --max_rows 1000
+
+Train on it, and look later whether a copy is whole:
+    accelerate launch scripts/pretrain.py --dataset_name data/mine
+    python scripts/prepare_data.py --verify data/mine
+
+An interrupted run goes on where it stopped when the same command is given again.
+"""
+
+import logging
+import time
+
+from mm_utils.arguments import parse_args, to_dict
+from mm_utils.data.checks import CheckArguments
+from mm_utils.data.paths import PathArguments
+from mm_utils.data.prepare import PrepareArguments, ingest_sources, workspace
+from mm_utils.data.prepared import removed_examples, verify, write_findings, write_pairs
+from mm_utils.data.reconcile import ReconcileArguments, reconcile
+from mm_utils.data.summary import summarize
+from mm_utils.data_report import write_report
+from mm_utils.run import run_script, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it."""
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    groups = (PrepareArguments, CheckArguments, ReconcileArguments, PathArguments)
+    parsed = parse_args(*groups, argv=argv, doc=__doc__)
+    args, checks, reconcile_args, paths = parsed
+    set_up_logging()
+    if args.verify:
+        rows = verify(args.verify)
+        logger.info("%s: all %s rows are what was written", args.verify, f"{rows:,}")
+        return {"rows": rows}
+
+    start = time.perf_counter()
+    with workspace(args) as work:
+        # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
+        ingested = ingest_sources(args, checks, paths, work)
+
+        # 3. Rows together: duplicates, leaks, splits.
+        found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl")
+
+        # 4. Write the data set, and the report on it.
+        pairs = write_pairs(found, ingested.parts, work / "result")
+        summary = summarize(args, to_dict(*parsed), ingested, found, pairs)
+        summary["seconds"] = round(time.perf_counter() - start, 1)
+        write_findings(work / "result", summary, ingested.faults + found.faults)
+        write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))
+
+    logger.info("%s", ", ".join(f"{name}: {len(rows):,} images" for name, rows in pairs.items()))
+    return {f"{name}_images": float(len(rows)) for name, rows in pairs.items()}
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,12 +1,46 @@
-"""Decode images: any format to RGB, a JPEG at the smallest DCT scale that is still large enough."""
+"""Decode images of any kind to RGB by fixed rules; shrink them, and encode them for storage.
+
+The rules, so that two machines never see different pixels. Each that changes something is named in the notes of `decode`:
+    formats         those of `FORMATS`, told by content and never by name; vector formats would start other programs
+    several frames  the first one: `animated_first_frame`, `multi_page_first` (TIFF, MPO)
+    orientation     EXIF rotation and mirroring are applied, `exif_rotated`; unreadable EXIF is ignored
+    transparency    laid on white, which is what the pages it was cut from usually show: `alpha_on_white`
+    16 bits grey    value * 255 / 65535, rounded: `sixteen_bit_scaled`; 16-bit colour comes from Pillow as its high bytes
+    float, 32 bits  floats in 0..1 times 255, integers in 0..65535 as 16 bits, all else stretched from its least to its
+                    greatest value: `float_scaled`; refused if a value is not finite
+    CMYK            converted without a profile, stored inverted as Adobe does: `cmyk_converted`
+    palette         `palette_converted`;  colour profiles and all other metadata are dropped
+"""
 
 import io
+import math
+import os
+import re
+import stat
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, features
 
-Image.MAX_IMAGE_PIXELS = 178_956_970  # Pillow warns above half of this and refuses above it
+try:
+    import simplejpeg
+except ImportError:  # optional: it gives Pillow's pixels, and refuses inner damage that Pillow skips over
+    simplejpeg = None
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" in features.modules else ())
+JPEG_QUALITY = 92
+
+_RAW = re.compile(r"raw:(\d{1,9})x(\d{1,9})")
+_Turn = Image.Transpose
+_TURNS = {
+    2: _Turn.FLIP_LEFT_RIGHT,
+    3: _Turn.ROTATE_180,
+    4: _Turn.FLIP_TOP_BOTTOM,
+    5: _Turn.TRANSPOSE,
+    6: _Turn.ROTATE_270,
+    7: _Turn.TRANSVERSE,
+    8: _Turn.ROTATE_90,
+}
 
 
 class UnreadableImageError(ValueError):
@@ -14,40 +48,198 @@ class UnreadableImageError(ValueError):
 
 
 def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Image:
-    """Decode `{"bytes": ..., "path": ...}` to RGB, its EXIF rotation applied.
+    """Decode `{"bytes": ..., "path": ...}` to upright RGB.
 
     Args:
-        value: as `datasets.Image(decode=False)` stores it; bytes win over the path.
+        value: as `datasets.Image(decode=False)` stores it; bytes win over the path. The path `raw:344x258` says that the
+            bytes are the pixels themselves, see `pixels`.
         min_side: a JPEG may be decoded at a reduced scale whose shorter side is at least this.
 
     Raises:
-        UnreadableImageError: if the image is missing, truncated, too large, or of no known format.
+        UnreadableImageError: if the image is missing, no regular file, truncated, too large, or of no known format.
     """
     name = value.get("path") or "embedded image"
-    if not (value.get("bytes") or value.get("path")):
-        raise UnreadableImageError(f"{name}: it has 0 bytes")
     try:
-        image = Image.open(io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
-        if min_side is not None:
-            _draft(image, min_side)
-        image.load()
-        return _flatten(ImageOps.exif_transpose(image))
+        content = value.get("bytes") or (_read_file(value["path"]) if value.get("path") else b"")
+        if not content:
+            raise UnreadableImageError("it has 0 bytes")
+        if raw_size(value) is not None:
+            return Image.fromarray(pixels(value))
+        return decode(read_header(content), content, min_side)[0]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and what not, too
         raise UnreadableImageError(f"{name}: {error}") from error
 
 
-def _draft(image: Image.Image, min_side: int) -> None:
-    """Ask for a reduced decode; `draft` keeps both sides at least as large as asked."""
+def raw_size(value: dict[str, Any]) -> tuple[int, int] | None:
+    """(width, height) where the bytes of a stored image are its pixels, None where they are an image file."""
+    match = _RAW.fullmatch(value.get("path") or "") if value.get("bytes") else None
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def pixels(value: dict[str, Any]) -> np.ndarray:
+    """A view of stored raw pixels, RGB, row by row: read-only uint8 `[height, width, 3]`; nothing is copied.
+
+    Raises:
+        UnreadableImageError: if there are not width * height * 3 bytes, or no size.
+    """
+    size = raw_size(value)
+    if size is None:
+        raise UnreadableImageError(f"{value.get('path') or 'embedded image'}: it holds no raw pixels")
+    width, height = size
+    content = value["bytes"]
+    if len(content) != width * height * 3:
+        raise UnreadableImageError(
+            f"{value['path']}: it has {len(content):,} bytes; raw pixels of that size take {width * height * 3:,}"
+        )
+    return np.frombuffer(content, np.uint8).reshape(height, width, 3)
+
+
+def read_header(content: bytes) -> Image.Image:
+    """Size, mode and format of an image file, nothing decoded. Raises whatever Pillow raises at a damaged one."""
+    return Image.open(io.BytesIO(content), formats=FORMATS)
+
+
+def decode(
+    header: Image.Image, content: bytes, min_side: int | None = None, *, strict: bool = False
+) -> tuple[Image.Image, tuple[int, int], tuple[str, ...]]:
+    """The image whose header is `read_header(content)`, by the rules above.
+
+    Args:
+        min_side: a JPEG may be decoded at half, quarter or eighth scale whose shorter side is at least this.
+        strict: refuse a JPEG with inner damage that decoders skip over. Needs simplejpeg; ignored without it.
+
+    Returns:
+        Upright RGB without metadata, perhaps reduced; (width, height) of the whole upright image; notes.
+
+    Raises:
+        whatever the decoder raises at a damaged file: no closed set, it holds struct.error and RuntimeError, too.
+    """
+    width, height = header.size
+    if header.format == "PNG":
+        header.load()  # here, as reading the EXIF block of a PNG decodes it, and swallows what is wrong with it
+    orientation, notes = _orientation(header), []
+    if getattr(header, "is_animated", False):
+        notes.append("multi_page_first" if header.format in ("TIFF", "MPO") else "animated_first_frame")
+    if min_side is not None:
+        _draft(header, min_side)
+    image = _decode_strictly(header, content, (width, height)) if strict else None
+    if image is None:
+        header.load()
+        image = header
+    image = _flatten(image, notes)
+    if orientation in _TURNS:
+        notes.append("exif_rotated")
+    if header.format == "TIFF":  # Pillow has turned it already
+        width, height = image.size
+    elif orientation in _TURNS:
+        image = image.transpose(_TURNS[orientation])
+        width, height = (height, width) if orientation >= 5 else (width, height)
+    image.info = {}  # else `save` writes comments and profiles out again
+    return image, (width, height), tuple(notes)
+
+
+def shrink(image: Image.Image, short_side: int) -> Image.Image:
+    """Resize so that the shorter side is `short_side`; the shape stays, and a smaller image is left as it is.
+
+    Bicubic with antialiasing. Above a factor of 4 whole pixels are averaged first (`reducing_gap`): half the time at
+    1600 x 1200, 53 dB from the exact result.
+    """
     shorter = min(image.size)
+    if shorter <= short_side:
+        return image
+    width, height = (max(short_side, round(side * short_side / shorter)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
+
+
+def encode(image: Image.Image, store: str, quality: int = JPEG_QUALITY) -> bytes:
+    """The bytes to store of an RGB image: `jpeg`, `png` (lossless) or `raw` (see `pixels`), without metadata.
+
+    JPEG is baseline 4:2:0. At 344 x 258 and quality 92 that is 34 kB at 38.4 dB; full colour (4:4:4) takes 15 % more bytes for
+    1.1 dB, and optimised Huffman tables save 2.4 % of the bytes for 2.5 times the encoding time.
+    """
+    if store == "raw":
+        return image.tobytes()
+    buffer = io.BytesIO()
+    if store == "jpeg":
+        image.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    elif store == "png":
+        image.save(buffer, "PNG")
+    else:
+        raise ValueError(f"store is {store!r}; images are stored as jpeg, png or raw. Give one of these.")
+    return buffer.getvalue()
+
+
+def psnr(image: Image.Image, other: Image.Image) -> float:
+    """Peak signal-to-noise ratio of two RGB images of one size, in dB: 10 log10(255^2 / mean squared error)."""
+    difference = np.asarray(image, np.float64) - np.asarray(other, np.float64)
+    error = float((difference**2).mean())
+    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+
+
+def _read_file(path: str) -> bytes:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, /dev/zero never end
+        raise UnreadableImageError("it is no regular file")
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _orientation(header: Image.Image) -> int:
+    """The EXIF orientation, 1 to 8; a garbled EXIF block is as good as none, the pixels are not touched by it."""
+    try:
+        value = header.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # Pillow parses lazily: struct.error, KeyError, SyntaxError, TypeError, ...
+        return 1
+    return value if value in range(1, 9) else 1
+
+
+def _draft(header: Image.Image, min_side: int) -> None:
+    """Ask for a reduced decode; `draft` keeps both sides at least as large as asked."""
+    shorter = min(header.size)
     if min_side < shorter:
-        image.draft("RGB", (image.width * min_side // shorter, image.height * min_side // shorter))
+        header.draft("RGB", (header.width * min_side // shorter, header.height * min_side // shorter))
 
 
-def _flatten(image: Image.Image) -> Image.Image:
-    """Any mode to RGB; transparency is laid on white, which is what the pages it was cut from usually show."""
-    if image.mode.startswith("I"):  # 16 bits, which `convert` would clip to white
-        return Image.fromarray((np.asarray(image) // 256).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+def _decode_strictly(header: Image.Image, content: bytes, size: tuple[int, int]) -> Image.Image | None:
+    """What simplejpeg makes of a plain colour JPEG at the scale of `header`; None leaves it to Pillow."""
+    if simplejpeg is None or header.format != "JPEG" or header.mode != "RGB":
+        return None
+    smaller = {}
+    if header.size != size:
+        smaller = {"min_width": header.width, "min_height": header.height, "min_factor": 2}
+    array = simplejpeg.decode_jpeg(content, "RGBX", strict=True, **smaller)
+    if array.shape[1::-1] != header.size:
+        return None
+    return Image.frombytes("RGB", header.size, array.data, "raw", "RGBX")
+
+
+def _flatten(image: Image.Image, notes: list[str]) -> Image.Image:
+    """Any mode to RGB; says in `notes` what that took."""
+    if image.mode == "F" or image.mode.startswith("I"):
+        return _scale(image, notes)
+    if image.mode in ("P", "PA"):
+        notes.append("palette_converted")
+    if image.mode == "CMYK":
+        notes.append("cmyk_converted")
+    if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+        if image.getchannel("A").getextrema() != (255, 255):
+            notes.append("alpha_on_white")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _scale(image: Image.Image, notes: list[str]) -> Image.Image:
+    """Grey values of more than 8 bits, which `convert` would clip to white."""
+    values = np.asarray(image)
+    low, high = float(values.min()), float(values.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise UnreadableImageError("it holds values that are not finite")
+    top = 1.0 if image.mode == "F" else 65535.0
+    if low < 0 or high > top or image.mode == "F":
+        notes.append("float_scaled")
+    else:
+        notes.append("sixteen_bit_scaled")
+    if low >= 0 and high <= top:
+        low, high = 0.0, top
+    grey = (values.astype(np.float32) - np.float32(low)) * np.float32(255 / ((high - low) or 1)) + np.float32(0.5)
+    return Image.fromarray(grey.astype(np.uint8)).convert("RGB")

@@ -7,8 +7,10 @@ was made of the same records with the same settings is not done again; so an int
 
 import hashlib
 import json
+import math
 import os
 import pickle
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -50,6 +52,7 @@ PART_SCHEMA = pa.schema(
 )
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
 PSNR_EVERY = 50  # rows of which one is decoded again to measure what storing cost
+_METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, who held it
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 
 
@@ -257,7 +260,7 @@ class _Worker:
     def _store(self, data: bytes, checked: CheckedImage) -> tuple[bytes, str | None, tuple[int, int]]:
         """The bytes that are kept, their path field, and the size of the image in them.
 
-        What needs no change is kept as it is, where that is not larger: a JPEG is not compressed twice.
+        What needs no change, carries no metadata and is no larger is kept as it is: a JPEG is not compressed twice.
         """
         store, short_side = self.storage.store, self.storage.short_side
         if short_side is None:
@@ -267,15 +270,17 @@ class _Worker:
         if store == "raw":
             return encoded, f"raw:{image.width}x{image.height}", image.size
         untouched = image.size == (checked.width, checked.height) and not set(checked.notes) - {"wrong_extension"}
-        kept = untouched and checked.format in ("JPEG", "PNG") and (store == "jpeg" or checked.format == "PNG")
-        return data if kept and len(data) <= len(encoded) else encoded, None, image.size
+        lossless = checked.format == "PNG" or (checked.format == "JPEG" and store == "jpeg")
+        kept = untouched and lossless and len(data) <= len(encoded) and not _METADATA.search(data)
+        return data if kept else encoded, None, image.size
 
     def _loss(self, data: bytes, stored: bytes, path: str | None, size: tuple[int, int]) -> float | None:
         """PSNR in dB of what is stored against the whole original, decoded and reduced to that size; None if equal."""
         if data is stored:
             return None
         original = open_image({"bytes": data, "path": None}).resize(size, Image.Resampling.BICUBIC)
-        return psnr(original, open_image({"bytes": stored, "path": path}))
+        loss = psnr(original, open_image({"bytes": stored, "path": path}))
+        return loss if math.isfinite(loss) else None
 
     def _regions(self, record: Record) -> list[dict[str, Any]] | None:
         """Boxes as x, y, width, height in pixels of the stored image, each with its phrase."""

@@ -10,6 +10,8 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -187,7 +189,9 @@ def ingest_sources(args: PrepareArguments, checks: CheckArguments, paths: PathAr
     with (
         tqdm(desc="Checking and storing", unit=" rows", smoothing=0.05) as bar,
         # Forked processes need not import anything again, which would take longer than a small data set.
-        ProcessPoolExecutor(workers, multiprocessing.get_context("fork" if hasattr(os, "fork") else None)) as pool,
+        ProcessPoolExecutor(
+            workers, multiprocessing.get_context("fork" if hasattr(os, "fork") else None), _quiet
+        ) as pool,
     ):
         try:
             for number, result in _in_order(pool, chunks, (parts, checks, args.storage), 2 * workers):
@@ -208,6 +212,13 @@ def ingest_sources(args: PrepareArguments, checks: CheckArguments, paths: PathAr
     for tally in found.sources.values():
         _refuse_hopeless(tally, args.max_bad_fraction, found.faults)
     return found
+
+
+def _quiet() -> None:
+    """Pillow's own words on damaged files name neither file nor row; the quarantine does. Ctrl-C is for the main process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
 
 
 def _named(sources: list[Source]) -> list[Source]:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import UnreadableImageError, encode, open_image, pixels, psnr, raw_size, shrink
 
 RED = (200, 30, 60)
 
@@ -149,6 +150,20 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
             open_image({"bytes": None, "path": str(path)})
 
 
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    for path in (tmp_path / "pipe.jpg", Path("/dev/zero")):
+        with pytest.raises(UnreadableImageError, match=f"{path.name}: it is no regular file"):
+            open_image({"bytes": None, "path": str(path)})
+
+
+def test_no_other_program_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("Ghostscript was asked"))
+    for form in ("EPS", "PDF", "ICO", "PCX"):
+        with pytest.raises(UnreadableImageError, match="cannot identify"):
+            open_image(stored(photo(40, 30), form))
+
+
 def test_bomb_is_refused(tmp_path: Path) -> None:
     """A PNG of 1 kB that claims 50,000 x 50,000 pixels."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
@@ -197,3 +212,81 @@ def test_reduced_decode_happens() -> None:
     assert open_image(value, 150).size == (200, 150)
     assert open_image(value, 151).size == (400, 300)
     assert open_image(stored(photo(160, 120)), 15).size == (160, 120)  # PNG has no such thing
+
+
+# -- storage ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 300))
+@settings(max_examples=60)
+def test_shrinking_keeps_the_shape_and_never_enlarges(width: int, height: int, side: int) -> None:
+    image = Image.new("RGB", (width, height), RED)
+    small = shrink(image, side)
+    if min(width, height) <= side:
+        assert small is image
+        return
+    assert min(small.size) == side
+    scale = side / min(width, height)
+    assert abs(small.width - width * scale) <= 0.5
+    assert abs(small.height - height * scale) <= 0.5
+    assert small.getpixel((side // 2, side // 2)) == RED
+
+
+def test_shrinking_averages() -> None:
+    """A fine chequerboard turns grey, also where the image is reduced in two stages."""
+    board = np.indices((1200, 1600)).sum(0) % 2 * 255
+    grey = np.asarray(shrink(Image.fromarray(board.astype(np.uint8)).convert("RGB"), 150))[4:-4, 4:-4]
+    assert np.abs(grey.astype(int) - 127).max() <= 2
+
+
+def test_a_reduced_decode_and_shrinking_show_what_a_full_one_shows() -> None:
+    noisy = np.asarray(photo(1600, 1200)).astype(int) + np.random.default_rng(0).integers(0, 40, (1200, 1600, 3))
+    value = stored(Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), "JPEG")
+    reduced = shrink(open_image(value, 258), 258)
+    assert psnr(reduced, open_image(value).resize(reduced.size, Image.Resampling.BICUBIC)) > 38
+
+
+def test_stored_images_come_back() -> None:
+    image = photo(90, 70)
+    for store in ("png", "raw"):
+        path = "raw:90x70" if store == "raw" else None
+        assert np.array_equal(open_image({"bytes": encode(image, store), "path": path}), image)
+    jpeg = {"bytes": encode(image, "jpeg"), "path": None}
+    assert psnr(open_image(jpeg), image) > 35
+    with Image.open(io.BytesIO(jpeg["bytes"])) as opened:
+        assert "progressive" not in opened.info
+        assert opened.layer[0][1:3] == (2, 2)
+    assert psnr(open_image({"bytes": encode(image, "jpeg", 60), "path": None}), image) < psnr(open_image(jpeg), image)
+    with pytest.raises(ValueError, match=r"^store is 'gif'; .* Give one of these\.$"):
+        encode(image, "gif")
+
+
+def test_raw_pixels_are_a_view() -> None:
+    content = bytes(range(24))
+    view = pixels({"bytes": content, "path": "raw:4x2"})
+    assert view.shape == (2, 4, 3)
+    assert view[1, 0].tolist() == [12, 13, 14]
+    assert not view.flags.writeable
+    assert not view.flags.owndata
+    assert np.shares_memory(view, np.frombuffer(content, np.uint8))
+
+
+@pytest.mark.parametrize("path", ["raw:4x3", "raw:0x0", "raw:-4x-2", "raw:4", "raw.jpg", None])
+def test_raw_pixels_of_another_size_are_refused(path: str | None) -> None:
+    value = {"bytes": bytes(24), "path": path}
+    for reader in (pixels, open_image):
+        with pytest.raises(UnreadableImageError, match=f"{path or 'embedded image'}: ."):
+            reader(value)
+
+
+def test_only_bytes_are_raw() -> None:
+    assert raw_size({"bytes": b"x", "path": "raw:4x2"}) == (4, 2)
+    assert raw_size({"bytes": None, "path": "raw:4x2"}) is None
+    assert raw_size({"bytes": b"x", "path": "a.jpg"}) is None
+
+
+def test_psnr_is_that_of_the_definition() -> None:
+    black = Image.new("RGB", (4, 4))
+    assert psnr(black, black) == math.inf
+    assert psnr(black, Image.new("RGB", (4, 4), "white")) == 0
+    assert psnr(black, Image.new("RGB", (4, 4), (5, 5, 5))) == pytest.approx(20 * math.log10(51))

@@ -144,7 +144,7 @@ def image_folder(folder: Path) -> DataArguments:
 def absolute_paths(folder: Path) -> DataArguments:
     (folder / "elsewhere").mkdir()
     rows = [{**row, "image": str(folder / row["image"])} for row in rows_of()]
-    return DataArguments(train_file=write_jsonl(folder / "elsewhere" / "pairs.jsonl", rows))
+    return DataArguments(train_file=write_jsonl(folder / "elsewhere" / "pairs.jsonl", rows), allow_outside_root=True)
 
 
 def own_image_root(folder: Path) -> DataArguments:
@@ -273,6 +273,121 @@ def test_languages_stay_beside_their_captions_and_other_columns_go(folder: Path)
     assert (loaded[0]["captions"], loaded[0]["languages"]) == (["Bild"], ["de"])
     assert (loaded[1]["captions"], loaded[1]["languages"]) == (["same", "image"], ["en", "fr"])
     assert loaded[1]["regions"] == [{"box": [0, 0, 1, 1]}, {"box": [1, 1, 2, 2]}]
+
+
+@pytest.mark.parametrize("one_a_row", [True, False])
+def test_languages_may_be_in_a_column_of_another_name(folder: Path, one_a_row: bool) -> None:
+    rows = [{**row, "lang": "vi" if one_a_row else ["vi", "en"]} for row in rows_of()]
+    args = DataArguments(train_file=write_jsonl(folder / "p.jsonl", rows), language_column="lang")
+    loaded = load_pairs(args, need_train=False)["train"]
+    assert loaded.column_names == ["id", "image", "captions", "languages"]
+    assert list(loaded["languages"]) == [["vi", "vi" if one_a_row else "en"]] * COUNT
+    with pytest.raises(ValueError, match=r"--language_column is lagn; there is no such column .*'lang'"):
+        load_pairs(DataArguments(train_file=args.train_file, language_column="lagn"))
+
+
+# Paths
+
+
+@pytest.mark.parametrize("how", ["absolute", "dots", "link", "folder link"])
+def test_no_path_of_a_file_leaves_the_image_root_unless_allowed(
+    folder: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    place = folder / "place"
+    place.mkdir()
+    for index in range(1, COUNT):
+        (folder / f"{index}.png").rename(place / f"{index}.png")
+    (place / "link.png").symlink_to(folder / "0.png")
+    (place / "away").symlink_to(folder)
+    name = {"absolute": str(folder / "0.png"), "dots": "../0.png", "link": "link.png", "folder link": "away/0.png"}[
+        how
+    ]
+    rows = [{"image": name, "caption": "out"}, *flat(rows_of(range(1, COUNT)))]
+    file = write_jsonl(place / "p.jsonl", rows)
+    loaded = load_pairs(DataArguments(train_file=file), need_train=False)["train"]
+    assert list(loaded["id"]) == [f"{index}.png" for index in range(1, COUNT)]
+    assert (
+        "1 of 15 rows skipped: image lies outside --image_root; --allow_outside_root accepts it (line 1)"
+        in caplog.text
+    )
+    loaded = load_pairs(DataArguments(train_file=file, allow_outside_root=True), need_train=False)["train"]
+    assert len(loaded) == COUNT
+    assert content(folder, loaded[0]["image"]) == PILImage.open(folder / "0.png").tobytes()
+
+
+def test_absolute_paths_below_the_image_root_are_fine(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    rows = [{**row, "image": str(folder / row["image"])} for row in rows_of()]
+    file = write_jsonl(folder / "elsewhere" / "p.jsonl", rows)
+    assert len(load_pairs(DataArguments(train_file=file, image_root=str(folder)), need_train=False)["train"]) == COUNT
+    with pytest.raises(ValueError, match=r"lies outside .* Set --image_root, now .*elsewhere, to a folder above"):
+        load_pairs(DataArguments(train_file=file))
+
+
+def test_files_that_datasets_itself_found_are_used_wherever_they_lie(folder: Path) -> None:
+    for index in range(COUNT):
+        (folder / "set" / "train").mkdir(parents=True, exist_ok=True)
+        (folder / f"{index}.png").rename(folder / "set" / "train" / f"{index}.png")
+    rows = [{"file_name": row["image"], "text": row["captions"][0]} for row in rows_of()]
+    write_jsonl(folder / "set" / "train" / "metadata.jsonl", rows)
+    args = DataArguments(dataset_name=str(folder / "set"), image_root=str(folder))
+    assert len(load_pairs(args, need_train=False)["train"]) == COUNT
+
+
+# Prepared data sets
+
+
+PREPARED = Features(
+    {
+        **{"id": Value("string"), "image": Image(decode=False), "width": Value("int32"), "height": Value("int32")},
+        **{"captions": Sequence(Value("string")), "source": Value("string"), "content_id": Value("string")},
+    }
+)
+
+
+def write_prepared(folder: Path, sizes: dict[str, int]) -> str:
+    splits = {}
+    for split, count in sizes.items():
+        row = {"width": 4, "height": 4, "source": "s", "content_id": "c", "image": {"bytes": b"no image at all"}}
+        rows = [{**row, "id": f"{split}-{index}", "captions": ["", "same", "same"]} for index in range(count)]
+        splits[split] = Dataset.from_list(rows, features=PREPARED)
+    DatasetDict(splits).save_to_disk(folder / "prepared")
+    (folder / "prepared" / "report.json").write_text(json.dumps({"format": "tandem-pairs"}))
+    return str(folder / "prepared")
+
+
+def test_a_prepared_data_set_is_given_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write_prepared(tmp_path, {"test": 3, "train": 9, "validation": 4})
+    monkeypatch.setattr(sources, "read_table", lambda *a, **k: pytest.fail("rows were visited"))
+    loaded = load_pairs(DataArguments(dataset_name=name))
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 9, "validation": 4, "test": 3}
+    assert all(rows.features == PREPARED for rows in loaded.values())
+    assert loaded["train"].to_list() == DatasetDict.load_from_disk(name)["train"].to_list()
+    limited = load_pairs(DataArguments(dataset_name=name, max_train_samples=5, max_eval_samples=20))
+    assert {split: len(rows) for split, rows in limited.items()} == {"train": 5, "validation": 4, "test": 3}
+    assert list(limited["train"]["id"]) == [f"train-{index}" for index in range(5)]
+
+
+def test_validation_is_held_out_of_a_prepared_data_set_that_has_none(tmp_path: Path) -> None:
+    name = write_prepared(tmp_path, {"train": 60})
+    loaded = load_pairs(DataArguments(dataset_name=name))
+    again = load_pairs(DataArguments(dataset_name=name))
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 57, "validation": 3}
+    assert sorted([*loaded["train"]["id"], *loaded["validation"]["id"]]) == sorted(f"train-{at}" for at in range(60))
+    assert list(loaded["validation"]["id"]) == list(again["validation"]["id"])
+    assert list(load_pairs(DataArguments(dataset_name=name), need_train=False)) == ["train"]
+
+
+def test_a_prepared_data_set_that_is_damaged_or_too_small_is_named(tmp_path: Path) -> None:
+    name = write_prepared(tmp_path, {"test": 2})
+    with pytest.raises(ValueError, match="there is no train split, only test"):
+        load_pairs(DataArguments(dataset_name=name))
+    name = write_prepared(tmp_path / "small", {"train": 2})
+    with pytest.raises(ValueError, match="train has 1 of the 2 pairs"):
+        load_pairs(DataArguments(dataset_name=name))
+    (Path(name) / "report.json").write_text("{")
+    with pytest.raises(ValueError, match=r"report\.json is not valid JSON"):
+        load_pairs(DataArguments(dataset_name=name))
 
 
 # Grouping

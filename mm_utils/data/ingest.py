@@ -51,7 +51,7 @@ PART_SCHEMA = pa.schema(
     }
 )
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
-PSNR_EVERY = 50  # rows of which one is decoded again to measure what storing cost
+PSNR_EVERY = 100  # rows of which one is decoded again to measure what storing cost
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, who held it
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 

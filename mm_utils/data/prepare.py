@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
@@ -190,7 +191,7 @@ def ingest_sources(args: PrepareArguments, checks: CheckArguments, paths: PathAr
         tqdm(desc="Checking and storing", unit=" rows", smoothing=0.05) as bar,
         # Forked processes need not import anything again, which would take longer than a small data set.
         ProcessPoolExecutor(
-            workers, multiprocessing.get_context("fork" if hasattr(os, "fork") else None), _quiet
+            workers, multiprocessing.get_context("fork" if hasattr(os, "fork") else None), _set_up_worker
         ) as pool,
     ):
         try:
@@ -214,9 +215,10 @@ def ingest_sources(args: PrepareArguments, checks: CheckArguments, paths: PathAr
     return found
 
 
-def _quiet() -> None:
-    """Pillow's own words on damaged files name neither file nor row; the quarantine does. Ctrl-C is for the main process."""
+def _set_up_worker() -> None:
+    """One thread, as there is a process a core. Pillow's own words on damaged files name neither file nor row; the quarantine does. Ctrl-C is for the main process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from mm_utils.data.duplicates import fingerprint
 from mm_utils.data.ingest import PART_SCHEMA
-from mm_utils.data.reconcile import SPLITS, Reconciled, ReconcileArguments, reconcile
+from mm_utils.data.reconcile import SPLITS, ReconcileArguments, Reconciled, reconcile
 
 
 def picture(seed: int) -> Image.Image:

@@ -1,0 +1,71 @@
+"""Rows whose images show their number as a colour, and whose captions say it: whatever is paired wrongly is seen."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import torch
+from datasets import Dataset, Features, Value
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from mm_utils.data.loaders import LoaderArguments, Loaders
+from mm_utils.wordpiece import train_tokenizer
+
+CPU = torch.device("cpu")
+FEATURES = Features(
+    {"id": Value("string"), "image": datasets.Image(decode=False), "captions": datasets.Sequence(Value("string"))}
+)
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+SIZE = 16
+
+
+def new_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    return train_tokenizer([f"picture {word} says it once more" for word in WORDS] + list(extra), 300)
+
+
+def colour(index: int) -> tuple[int, int, int]:
+    """Each image has its own colour, which survives any crop."""
+    return (20 * index, 255 - 20 * index, 7 * index)
+
+
+def png(index: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20 + index, 30), colour(index)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
+    """Image i has i % 4 + 1 captions, all of which say its number."""
+    rows = [
+        {
+            "id": f"id-{index}",
+            "image": {"bytes": png(index)[: 50 if index in broken else None], "path": None},
+            "captions": [f"picture {WORDS[index]}" + " once more" * extra for extra in range(index % 4 + 1)],
+        }
+        for index in range(count)
+    ]
+    return Dataset.from_list(rows, features=FEATURES)
+
+
+def loaders(num_workers: int | str = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
+    arguments = LoaderArguments(max_seq_length, 1, min_crop_area, str(num_workers))
+    return Loaders(arguments, CPU, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+
+def number_said(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> int:
+    return next(WORDS.index(word) for word in tokenizer.decode(ids).split() if word in WORDS)
+
+
+def number_shown(pixels: Tensor) -> int:
+    red = pixels[0].mean() * 0.2 + 0.5
+    return round(float(red * 255 / 20))
+
+
+def equal(batch: dict[str, Any], other: dict[str, Any]) -> bool:
+    return batch.keys() == other.keys() and all(
+        torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        for name, value in batch.items()
+    )

@@ -28,10 +28,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunArguments:
-    """Where figures are sent."""
+    """Where figures are sent, and whether the run is only tried."""
 
     report_to: str | None = arg(
         None, "A tracker that accelerate knows and that is installed, e.g. tensorboard or wandb."
+    )
+    dry_run: bool = arg(
+        False, "Try all of it on a few pairs, say what the run will take in time, memory and disk, and leave nothing."
     )
 
 
@@ -39,21 +42,26 @@ class RunError(Exception):
     """A run that cannot start or go on; the message says what to do."""
 
 
-def start_run(name: str, args: TrainingArguments, *other_args: Any, report_to: str | None = None) -> Accelerator:
+def start_run(
+    name: str, args: TrainingArguments, *other_args: Any, report_to: str | None = None, dry_run: bool = False
+) -> Accelerator:
     """Set up processes, logging and the output folder; `args.output_dir` is filled in where it was left open.
 
-    Device, precision and number of processes come from `accelerate launch`, everything else from the arguments.
+    Device, precision and number of processes come from `accelerate launch`, everything else from the arguments. With
+    `dry_run` the folder is looked at and not made, and no tracker is started.
 
     Raises:
         RunError: if the processes do not see each other, or the output folder cannot be used.
     """
     accelerator = make_accelerator(report_to, args.output_dir)
     [args.output_dir] = broadcast_object_list([args.output_dir or _free_folder(name)])
-    problem = _prepare_folder(Path(args.output_dir), args) if accelerator.is_main_process else None
+    problem = _prepare_folder(Path(args.output_dir), args, dry_run) if accelerator.is_main_process else None
     [problem] = broadcast_object_list([problem])
     if problem:
         raise RunError(problem)
     set_seed(args.seed)
+    if dry_run:
+        return accelerator
     config = to_dict(args, *other_args)
     if accelerator.is_main_process:
         saved = {
@@ -86,7 +94,7 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
         project_dir=project_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
-    _set_up_logging(accelerator)
+    set_up_logging(accelerator.is_main_process, accelerator.is_local_main_process)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise RunError(
@@ -141,8 +149,8 @@ def _free_folder(name: str) -> str:
     return str(Path("outputs", f"{name}-{number}"))
 
 
-def _prepare_folder(folder: Path, args: TrainingArguments) -> str | None:
-    """Make the output folder; returns what is wrong with it."""
+def _prepare_folder(folder: Path, args: TrainingArguments, dry_run: bool) -> str | None:
+    """Make the output folder, but for a dry run; returns what is wrong with it."""
     holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "model.safetensors")) or any(
         folder.glob("checkpoint-*")
     )
@@ -151,6 +159,8 @@ def _prepare_folder(folder: Path, args: TrainingArguments) -> str | None:
             f"--output_dir is {folder}; it already holds a run. Continue it with --resume_from_checkpoint latest, "
             "replace it with --overwrite_output_dir, or give another folder."
         )
+    if dry_run:
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -170,12 +180,13 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(checkpoint)
 
 
-def _set_up_logging(accelerator: Accelerator) -> None:
-    level = logging.INFO if accelerator.is_main_process else logging.WARNING
+def set_up_logging(main: bool = True, local_main: bool = True) -> None:
+    """Messages on stderr with their time; only the main process gives more than warnings, progress bars one a machine."""
+    level = logging.INFO if main else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logging.getLogger("mm_utils").setLevel(level)
     logging.getLogger("__main__").setLevel(level)
     transformers.logging.set_verbosity_error()
-    if not accelerator.is_local_main_process:
+    if not local_main:
         datasets.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()

@@ -7,6 +7,9 @@ Your own pairs, from pretrained encoders, on every GPU that `accelerate config` 
     accelerate launch scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine
         --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
 
+What that will take in time, memory and disk, tried in a minute:
+    accelerate launch scripts/pretrain.py --train_file pairs.jsonl --dry_run
+
 Go on after an interruption, on any number of GPUs:
     accelerate launch scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
 """
@@ -21,6 +24,7 @@ from mm_utils.checkpoints import find_checkpoint
 from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
 from mm_utils.data.tokens import global_order, tokenize_splits
+from mm_utils.dry_run import Rehearsal
 from mm_utils.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.finish import HubCallback, finish_run
 from mm_utils.flops import measure_flops
@@ -45,12 +49,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parsed = parse_args(*groups, argv=argv, doc=__doc__)
     data_args, loader_args, model_args, objective_args, optimizer_args, *others = parsed
     cache_args, args, eval_args, hub_args, run_args = others
-    accelerator = start_run("pretrain", args, *parsed, report_to=run_args.report_to)
+    accelerator = start_run("pretrain", args, *parsed, report_to=run_args.report_to, dry_run=run_args.dry_run)
+    rehearsal = Rehearsal(accelerator, args, hub_args) if run_args.dry_run else None
 
     # 2. Data: the main process fills the cache first, the others read it.
     with accelerator.main_process_first():
         pairs = load_pairs(data_args)
         processor = load_processor(model_args, iterate_captions(pairs["train"]))
+        if rehearsal:
+            pairs = rehearsal.sample(pairs, processor, loader_args.max_seq_length)
         pairs = tokenize_splits(
             pairs, processor.tokenizer, loader_args.max_seq_length, data_args.preprocessing_num_workers
         )
@@ -72,6 +79,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     callbacks = [ProgressBar(), TemperatureClamp(objective_args.max_logit_scale), HubCallback(pusher)]
     if not cache_args.cache_features:
         callbacks.append(LoaderAdvice(loader_args.num_workers))
+    if rehearsal:
+        callbacks.append(rehearsal)
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
     trainer = Trainer(
@@ -93,6 +102,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 5. Finish: pictures, model card, push, and what one would want next.
     finish_run(accelerator, args.output_dir, model, pairs, evaluator, metrics, to_dict(*parsed), pusher)
+    if rehearsal:
+        metrics = rehearsal.forecast(trainer, flops)
     accelerator.end_training()
     return metrics
 

@@ -213,6 +213,16 @@ def test_any_transformers_callback_runs_unchanged(tiny_flags, tmp_path, monkeypa
     assert seen == [(1, True), (2, True)]
 
 
+def test_a_real_run_starts_where_a_dry_run_was_and_learns_the_same(finished, tiny_flags, tmp_path):
+    folder, metrics = finished
+    flags = [*tiny_flags, "--eval_steps", "2", "--output_dir", str(tmp_path / "out")]
+    found = pretrain.main([*flags, "--dry_run"])
+    assert found["dry_run_steps"] == 4
+    assert not (tmp_path / "out").exists()
+    assert pretrain.main(flags) == metrics
+    assert losses(tmp_path / "out") == losses(folder)
+
+
 # -- the two dials ------------------------------------------------------------------------------------------------------
 
 

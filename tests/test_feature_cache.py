@@ -26,7 +26,7 @@ from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.models import ModelArguments, build_model
 from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
 from scripts import pretrain
-from tests.data.test_loaders import new_tokenizer, png, rows_of
+from tests.data.numbered_rows import new_tokenizer, png, rows_of
 from tests.scripts.test_pretrain import ROOT, launch, losses, weights
 from tests.test_grad_cache import step as step_in_parts
 from tests.test_objectives import KINDS, SPLITS, global_batch, share_of, step, tiny_objective
@@ -129,7 +129,7 @@ def test_a_batch_holds_what_the_towers_give(
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
     seen, skipped = [], []
     with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.batches.open_image", lambda *_: pytest.fail("an image was opened"))
+        patch.setattr("mm_utils.data.batches.read_pixels", lambda *_: pytest.fail("an image was opened"))
         for batch in loaders(workers).train(found, order, 0, 6):
             assert "pixel_values" not in batch
             seen.append(batch)

@@ -8,14 +8,19 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from mm_utils.data.augment import center_square, random_square
+from mm_utils.data.augment import center_square, jitter_colors, random_square
+from mm_utils.data.cells import Cells
+from mm_utils.data.decoding import read_pixels
 from mm_utils.data.features import CachedFeatures
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.order import Draw, choose_captions
+from mm_utils.data.ring import PixelRing
+from mm_utils.data.sides import names_a_side
 
 Batch = dict[str, Any]
 
@@ -23,17 +28,39 @@ Batch = dict[str, Any]
 class Pairs(Dataset):
     """Rows of the one schema as training or evaluation examples.
 
-    An example is a pure function of (seed, epoch, image id): which caption, which crop. An image that cannot be decoded
-    gives `{"skipped": reason}` in its place; the collator leaves it out and says so. Rows with features of a frozen tower
-    (`mm_utils.data.features`) give those, in training; where they stand for images, none is decoded.
+    An example is a pure function of (seed, epoch, image id): which caption, which crop, colours, which way round. An image
+    that cannot be decoded gives `{"skipped": reason}` in its place; the collator leaves it out and says so. Rows with
+    features of a frozen tower (`mm_utils.data.features`) give those, in training; where they stand for images, none is
+    decoded.
+
+    Rows are read past `datasets`, whose transforms see rows as Python objects: 60 us each, and 15 through
+    `mm_utils.data.cells.Cells`, which for raw pixels is an eighth of all that is left.
+
+    Args:
+        rows: tokenised.
+        image_size: side of the square.
+        train: one caption and a random square, or all captions and the centre.
+        min_crop_area: crops cover at least this share of the largest square; 1 is the centre square.
+        color_jitter: brightness, contrast and saturation vary by up to this share.
+        horizontal_flip: mirror every other image, unless a caption of it names a side or it has boxes.
+        seed: of the run.
     """
 
     def __init__(
-        self, rows: datasets.Dataset, image_size: int, *, train: bool, min_crop_area: float = 1.0, seed: int = 0
+        self,
+        rows: datasets.Dataset,
+        image_size: int,
+        *,
+        train: bool,
+        min_crop_area: float = 1.0,
+        color_jitter: float = 0.0,
+        horizontal_flip: bool = False,
+        seed: int = 0,
     ):
         self.cached = CachedFeatures(rows)
-        self.rows = rows.remove_columns(self.cached.names).with_transform(self._decode)
-        self.image_size, self.train, self.min_crop_area, self.seed = image_size, train, min_crop_area, seed
+        self.rows = Cells(rows.remove_columns(self.cached.names))
+        self.image_size, self.train, self.seed = image_size, train, seed
+        self.min_crop_area, self.color_jitter, self.horizontal_flip = min_crop_area, color_jitter, horizontal_flip
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -42,48 +69,65 @@ class Pairs(Dataset):
         return self.__getitems__([draw])[0]
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[dict[str, Any]]:
-        places = [row for row, _ in draws]
-        columns = {**self.rows[places], **self.cached[places]}
-        examples = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-        return [self._example(example, *draw) for example, draw in zip(examples, draws, strict=True)]
-
-    def _decode(self, columns: dict[str, list]) -> dict[str, list]:
-        if "image" not in columns:
-            return columns
-        side = self.image_size
-        if self.train and self.min_crop_area < 1:
-            side = int(side * self.min_crop_area**-0.5) + 1  # so that even the smallest crop is not enlarged
-        images: list[Any] = []
-        for image_id, value in zip(columns["id"], columns["image"], strict=True):
-            try:
-                images.append(open_image(value, side))
-            except UnreadableImageError as error:
-                images.append(f"image {image_id}: {error}")
-        return {**columns, "image": images}
-
-    def _example(self, row: dict[str, Any], index: int, epoch: int) -> dict[str, Any]:
-        if isinstance(row["image"], str):
-            return {"skipped": row["image"]}
-        example = {"row": index, "image_id": row["id"], "image_key": row["image_key"]}
         if not self.train:
-            pixels = center_square(row["image"], self.image_size)
-            return {
-                **example,
-                "pixel_values": pixels,
-                "input_ids": row["input_ids"],
-                "caption_keys": row["caption_keys"],
-            }
-        key, count = (np.array([value]) for value in (row["image_key"], len(row["input_ids"])))
-        caption = int(choose_captions(self.seed, np.array([epoch]), key, count)[0])
-        if not self.cached.has_vision:
-            rng = random.Random(f"{self.seed} {epoch} {row['id']}")
-            example["pixel_values"] = random_square(row["image"], self.image_size, self.min_crop_area, rng)
+            return [self._example(row) for row, _ in draws]
+        features = self.cached[[row for row, _ in draws]]
+        each = ({name: column[place] for name, column in features.items()} for place in range(len(draws)))
+        turns = zip(draws, self._captions(draws), each, strict=True)
+        return [self._example(row, (epoch, caption, cached)) for (row, epoch), caption, cached in turns]
+
+    def _captions(self, draws: Sequence[Draw]) -> list[int]:
+        keys = np.array([self.rows.value("image_key", row) for row, _ in draws])
+        counts = np.array([len(self.rows.cell("input_ids", row).values) for row, _ in draws])
+        return choose_captions(self.seed, np.array([epoch for _, epoch in draws]), keys, counts).tolist()
+
+    def _example(self, row: int, shown: tuple[int, int, dict[str, Any]] | None = None) -> dict[str, Any]:
+        """`shown`: epoch, caption and cached features of a training example."""
+        if shown is not None and shown[-1].get("image") is not None:
+            return {"skipped": shown[-1]["image"]}
+        image_id = self.rows.value("id", row)
+        example = {"row": row, "image_id": image_id, "image_key": self.rows.value("image_key", row)}
+        try:
+            return {**example, **(self._evaluation(row) if shown is None else self._training(row, image_id, *shown))}
+        except UnreadableImageError as error:
+            return {"skipped": f"image {image_id}: {error}"}
+
+    def _evaluation(self, row: int) -> dict[str, Any]:
+        pixels = read_pixels(self.rows.image(row), self.image_size)
+        input_ids = self.rows.value("input_ids", row)
         return {
-            **example,
-            **self.cached.example(row, caption),
-            "input_ids": [row["input_ids"][caption]],
-            "caption_keys": [row["caption_keys"][caption]],
+            "pixel_values": center_square(Image.fromarray(pixels), self.image_size),
+            "input_ids": input_ids,
+            "caption_keys": self.rows.value("caption_keys", row),
+            "languages": self.rows.value("languages", row) or [""] * len(input_ids),
         }
+
+    def _training(self, row: int, image_id: str, epoch: int, caption: int, cached: dict[str, Any]) -> dict[str, Any]:
+        example: dict[str, Any] = {
+            name: [self.rows.cell(name, row).values[caption].as_py()] for name in ("input_ids", "caption_keys")
+        }
+        if not self.cached.has_vision:
+            example["pixel_values"] = self._square(row, random.Random(f"{self.seed} {epoch} {image_id}"))
+        return {**example, **self.cached.example(cached, caption)}
+
+    def _square(self, row: int, rng: random.Random) -> Tensor:
+        side = self.image_size
+        if self.min_crop_area < 1:
+            side = int(side * self.min_crop_area**-0.5) + 1  # so that even the smallest crop is not enlarged
+        square = random_square(read_pixels(self.rows.image(row), side), self.image_size, self.min_crop_area, rng)
+        if self.color_jitter:
+            square = jitter_colors(square, self.color_jitter, rng)
+        if self.horizontal_flip and rng.random() < 0.5 and self._has_no_sides(row):
+            square = square.flip(-1)
+        return square
+
+    def _has_no_sides(self, row: int) -> bool:
+        """Whether neither boxes nor any of the captions, also those not shown, tell left from right."""
+        if self.rows.value("regions", row):
+            return False
+        captions = self.rows.value("captions", row)
+        languages = self.rows.value("languages", row) or [""] * len(captions)
+        return not any(map(names_a_side, captions, languages))
 
 
 @dataclass
@@ -98,16 +142,19 @@ class Collator:
         vision_pooled, vision_taps_0, ... in place of pixel_values, and text_pooled, text_states, as `cached` names them
         ids: int64 `[t, 2]`, image key and caption key of every caption; caption_image: `[t]`, its image's place in b
         rows: `[b]`, place in the data set; image_ids: list of b; lengths: list of t, tokens
+        languages: list of t, "" where unknown; empty in training
         skipped: list of reasons
 
     Attributes:
         cached: the features that examples hold, of no example, see `mm_utils.data.features.CachedFeatures.blank`.
+        ring: where workers put pixels, see `mm_utils.data.ring`.
     """
 
     pad_token_id: int
     image_size: int
     longest_first: bool = False
     cached: dict[str, Tensor] = field(default_factory=dict)
+    ring: PixelRing | None = None
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Collate what `Pairs` gives."""
@@ -121,8 +168,13 @@ class Collator:
         blank = dict(self.cached)
         if "vision_pooled" not in blank:
             blank["pixel_values"] = torch.empty(0, 3, self.image_size, self.image_size, dtype=torch.uint8)
+        stacked: dict[str, Any] = {}
+        for name, none in blank.items():
+            values = [example[name] for example in kept]
+            ring = self.ring if name == "pixel_values" and values else None
+            stacked[name] = _stack(values, none) if ring is None else ring.stack(values)
         return {
-            **{name: _stack([example[name] for example in kept], none) for name, none in blank.items()},
+            **stacked,
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "ids": torch.tensor(keys, dtype=torch.long).view(-1, 2),
@@ -130,6 +182,7 @@ class Collator:
             "rows": torch.tensor([example["row"] for example in kept], dtype=torch.long),
             "image_ids": [example["image_id"] for example in kept],
             "lengths": list(map(len, captions)),
+            "languages": [code for example in kept for code in example.get("languages", ())],
             "skipped": [example["skipped"] for example in examples if "skipped" in example],
         }
 

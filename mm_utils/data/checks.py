@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from mm_utils.arguments import arg
-from mm_utils.data.images import FORMATS, decode, read_header
+from mm_utils.data.images import FORMATS, decode, decoder_message, read_header
 from mm_utils.data.signatures import KINDS, CorruptFileError, HostileFileError, end_of_image, kind_of
 
 REASONS = {
@@ -205,7 +205,7 @@ def _read(data: bytes) -> tuple[Image.Image, int | None]:
     try:
         return read_header(data), end
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise Fault("too_many_pixels", _one_line(error)) from error
+        raise Fault("too_many_pixels", decoder_message(error)) from error
     except Exception as error:  # damaged headers raise OSError, ValueError, SyntaxError, struct.error, KeyError ...
         raise _header_fault(data, error) from error
 
@@ -228,19 +228,14 @@ def _header_fault(data: bytes, error: Exception) -> Fault:
         return Fault("image_unknown_format", "AVIF, which this Pillow cannot read")
     if kind == "PNG" and 0 in struct.unpack(">II", data[16:24].ljust(8, b"\1")):
         return Fault("zero_size", "a PNG header that says so")
-    return Fault("image_unreadable", f"{kind}: {_one_line(error)}")
+    return Fault("image_unreadable", f"{kind}: {decoder_message(error)}")
 
 
 def _decoder_fault(error: Exception) -> Fault:
-    text = _one_line(error)
+    text = decoder_message(error)
     if "truncated" in text.lower() or "premature end of jpeg file" in text.lower() or isinstance(error, EOFError):
         return Fault("image_truncated", text)
     return Fault("image_corrupt" if text.startswith("Corrupt JPEG") else "image_unreadable", text)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return re.sub(r" ?<_io\.BytesIO[^>]*>", " the file", text)[:300]
 
 
 # -- captions -----------------------------------------------------------------------------------------------------------

@@ -69,7 +69,13 @@ def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Imag
             return Image.fromarray(pixels(value))
         return decode(read_header(content), content, min_side)[0]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and what not, too
-        raise UnreadableImageError(f"{name}: {error}") from error
+        raise UnreadableImageError(f"{name}: {decoder_message(error)}") from error
+
+
+def decoder_message(error: Exception) -> str:
+    """What a decoder says, in one line, without the address of the object it read from."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.sub(r" ?<_io\.BytesIO[^>]*>", " the file", text)[:300]
 
 
 def raw_size(value: dict[str, Any]) -> tuple[int, int] | None:

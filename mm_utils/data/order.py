@@ -10,8 +10,12 @@ batch, and the batches of the window are shuffled. Every row stays in its window
 
 A rank takes every W-th row of a batch: ranks get captions of the same lengths, so none waits for another, and ranks,
 workers and restarts see the same global batches.
+
+Beyond `_LISTED` rows no permutation is held. Rows are then computed from their places, 0.2 ms for a batch of 1,024,
+so that memory does not grow with the data set: 100 million rows would be 800 MB and 10 s an epoch on every rank.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +25,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from mm_utils import ranks
+
+_LISTED = 2**16
+"""Up to so many rows an epoch is shuffled as a list, half a megabyte; beyond, row by row."""
 
 Draw = tuple[int, int]
 """(row, epoch): the epoch decides caption and augmentation."""
@@ -131,7 +138,11 @@ class GlobalOrder:
             )
         self.num_rows, self.sizes, self.seed = num_rows, sizes, seed
         self.caption_lengths, self.window = caption_lengths, window
+        # A first batch that reaches into its epoch's tail makes every epoch depend on all before it.
+        self._apart = num_rows >= 2 * sizes.sizes[-1]
+        self._permutation = lru_cache(maxsize=3)(self._make_permutation)
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+        self._head = lru_cache(maxsize=2)(self._make_head)
         self._sorted = lru_cache(maxsize=2)(self._make_window)
 
     def batch(self, step: int) -> list[Draw]:
@@ -146,13 +157,21 @@ class GlobalOrder:
         """Rows and epochs of a step as the stream has them."""
         size = self.sizes.at(step)
         epoch, low = divmod(self.sizes.before(step), self.num_rows)
-        rows = self._epoch(epoch)[low : low + size]
-        missing = size - len(rows)
+        missing = max(0, low + size - self.num_rows)
+        rows = self._places(epoch, low, low + size - missing)
         epochs = np.full(size, epoch)
         if missing:
-            rows = np.concatenate([rows, self._epoch(epoch + 1)[:missing]])
+            rows = np.concatenate([rows, self._places(epoch + 1, 0, missing)])
             epochs[-missing:] += 1
         return rows, epochs
+
+    def _places(self, epoch: int, low: int, high: int) -> np.ndarray:
+        """The rows at places `low` to `high` of an epoch."""
+        if not self._apart:
+            return self._epoch(epoch)[low:high]
+        head = self._head(epoch)
+        first = min(max(low, len(head)), high)
+        return np.concatenate([head[low:high], self._shuffled(epoch, first, high)])
 
     def _window_of(self, step: int) -> tuple[int, int]:
         """First and last + 1 step of the window of `step`: of one batch size, and inside one epoch.
@@ -180,27 +199,70 @@ class GlobalOrder:
         return [(rows[by_length[place]], epochs[by_length[place]]) for place in places]
 
     def _make_epoch(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch in order. Only its first batch looks at the epoch before, and only at that one's tail."""
-        independent = self.num_rows >= 2 * self.sizes.sizes[-1]  # else a first batch may reach into its epoch's tail
-        first = max(epoch - 1, 0) if independent else 0
-        rows = self._permutation(first)
-        for later in range(first + 1, epoch + 1):
-            rows = self._follow(rows, later)
+        """All rows of an epoch in order, where that takes all epochs before."""
+        rows = self._shuffled(0, 0, self.num_rows)
+        for later in range(1, epoch + 1):
+            before, rows = rows, self._shuffled(later, 0, self.num_rows)
+            size, carried = self._crossing(later)
+            if carried:
+                rows[:size] = _moved_behind(rows[:size], before[-carried:])
         return rows
 
-    def _permutation(self, epoch: int) -> np.ndarray:
+    def _make_head(self, epoch: int) -> np.ndarray:
+        """The first rows of an epoch, as far as they differ from its shuffle, which is no further than a batch."""
+        size, carried = self._crossing(epoch)
+        if not carried:
+            return np.empty(0, np.int64)
+        tail = self._shuffled(epoch - 1, self.num_rows - carried, self.num_rows)
+        return _moved_behind(self._shuffled(epoch, 0, size), tail)
+
+    def _crossing(self, epoch: int) -> tuple[int, int]:
+        """Size of the batch that takes the first row of an epoch, and how many rows of the epoch before are in it."""
+        step = self.sizes.step_of(epoch * self.num_rows)
+        return self.sizes.at(step), epoch * self.num_rows - self.sizes.before(step)
+
+    def _shuffled(self, epoch: int, low: int, high: int) -> np.ndarray:
+        """A new array: the rows at these places of an epoch's shuffle."""
+        if self.num_rows <= _LISTED:
+            return self._permutation(epoch)[low:high].copy()
+        return permute(np.arange(low, high), self.num_rows, self.seed, epoch)
+
+    def _make_permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
-    def _follow(self, before: np.ndarray, epoch: int) -> np.ndarray:
-        rows = self._permutation(epoch)
-        crossing = self.sizes.step_of(epoch * self.num_rows)
-        carried = epoch * self.num_rows - self.sizes.before(crossing)  # rows of `before` in the batch that crosses
-        if not carried:
-            return rows
-        size = self.sizes.at(crossing)
-        head = rows[:size]
-        clash = np.isin(head, before[-carried:])
-        return np.concatenate([head[~clash], head[clash], rows[size:]])
+
+def _moved_behind(head: np.ndarray, carried: np.ndarray) -> np.ndarray:
+    """The rows of `head`, those that `carried` holds last."""
+    clash = np.isin(head, carried)
+    return np.concatenate([head[~clash], head[clash]])
+
+
+def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+    """Where a pseudo-random permutation of `count` rows, given by (seed, epoch), puts these places; int64.
+
+    A generalised Feistel network on a grid of at least `count` cells. What falls on a cell beyond `count` goes through it
+    again until it does not: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+    """
+    across = math.isqrt(count - 1) + 1
+    down = -(-count // across)
+    with np.errstate(over="ignore"):
+        keys = _mix(_mix(np.array([seed % 2**63 + epoch], np.uint64)) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64))
+        rows = _feistel(places.astype(np.uint64), across, down, keys)
+        while (outside := rows >= count).any():
+            rows[outside] = _feistel(rows[outside], across, down, keys)
+    return rows.astype(np.int64)
+
+
+_ROUNDS = 8
+
+
+def _feistel(values: np.ndarray, across: int, down: int, keys: np.ndarray) -> np.ndarray:
+    """A permutation of 0 ... `across * down` - 1: the two coordinates of a cell shift each other in turn."""
+    right, left = np.divmod(values, np.uint64(across))
+    for place, key in enumerate(keys):
+        modulus = np.uint64(down if place % 2 else across)
+        left, right = right, (left + _mix(right ^ key) % modulus) % modulus
+    return right * np.uint64(across) + left
 
 
 def choose_captions(seed: int, epochs: np.ndarray, image_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -224,6 +286,11 @@ class RankBatches(Sampler[list[Draw]]):
     def __init__(self, order: GlobalOrder, start: int, stop: int):
         self.order, self.start, self.stop = order, start, stop
 
+    @property
+    def largest(self) -> int:
+        """Rows of the largest batch."""
+        return -(-self.order.sizes.at(max(self.start, self.stop - 1)) // ranks.world_size())
+
     def __iter__(self) -> Iterator[list[Draw]]:
         for step in range(self.start, self.stop):
             yield self.order.batch(step)[ranks.rank() :: ranks.world_size()]
@@ -241,6 +308,7 @@ class EvaluationBatches(Sampler[list[Draw]]):
         self.batches = [
             [(mine.start + place, 0) for place in ranks.share(len(mine), part, parts)] for part in range(parts)
         ]
+        self.largest = max(map(len, self.batches), default=0)
 
     def __iter__(self) -> Iterator[list[Draw]]:
         return iter(self.batches)

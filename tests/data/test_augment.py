@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data import augment
-from mm_utils.data.augment import center_square, random_square
+from mm_utils.data.augment import _random_box, center_square, jitter_colors, random_square
 
 RED = (200, 30, 60)
 
@@ -36,7 +35,7 @@ def window_of(square: torch.Tensor, width: int, height: int) -> tuple[float, flo
 @pytest.mark.parametrize("size", [16, 224])
 def test_shapes_and_types(width: int, height: int, size: int) -> None:
     image = photo(width, height)
-    for square in (center_square(image, size), random_square(image, size, 0.5, random.Random(0))):
+    for square in (center_square(image, size), random_square(np.asarray(image), size, 0.5, random.Random(0))):
         assert square.shape == (3, size, size)
         assert square.dtype == torch.uint8
         assert square.is_contiguous()
@@ -53,7 +52,7 @@ def test_center_square_is_the_centre() -> None:
 @settings(max_examples=20)
 def test_whole_area_is_the_centre(width: int, height: int, seed: int) -> None:
     image = photo(width, height)
-    assert torch.equal(random_square(image, 24, 1.0, random.Random(seed)), center_square(image, 24))
+    assert torch.equal(random_square(np.asarray(image), 24, 1.0, random.Random(seed)), center_square(image, 24))
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32), st.integers(1, 10))
@@ -61,30 +60,28 @@ def test_whole_area_is_the_centre(width: int, height: int, seed: int) -> None:
 def test_crops_stay_inside_and_keep_their_area(
     width: int, height: int, min_area: float, seed: int, draws: int
 ) -> None:
-    boxes: list[tuple[float, ...]] = []
-    image, rng = Image.new("L", (width, height)), random.Random(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(augment, "_resize", lambda image, size, box: boxes.append(box))
-        for _ in range(draws):
-            random_square(image, 8, min_area, rng)
-    for left, top, right, bottom in boxes:
-        assert 0 <= left < right <= width * (1 + 1e-12)
-        assert 0 <= top < bottom <= height * (1 + 1e-12)
-        share = (right - left) * (bottom - top) / min(width, height) ** 2
-        assert min_area * (1 - 1e-9) <= share <= 1 + 1e-9
-        assert 3 / 4 - 1e-9 <= (right - left) / (bottom - top) <= 4 / 3 + 1e-9
+    rng, largest = random.Random(seed), min(width, height) ** 2
+    for _ in range(draws):
+        left, top, right, bottom = _random_box(width, height, min_area, rng)
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+        across, down = right - left, bottom - top  # each rounded by half a pixel at most
+        assert (across - 0.5) * (down - 0.5) <= largest * (1 + 1e-9)
+        assert (across + 0.5) * (down + 0.5) >= largest * min_area * (1 - 1e-9)
+        assert (across - 0.5) / (down + 0.5) <= 4 / 3 + 1e-9
+        assert (across + 0.5) / max(0.1, down - 0.5) >= 3 / 4 - 1e-9
 
 
 def test_crop_is_what_the_pixels_show() -> None:
     rng = random.Random(3)
     for _ in range(20):
-        across, down = window_of(random_square(photo(240, 180), 64, 0.4, rng), 240, 180)
+        across, down = window_of(random_square(np.asarray(photo(240, 180)), 64, 0.4, rng), 240, 180)
         assert 0.36 * 180**2 < across * down < 1.08 * 180**2
         assert 0.7 < across / down < 1.45
 
 
 def test_crops_reach_every_place() -> None:
-    rng, image = random.Random(0), photo(100, 100)
+    rng, image = random.Random(0), np.asarray(photo(100, 100))
     squares = [random_square(image, 8, 0.2, rng).float() for _ in range(300)]
     for channel in (0, 1):
         assert min(square[channel].min() for square in squares) < 12
@@ -93,3 +90,42 @@ def test_crops_reach_every_place() -> None:
     assert 0.52 < sum(areas) / len(areas) < 0.68  # uniform in [0.2, 1]
     again = random.Random(0)
     assert torch.equal(squares[0], random_square(image, 8, 0.2, again).float())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("width", "height"), [(344, 258), (60, 40), (700, 500)])
+def test_resizing_differs_from_pillow_by_two_at_most(width: int, height: int) -> None:
+    coarse = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 9, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))  # not writable
+    for seed in range(5):
+        left, top, right, bottom = _random_box(width, height, 0.6, random.Random(seed))
+        crop = Image.fromarray(pixels[top:bottom, left:right]).resize((224, 224), Image.Resampling.BICUBIC)
+        square = random_square(pixels, 224, 0.6, random.Random(seed))
+        assert np.abs(square.permute(1, 2, 0).numpy().astype(int) - np.asarray(crop)).max() <= 2
+
+
+# -- colours ------------------------------------------------------------------------------------------------------------
+
+
+def blend(one: np.ndarray, other: np.ndarray, share: float) -> np.ndarray:
+    return share * one + (1 - share) * other
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1))
+@settings(max_examples=25)
+def test_jitter_is_brightness_contrast_and_saturation(seed: int, strength: float) -> None:
+    square = torch.from_numpy(np.random.default_rng(seed).integers(60, 190, (3, 8, 8), dtype=np.uint8))
+    rng = random.Random(seed)
+    brightness, contrast, saturation = (rng.uniform(max(0.0, 1 - strength), 1 + strength) for _ in range(3))
+    luma = np.array([0.299, 0.587, 0.114])[:, None, None]
+    bright = brightness * square.numpy().astype(float)
+    contrasted = blend(bright, (luma * bright).sum(0).mean() * np.ones_like(bright), contrast)
+    expected = blend(contrasted, (luma * contrasted).sum(0, keepdims=True) * np.ones_like(bright), saturation)
+    found = jitter_colors(square, strength, random.Random(seed))
+    assert found.dtype == torch.uint8
+    assert np.abs(found.numpy() - expected.clip(0, 255)).max() <= 0.51
+
+
+def test_no_jitter_changes_nothing() -> None:
+    square = torch.randint(0, 256, (3, 9, 9), dtype=torch.uint8)
+    assert torch.equal(jitter_colors(square, 0.0, random.Random(0)), square)

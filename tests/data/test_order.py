@@ -1,6 +1,8 @@
 """The order of the global batches: complete, distinct, a function of the step, the same for any number of processes."""
 
+import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -9,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm_utils import ranks
-from mm_utils.data.order import BatchSizes, Draw, EvaluationBatches, GlobalOrder, RankBatches, choose_captions
+from mm_utils.data import order as order_module
+from mm_utils.data.order import (
+    BatchSizes,
+    Draw,
+    EvaluationBatches,
+    GlobalOrder,
+    RankBatches,
+    choose_captions,
+    permute,
+)
 
 
 def in_order(num_rows: int, batch_size: int, seed: int) -> GlobalOrder:
@@ -20,6 +31,14 @@ def in_order(num_rows: int, batch_size: int, seed: int) -> GlobalOrder:
 def on_rank(patch: pytest.MonkeyPatch, rank: int, world: int) -> None:
     patch.setattr(ranks, "rank", lambda: rank)
     patch.setattr(ranks, "world_size", lambda: world)
+
+
+@pytest.fixture(params=[0, 2**16], ids=["computed", "listed"], scope="module", autouse=True)
+def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Epochs are shuffled as lists or computed row by row; whatever is true of an order is true of both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "_LISTED", request.param)
+        yield
 
 
 sizes = st.integers(2, 24).flatmap(lambda batch: st.tuples(st.integers(batch, 4 * batch + 3), st.just(batch)))
@@ -123,6 +142,49 @@ def test_errors_name_the_flag() -> None:
         ValueError, match=r"--global_batch_size is 128, .* has 5 images; .* at most --global_batch_size 5"
     ):
         in_order(5, 128, 0)
+
+
+# -- permutations -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 5000), st.integers(0, 2**32), st.integers(0, 1000))
+@settings(max_examples=60)
+def test_permutations_hold_every_row_once(count: int, seed: int, epoch: int) -> None:
+    rows = permute(np.arange(count), count, seed, epoch)
+    assert sorted(rows.tolist()) == list(range(count))
+    some = np.random.default_rng(seed).integers(0, count, 20)
+    assert permute(some, count, seed, epoch).tolist() == rows[some].tolist()
+
+
+def test_permutations_look_random() -> None:
+    """Place and row, and rows of neighbouring places, of neighbouring epochs and seeds, are independent."""
+    count, cells = 100_003, 10
+    one, next_epoch, other_seed = (permute(np.arange(count), count, *key) for key in ((1, 5), (1, 6), (2, 5)))
+    beside = [np.arange(count), np.roll(one, 1), np.roll(one, 317), next_epoch, other_seed]  # 317 x 316 is the grid
+    for other in beside:
+        table, _, _ = np.histogram2d(one, other, cells)
+        expected = count / cells**2
+        assert 40 < ((table - expected) ** 2 / expected).sum() < 140  # chi square of 81 degrees of freedom: 81 +- 13
+    assert 0.328 < np.abs(one - np.arange(count)).mean() / count < 0.339  # a third
+    assert (one == np.arange(count)).sum() < 8  # 1 in expectation
+
+
+def test_every_order_of_four_rows_occurs() -> None:
+    found = Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(4800))
+    assert len(found) == 24
+    assert min(found.values()) > 140  # 200 in expectation, with a standard deviation of 14
+    assert max(found.values()) < 260
+
+
+def test_memory_does_not_grow_with_the_rows() -> None:
+    order = in_order(10**11, 256, 0)
+    tracemalloc.start()
+    drawn = [draw for step in (0, 5, 10**11 // 256, 10**9) for draw in order.batch(step)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    assert len(set(drawn)) == 4 * 256
+    assert max(row for row, _ in drawn) > 9 * 10**10
 
 
 # -- schedules ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,310 @@
+"""From rows to examples, and from examples to batches: which caption, which crop, what is padded and what is skipped."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, disable_progress_bars
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+
+from mm_utils import ranks
+from mm_utils.data.augment import center_square
+from mm_utils.data.batches import Collator, Pairs
+from mm_utils.data.images import encode
+from mm_utils.data.order import BatchSizes, GlobalOrder
+from mm_utils.data.scenes import load_scenes
+from mm_utils.data.tokens import global_order, tokenize_captions
+from tests.data.numbered_rows import (
+    FEATURES,
+    SIZE,
+    WORDS,
+    equal,
+    loaders,
+    new_tokenizer,
+    number_said,
+    number_shown,
+    png,
+    rows_of,
+)
+
+disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return new_tokenizer()
+
+
+# -- examples -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_example_depends_on_seed_epoch_and_id_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    pairs, again = (Pairs(rows, SIZE, train=True, min_crop_area=0.3, seed=1) for _ in range(2))
+    turned = Pairs(rows.select(range(11, -1, -1)), SIZE, train=True, min_crop_area=0.3, seed=1)
+    together = pairs.__getitems__([(row, 2) for row in range(12)])
+    for row in range(12):
+        for other in (pairs[(row, 2)], again[(row, 2)], together[row], turned[(11 - row, 2)]):
+            assert equal({**other, "row": row}, together[row])
+
+
+def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedTokenizerFast) -> None:
+    buffer = io.BytesIO()
+    Image.merge(
+        "RGB", [Image.linear_gradient("L"), Image.radial_gradient("L"), Image.linear_gradient("L").rotate(90)]
+    ).save(buffer, "PNG")
+    captions = [f"picture {word}" for word in WORDS[:4]]
+    rows = Dataset.from_list(
+        [{"id": "a", "image": {"bytes": buffer.getvalue(), "path": None}, "captions": captions}], features=FEATURES
+    )
+    rows = tokenize_captions(rows, tokenizer, 16)
+    found = {
+        seed: [Pairs(rows, SIZE, train=True, min_crop_area=0.3, seed=seed)[(0, epoch)] for epoch in range(40)]
+        for seed in (0, 1)
+    }
+    for examples in found.values():
+        said = [number_said(torch.tensor(example["input_ids"][0]), tokenizer) for example in examples]
+        assert set(said) == {0, 1, 2, 3}
+        assert max(map(said.count, said)) < 20  # 10 each in expectation
+        assert len({example["pixel_values"].numpy().tobytes() for example in examples}) == 40
+    assert any(not equal(one, other) for one, other in zip(found[0], found[1], strict=True))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_of_raw_pixels_are_read_alike(mixed: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = rows_of()
+
+    def to_raw(row: dict[str, Any], place: int) -> dict[str, Any]:
+        image = Image.open(io.BytesIO(png(place)))
+        raw = {"bytes": encode(image, "raw"), "path": f"raw:{image.width}x{image.height}"}
+        return {"image": row["image"] if mixed and place % 2 else raw}
+
+    raw = rows.map(to_raw, with_indices=True, features=FEATURES)
+    rows, raw = (tokenize_captions(either, tokenizer, 16) for either in (rows, raw))
+    for options in ({"train": True, "min_crop_area": 0.4}, {"train": True}, {"train": False}):
+        for row in range(12):
+            assert equal(Pairs(raw, SIZE, **options)[(row, 1)], Pairs(rows, SIZE, **options)[(row, 1)])
+
+
+# -- mirror images ------------------------------------------------------------------------------------------------------
+
+
+def half_white(captions: list[str], **more: Any) -> Dataset:
+    image = Image.new("RGB", (20, 20), "black")
+    image.paste("white", (0, 0, 10, 20))
+    value = {"bytes": encode(image, "png"), "path": None}
+    return Dataset.from_list(
+        [{"id": f"{place}", "image": value, "captions": captions, **more} for place in range(40)],
+        features=None if more else FEATURES,
+    )
+
+
+def mirrored(rows: Dataset, tokenizer: PreTrainedTokenizerFast, **options: Any) -> int:
+    """How many of 40 rows are mirrored."""
+    pairs = Pairs(tokenize_captions(rows, tokenizer, 16), SIZE, train=True, **options)
+    found = [pairs[(row, 0)]["pixel_values"][0].float() for row in range(len(rows))]
+    assert all(abs(image[:, 0].mean() - image[:, -1].mean()) > 200 for image in found)
+    return sum(bool(image[:, 0].mean() < 100) for image in found)
+
+
+@pytest.mark.parametrize("min_crop_area", [0.8, 1.0])
+def test_half_of_the_images_are_mirrored_on_request(min_crop_area: float, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = half_white(["a picture", "once more"])
+    assert mirrored(rows, tokenizer, min_crop_area=min_crop_area) == 0
+    assert 10 < mirrored(rows, tokenizer, min_crop_area=min_crop_area, horizontal_flip=True) < 30
+
+
+@pytest.mark.parametrize(
+    "captions", [["white is left"], ["a picture", "weiß ist links"], ["a picture", "it says “no”"]]
+)
+def test_images_are_not_mirrored_if_any_caption_tells(captions: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    assert mirrored(half_white(captions), tokenizer, horizontal_flip=True) == 0
+
+
+def test_images_with_boxes_or_an_unknown_language_are_not_mirrored(tokenizer: PreTrainedTokenizerFast) -> None:
+    boxes = half_white(["a picture"], regions=[{"box": [0.0, 0.0, 0.5, 1.0], "phrase": "picture"}])
+    assert mirrored(boxes, tokenizer, horizontal_flip=True) == 0
+    assert mirrored(half_white(["picha"], languages=["sw"]), tokenizer, horizontal_flip=True) == 0
+    assert mirrored(half_white(["a picture"], languages=["en"]), tokenizer, horizontal_flip=True) > 10
+
+
+def test_embedded_scenes_are_never_mirrored(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = load_scenes(64, 4, 40)["validation"].select(range(40))
+    plain, flipping = (
+        Pairs(tokenize_captions(rows, tokenizer, 32), SIZE, train=True, min_crop_area=0.8, horizontal_flip=flip)
+        for flip in (False, True)
+    )
+    assert all(equal(plain[(row, 3)], flipping[(row, 3)]) for row in range(40))
+
+
+def test_colours_vary_with_epoch_and_strength(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    plain, strong = (Pairs(rows, SIZE, train=True, min_crop_area=0.5, color_jitter=by) for by in (0.0, 0.4))
+    shown = [strong[(5, epoch)]["pixel_values"] for epoch in range(8)]
+    assert len({tuple(image.float().mean((1, 2)).tolist()) for image in shown}) == 8
+    assert torch.equal(shown[3], strong.__getitems__([(4, 3), (5, 3)])[1]["pixel_values"])
+    assert not any(torch.equal(image, plain[(5, epoch)]["pixel_values"]) for epoch, image in enumerate(shown))
+
+
+# -- pairing ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of().shuffle(seed=4), tokenizer, 16)
+    order = GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
+    for step, batch in enumerate(loaders().train(rows, order, 0, 24)):
+        said = [number_said(ids, tokenizer) for ids in batch["input_ids"]]
+        assert [number_shown(pixels) for pixels in batch["pixel_values"]] == said
+        drawn = rows.select(batch["rows"].tolist())
+        assert list(drawn["id"]) == [f"id-{number}" for number in said]
+        assert sorted(batch["rows"].tolist()) == sorted(row for row, _ in order.batch(step))
+        assert batch["caption_image"].tolist() == list(range(5))
+        assert batch["ids"][:, 0].tolist() == list(drawn["image_key"])
+        assert all(key in keys for key, keys in zip(batch["ids"][:, 1].tolist(), drawn["caption_keys"], strict=True))
+
+
+def test_evaluation_gives_every_caption_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    seen: list[str] = []
+    images: list[int] = []
+    for batch in loaders().evaluation(rows, 5):
+        assert len(batch["pixel_values"]) == len(batch["rows"])
+        assert len(batch["ids"]) == len(batch["input_ids"]) == len(batch["caption_image"])
+        images += batch["rows"].tolist()
+        for ids, image in zip(batch["input_ids"], batch["caption_image"], strict=True):
+            assert number_said(ids, tokenizer) == number_shown(batch["pixel_values"][image]) == batch["rows"][image]
+            seen.append(tokenizer.decode(ids, skip_special_tokens=True))
+    assert images == list(range(12))
+    assert seen == [caption for captions in rows["captions"] for caption in captions]
+
+
+def test_evaluation_images_are_the_whole_centre(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    for index in range(12):
+        image = Image.open(io.BytesIO(png(index)))
+        assert torch.equal(Pairs(rows, SIZE, train=False)[(index, 0)]["pixel_values"], center_square(image, SIZE))
+
+
+# -- broken images ------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_image_is_skipped_and_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(12, broken=[2, 7]), tokenizer, 16)
+    skipped: list[str] = []
+    shown: list[int] = []
+    for batch in loaders().train(rows, GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), 0, 3):
+        assert len(batch["rows"]) + len(batch["skipped"]) == 4
+        skipped += batch["skipped"]
+        shown += batch["rows"].tolist()
+        assert [number_said(ids, tokenizer) for ids in batch["input_ids"]] == batch["rows"].tolist()
+    assert sorted(shown) == [index for index in range(12) if index not in (2, 7)]
+    assert sorted(reason[: len("image id-2: embedded image: ")] for reason in skipped) == [
+        "image id-2: embedded image: ",
+        "image id-7: embedded image: ",
+    ]
+    found = list(loaders().evaluation(rows, 4))
+    assert [len(batch["skipped"]) for batch in found] == [1, 1, 0]
+    assert sum(len(batch["rows"]) for batch in found) == 10
+
+
+def test_broken_files_of_every_kind(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "page.jpg").write_text("<html>not found</html>")
+    values = [
+        *({"bytes": None, "path": str(tmp_path / name)} for name in ("empty.png", "page.jpg", "gone.png")),
+        *({"bytes": content, "path": None} for content in (b"", png(0)[:40])),
+    ]
+    rows = [{"id": str(place), "image": value, "captions": ["zero"]} for place, value in enumerate(values)]
+    tokens = tokenize_captions(Dataset.from_list(rows, features=FEATURES), tokenizer, 16)
+    [batch] = loaders().evaluation(tokens, 10)
+    assert [reason.split(":")[0] for reason in batch["skipped"]] == [f"image {place}" for place in range(5)]
+    assert all(name in batch["skipped"][place] for place, name in enumerate(("empty.png", "page.jpg", "gone.png")))
+
+
+def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also the share of a rank that has no row, where there are more ranks than rows in a batch."""
+    rows = tokenize_captions(rows_of(4, broken=range(4)), tokenizer, 16)
+    [batch] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "rank", lambda: 4)
+        patch.setattr(ranks, "world_size", lambda: 5)
+        [nothing] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
+    assert len(batch["skipped"]) == 4
+    assert nothing["skipped"] == []
+    for empty in (batch, nothing):
+        assert empty["pixel_values"].shape == (0, 3, SIZE, SIZE)
+        assert empty["input_ids"].shape == empty["attention_mask"].shape == (0, 1)
+        assert empty["ids"].shape == (0, 2)
+        assert empty["rows"].shape == empty["caption_image"].shape == (0,)
+        assert {empty[name].dtype for name in ("input_ids", "ids", "rows", "caption_image")} == {torch.long}
+
+
+# -- collator -----------------------------------------------------------------------------------------------------------
+
+
+def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
+    return {
+        "row": row,
+        "image_id": f"id-{row}",
+        "image_key": 100 + row,
+        "pixel_values": torch.full((3, SIZE, SIZE), row, dtype=torch.uint8),
+        "input_ids": [list(range(1, length + 1)) for length in lengths],
+        "caption_keys": [1000 * row + length for length in lengths],
+    }
+
+
+@pytest.mark.parametrize("longest", [1, 8, 9, 64])
+def test_collator_pads_to_the_longest(longest: int) -> None:
+    batch = Collator(pad_token_id=77, image_size=SIZE)([example([1, longest], 4), {"skipped": "why"}, example([1], 9)])
+    assert batch["input_ids"].shape == (3, longest)
+    assert batch["input_ids"][1].tolist() == list(range(1, longest + 1))
+    assert batch["input_ids"][0].tolist() == [1] + [77] * (longest - 1)
+    assert batch["attention_mask"].sum(1).tolist() == batch["lengths"] == [1, longest, 1]
+    assert batch["attention_mask"][0].tolist() == [1] + [0] * (longest - 1)
+    assert batch["ids"].tolist() == [[104, 4001], [104, 4000 + longest], [109, 9001]]
+    assert batch["caption_image"].tolist() == [0, 0, 1]
+    assert batch["rows"].tolist() == [4, 9]
+    assert batch["image_ids"] == ["id-4", "id-9"]
+    assert batch["skipped"] == ["why"]
+    assert batch["pixel_values"].dtype == torch.uint8
+    assert batch["pixel_values"][:, 0, 0, 0].tolist() == [4, 9]
+
+
+def test_collator_puts_the_longest_caption_first() -> None:
+    lengths = [3, 9, 1, 9, 4]
+    rows = [example([length], row) for row, length in enumerate(lengths)]
+    batch = Collator(pad_token_id=0, image_size=SIZE, longest_first=True)([*rows, {"skipped": "why"}])
+    assert batch["lengths"] == [9, 9, 4, 3, 1]
+    assert batch["rows"].tolist() == batch["pixel_values"][:, 0, 0, 0].tolist() == [1, 3, 4, 0, 2]
+    assert batch["ids"][:, 0].tolist() == [101, 103, 104, 100, 102]
+    assert batch["attention_mask"].sum(1).tolist() == batch["lengths"]
+
+
+# -- length buckets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rearranged", [False, True])
+def test_buckets_know_the_captions_that_are_shown(rearranged: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(12), tokenizer, 16)
+    if rearranged:
+        rows = rows.select([7, 2, 11, 3, 5, 6, 10, 0])
+    order = global_order(rows, BatchSizes((0,), (4,)), 3, 2)
+    assert order.caption_lengths is not None
+    pairs = Pairs(rows, SIZE, train=True, seed=3)
+    draws = [(row, epoch) for row in range(len(rows)) for epoch in range(5)]
+    shown = [len(pairs[draw]["input_ids"][0]) for draw in draws]
+    assert order.caption_lengths(*map(np.array, zip(*draws, strict=True))).tolist() == shown
+    assert len(set(shown)) > 2
+    assert global_order(rows, BatchSizes((0,), (4,)), 3).caption_lengths is None

@@ -4,18 +4,24 @@ import ctypes
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.ticker import NullLocator
 
 from mm_utils import ranks
+from mm_utils.reporting import BLUE, INK, LIGHT, MUTED, new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,6 +86,30 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         raise
 
 
+def cpu_seconds() -> float:
+    """User and system time so far of this process, of its living children and theirs, and of children that have ended.
+
+    On Linux in nanoseconds, by each process's own clock; elsewhere by psutil. What a process has used between two calls is
+    lost if it ended between them and is not yet waited for.
+    """
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            total += _process_clock(child.pid) if sys.platform == "linux" else sum(child.cpu_times()[:2])
+    return total
+
+
+def _process_clock(pid: int) -> float:
+    clock = ctypes.c_int()
+    if error := ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+        raise ProcessLookupError(error, os.strerror(error))
+    try:
+        return time.clock_gettime(clock.value)
+    except OSError as error:  # EINVAL: it has ended meanwhile
+        raise ProcessLookupError(pid) from error
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for what the device was given to do."""
     if device.type == "cuda":
@@ -117,3 +147,22 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         cells = ["" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def draw_bars(values: dict[str, float], title: str, ours: str, out_path: Path) -> None:
+    """Draw horizontal bars, each with its value to three digits; names that begin with `ours` are in colour."""
+    figure = new_figure(7, 0.9 + 0.32 * len(values))
+    ax = figure.add_subplot()
+    places = list(range(len(values)))
+    colors = [BLUE if name.startswith(ours) else MUTED for name in values]
+    ax.barh(places, list(values.values()), color=colors, height=0.66)
+    for place, value in zip(places, values.values(), strict=True):
+        ax.text(value, place, f" {float(f'{value:.3g}'):,g}", va="center", fontsize=8, color=INK)
+    ax.set_yticks(places, list(values), fontsize=8, color=INK)
+    ax.tick_params(length=0)
+    ax.xaxis.set_major_locator(NullLocator())
+    ax.spines[["top", "right", "bottom"]].set_visible(False)
+    ax.spines["left"].set_color(LIGHT)
+    ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
+    ax.set(xlim=(0, 1.12 * max(values.values(), default=1.0)), ylim=(len(values) - 0.5, -0.5))
+    FigureCanvasAgg(figure).print_png(str(out_path))

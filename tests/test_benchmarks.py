@@ -1,6 +1,7 @@
 """Processes that take turns, and the table."""
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.benchmarks import TurnTaker, markdown_table
+from mm_utils.benchmarks import TurnTaker, cpu_seconds, markdown_table
 
 COUNTING = """
 import multiprocessing, time
@@ -70,6 +71,28 @@ def test_a_turn_taker_may_die(tmp_path):
     assert process.ask({"anything": json.dumps("at all")}) == {}
     assert process.error
     process.end()
+
+
+def _work(seconds: float, done, stay) -> None:
+    while time.process_time() < seconds:
+        pass
+    done.set()
+    stay.wait()
+
+
+def test_time_of_children_counts_once_while_they_live_and_after():
+    fork = multiprocessing.get_context("fork")
+    done, stay = fork.Event(), fork.Event()
+    before = cpu_seconds()
+    child = fork.Process(target=_work, args=(0.3, done, stay))
+    child.start()
+    assert done.wait(60)
+    living = cpu_seconds() - before
+    stay.set()
+    child.join()
+    ended = cpu_seconds() - before
+    assert 0.3 <= living <= ended + 0.02  # a child's time is kept in units of up to 10 ms
+    assert ended < 0.6
 
 
 def test_markdown_table():

@@ -24,6 +24,7 @@ from mm_utils.run import RunError
 from scripts import eval_retrieval, pretrain
 from tests.test_hub import server  # noqa: F401
 
+ROUNDED = 5e-6  # a key's bias has no gradient but rounding, of which Adam makes whole steps
 ROOT = Path(__file__).parents[2]
 
 
@@ -158,7 +159,7 @@ def test_parts_of_the_batch_learn_what_the_whole_learns(finished, tiny_flags, tm
     pretrain.main([*tiny_flags, "--micro_batch_size", "3", "--output_dir", str(tmp_path)])
     assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
     for name, value in weights(folder).items():
-        torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-4, atol=ROUNDED)
 
 
 def test_frozen_towers_stay_as_they_are(tiny_flags, tmp_path):
@@ -409,7 +410,7 @@ def test_two_processes_learn_what_one_learns(tiny_flags, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     one, both = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name, value in one.items():
-        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=ROUNDED)
     evaluated = [
         [row for row in rows_of(tmp_path / run) if "eval_text_to_image_recall@1" in row][-1] for run in ("one", "two")
     ]
@@ -433,7 +434,7 @@ def test_two_processes_and_parts_of_the_batch_learn_what_one_process_learns_at_o
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     both = weights(tmp_path / "two")
     for name, value in weights(tmp_path / "one").items():
-        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=ROUNDED)
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ from transformers import (
 from mm_utils import ranks
 from mm_utils.checkpoints import checkpoint_path, find_checkpoint, load_checkpoint
 from mm_utils.data.preview import describe_pairs
+from mm_utils.data.streaming import Stream
 from mm_utils.flops import FlopCounts
 from mm_utils.forecast import Measured, Step, describe_forecast, forecast_disk, forecast_memory, forecast_time
 from mm_utils.hub import PUSH_ERRORS, HubArguments, redact
@@ -107,18 +108,27 @@ class Rehearsal(TrainerCallback):
     # -- data -------------------------------------------------------------------------------------------------------
 
     def sample(
-        self, pairs: datasets.DatasetDict, processor: VisionTextDualEncoderProcessor, max_seq_length: int
+        self,
+        source: datasets.DatasetDict | Stream,
+        processor: VisionTextDualEncoderProcessor,
+        max_seq_length: int,
     ) -> datasets.DatasetDict:
-        """A seeded sample of every split, at least a global batch of train; says what it looks like."""
+        """A seeded sample of every split, at least a global batch of train; says what it looks like.
+
+        Of a stream the first rows of its shards, which are then no stream any more.
+        """
         largest = self.planned.batch_sizes.sizes[-1]
+        pairs = source.sample(max(CHECKED, largest)) if isinstance(source, Stream) else source
         self.total = {name: len(rows) for name, rows in pairs.items()}
+        if isinstance(source, Stream):
+            self.total["train"] = source.num_rows
         wanted = {name: max(CHECKED, largest) if name == "train" else EVALUATED for name in pairs}
-        self.sampled = {name: min(wanted[name], count) for name, count in self.total.items()}
+        self.sampled = {name: min(wanted[name], len(rows)) for name, rows in pairs.items()}
         self._plan_steps(largest)
         self.sandbox.take_cache()
         draw = random.Random(self.args.seed)
         chosen = datasets.DatasetDict(
-            {name: pairs[name].select(draw.sample(range(self.total[name]), self.sampled[name])) for name in pairs}
+            {name: pairs[name].select(draw.sample(range(len(pairs[name])), self.sampled[name])) for name in pairs}
         )
         if self.accelerator.is_main_process:
             counts = ", ".join(f"{name} {self.sampled[name]:,} of {self.total[name]:,}" for name in pairs)

@@ -13,7 +13,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils.checkpoints import checkpoint_path
 from mm_utils.data.images import open_image
-from mm_utils.data.tokens import fingerprint
 from mm_utils.hub import HubPusher
 from mm_utils.metrics import Embeddings, RetrievalEvaluator
 from mm_utils.model_card import CardInfo, write_model_card
@@ -51,14 +50,18 @@ def finish_run(
     metrics: dict[str, float],
     settings: dict[str, Any],
     pusher: HubPusher,
+    trained_on: tuple[int, str],
 ) -> None:
-    """Draw `training.png` and `retrieval.png`, write the model card, push if asked to, and say what comes next."""
+    """Draw `training.png` and `retrieval.png`, write the model card, push if asked to, and say what comes next.
+
+    `trained_on` is the number of training rows and their fingerprint.
+    """
     if accelerator.is_main_process:
         folder = Path(output_dir)
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         if evaluator.split is not None:
             draw_retrieval(_examples(pairs["validation"], evaluator.split), folder / "retrieval.png")
-        write_model_card(folder, _card(accelerator, folder, model, pairs, metrics, settings, pusher))
+        write_model_card(folder, _card(accelerator, folder, model, pairs, metrics, settings, pusher, trained_on))
         pushed = pusher.push("End of training", blocking=True)
         _say_what_is_where(folder, metrics, settings, "test" in pairs, pusher.repo_id if pushed else None)
     accelerator.wait_for_everyone()
@@ -93,6 +96,7 @@ def _card(
     metrics: dict[str, float],
     settings: dict[str, Any],
     pusher: HubPusher,
+    trained_on: tuple[int, str],
 ) -> CardInfo:
     images = len(pairs["validation"])
     shown = {name: value for name, value in metrics.items() if "chance" not in name}
@@ -107,8 +111,8 @@ def _card(
         text_model=bases[1] or f"{model.text_model.config.model_type}, from scratch",
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         dataset_name=next((settings[name] for name in sources if settings.get(name)), "The embedded scenes"),
-        dataset_rows={name: len(split) for name, split in pairs.items()},
-        dataset_fingerprint=fingerprint(pairs["train"]),
+        dataset_rows={"train": trained_on[0], **{name: len(split) for name, split in pairs.items()}},
+        dataset_fingerprint=trained_on[1],
         command=f"accelerate launch {shlex.join(sys.argv)}",
         metrics=shown,
         hyperparameters={name: value for name, value in settings.items() if value is not None},

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,10 +102,10 @@ class LoaderAdvice(TrainerCallback):
     """Say once a run, when two lines of the log in succession show it waiting for data, what would help.
 
     Args:
-        num_workers: of this rank's loader.
+        num_workers: gives the number of this rank's loader.
     """
 
-    def __init__(self, num_workers: int):
+    def __init__(self, num_workers: Callable[[], int]):
         self.num_workers = num_workers
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -129,7 +130,7 @@ class LoaderAdvice(TrainerCallback):
         if len(latest) == 2 and min(latest) > LOADER_BOUND:
             self.advised = True
             frozen = not is_trained(kwargs["model"].vision_model)
-            logger.warning("%s", _advice(sum(latest) / 2, self.num_workers, ranks.cores_per_process() - 1, frozen))
+            logger.warning("%s", _advice(sum(latest) / 2, self.num_workers(), ranks.cores_per_process() - 1, frozen))
 
 
 def _advice(wait: float, workers: int, spare_cores: int, vision_is_frozen: bool) -> str:

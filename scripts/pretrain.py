@@ -10,12 +10,17 @@ Your own pairs, from pretrained encoders, on every GPU that `accelerate config` 
 What that will take in time, memory and disk, tried in a minute:
     accelerate launch scripts/pretrain.py --train_file pairs.jsonl --dry_run
 
+Parquet or tar shards, read while training goes on:
+    accelerate launch scripts/pretrain.py --streaming --train_file "shards/web-{0000..0999}.tar" --max_steps 20000
+
 Go on after an interruption, on any number of GPUs:
     accelerate launch scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
 """
 
 import logging
+from functools import partial
 
+from datasets import DatasetDict
 from transformers import EarlyStoppingCallback
 
 from mm_utils.arguments import parse_args, to_dict
@@ -23,7 +28,8 @@ from mm_utils.callbacks import ProgressBar, TemperatureClamp
 from mm_utils.checkpoints import find_checkpoint
 from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
-from mm_utils.data.tokens import global_order, tokenize_splits
+from mm_utils.data.streaming import StreamingArguments, open_stream
+from mm_utils.data.tokens import fingerprint, global_order, tokenize_splits
 from mm_utils.dry_run import Rehearsal
 from mm_utils.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.finish import HubCallback, finish_run
@@ -44,24 +50,25 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    towers = (DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments, OptimizerArguments)
-    groups = (*towers, FeatureCacheArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments)
-    parsed = parse_args(*groups, argv=argv, doc=__doc__)
-    data_args, loader_args, model_args, objective_args, optimizer_args, *others = parsed
-    cache_args, args, eval_args, hub_args, run_args = others
+    data = (DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments)
+    learning = (ModelArguments, ObjectiveArguments, OptimizerArguments, TrainingArguments, EvaluationArguments)
+    parsed = parse_args(*data, *learning, HubArguments, RunArguments, argv=argv, doc=__doc__)
+    data_args, stream_args, loader_args, cache_args, *others = parsed
+    model_args, objective_args, optimizer_args, args, eval_args, hub_args, run_args = others
+    stream_args.check(loader_args.length_bucket_window, cache_args.cache_features)
     accelerator = start_run("pretrain", args, *parsed, report_to=run_args.report_to, dry_run=run_args.dry_run)
     rehearsal = Rehearsal(accelerator, args, hub_args) if run_args.dry_run else None
 
     # 2. Data: the main process fills the cache first, the others read it.
     with accelerator.main_process_first():
-        pairs = load_pairs(data_args)
-        processor = load_processor(model_args, iterate_captions(pairs["train"]))
+        stream = open_stream(data_args, stream_args, args.batch_sizes, args.seed) if stream_args.streaming else None
+        pairs = DatasetDict(validation=stream.validation) if stream else load_pairs(data_args)
+        processor = load_processor(model_args, stream.captions() if stream else iterate_captions(pairs["train"]))
         if rehearsal:
-            pairs = rehearsal.sample(pairs, processor, loader_args.max_seq_length)
+            pairs, stream = rehearsal.sample(stream or pairs, processor, loader_args.max_seq_length), None
         pairs = tokenize_splits(
             pairs, processor.tokenizer, loader_args.max_seq_length, data_args.preprocessing_num_workers
         )
-    order = global_order(pairs["train"], args.batch_sizes, args.seed, loader_args.length_bucket_window)
     loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
     logger.info("%s", ", ".join(f"{name}: {len(split):,} images" for name, split in pairs.items()))
 
@@ -71,14 +78,22 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=accelerator.device)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info("%s parameters, %s of them trained", f"{model.num_parameters():,}", f"{trained:,}")
-    rows = cache_features(cache_args, pairs["train"], objective, loaders, accelerator, args.per_device_eval_batch_size)
     flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length, not cache_args.cache_features)
 
     # 4. Train.
+    if stream:
+        trained_on = (stream.num_rows, stream.fingerprint)
+        train_batches = partial(loaders.stream, stream, processor.tokenizer)
+    else:
+        rows = pairs["train"]
+        trained_on = (len(rows), fingerprint(rows))
+        order = global_order(rows, args.batch_sizes, args.seed, loader_args.length_bucket_window)
+        rows = cache_features(cache_args, rows, objective, loaders, accelerator, args.per_device_eval_batch_size)
+        train_batches = partial(loaders.train, rows, order)
     evaluator, pusher = RetrievalEvaluator(eval_args.rerank_top_k), HubPusher(hub_args, args.output_dir)
     callbacks = [ProgressBar(), TemperatureClamp(objective_args.max_logit_scale), HubCallback(pusher)]
     if not cache_args.cache_features:
-        callbacks.append(LoaderAdvice(loader_args.num_workers))
+        callbacks.append(LoaderAdvice(lambda: loaders.workers))
     if rehearsal:
         callbacks.append(rehearsal)
     if args.early_stopping_patience:
@@ -90,8 +105,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         objective,
         optimizer,
         processor,
-        train_batches=lambda start, stop: loaders.train(rows, order, start, stop),
-        num_rows=len(pairs["train"]),
+        train_batches=train_batches,
+        num_rows=trained_on[0],
         eval_loader=loaders.evaluation(pairs["validation"], args.per_device_eval_batch_size),
         evaluate=evaluator,
         callbacks=callbacks,
@@ -101,7 +116,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 
     # 5. Finish: pictures, model card, push, and what one would want next.
-    finish_run(accelerator, args.output_dir, model, pairs, evaluator, metrics, to_dict(*parsed), pusher)
+    finish_run(accelerator, args.output_dir, model, pairs, evaluator, metrics, to_dict(*parsed), pusher, trained_on)
     if rehearsal:
         metrics = rehearsal.forecast(trainer, flops)
     accelerator.end_training()

@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from mm_utils.benchmarks import TurnTaker, cpu_seconds, markdown_table
+from mm_utils.benchmarks import TurnTaker, cpu_seconds, draw_bars, markdown_table
 
 COUNTING = """
 import multiprocessing, time
@@ -103,3 +105,10 @@ def test_markdown_table():
         "| a | 1.23e+03 | 3 |",
         "| b |  | 4 |",
     ]
+
+
+def test_bars(tmp_path):
+    draw_bars({"ours_fast": 1234.5, "other": 100.0}, "images", "ours", tmp_path / "bars.png")
+    with Image.open(tmp_path / "bars.png") as image:
+        blue = np.asarray(image.convert("RGB").resize((200, 40), Image.Resampling.NEAREST)) == (37, 99, 235)
+    assert 0.1 < blue.all(-1).mean() < 0.6  # the long bar is ours

@@ -36,7 +36,7 @@ class Run:
     """A run whose log is written by hand."""
 
     def __init__(self, workers: int = 2, model: torch.nn.Module | None = None, main: bool = True):
-        self.advice, self.model = LoaderAdvice(workers), model or build()
+        self.advice, self.model = LoaderAdvice(lambda: workers), model or build()
         self.state = TrainerState(is_world_process_zero=main)
         self.advice.on_train_begin(None, self.state, TrainerControl(), model=self.model)
 

@@ -15,6 +15,7 @@ from mm_utils.data.text_files import check_line, checked_object, is_utf16, open_
 
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)")
 _PIPES = re.compile(r"(?P<name>[^|]+)\|\s*(?P<number>\d+)\s*\|(?P<caption>.*)")
+_HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
 _COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
 
 
@@ -93,7 +94,7 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     with open_lines(path) as file:
         for number, line in enumerate(file, start=1):
             text = line.strip()
-            if number == 1 and _TOKEN.fullmatch(text) is None:
+            if number == 1 and _HEADER.match(text):
                 pattern = _PIPES if "|" in text else _COMMA
                 continue
             if not text:

@@ -13,6 +13,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+MOST_FIXED = 1.5
+"""Of an image whose shorter side is larger than this times the input, `fixed_square` would show less than half."""
+
 _LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow's mode L
 
 
@@ -42,6 +45,13 @@ def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Ra
     crop = pixels[top:bottom, left:right].copy()
     image = torch.from_numpy(crop).permute(2, 0, 1)[None]
     return interpolate(image, (size, size), mode="bicubic", antialias=True)[0].contiguous()
+
+
+def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> Tensor:
+    """A square of `[height, width, 3]` at a random place, not resized: uint8 `[3, size, size]`."""
+    height, width = pixels.shape[:2]
+    left, top = rng.randint(0, width - size), rng.randint(0, height - size)
+    return torch.from_numpy(pixels[top : top + size, left : left + size].copy()).permute(2, 0, 1).contiguous()
 
 
 def _random_box(width: int, height: int, min_area: float, rng: random.Random) -> tuple[int, int, int, int]:

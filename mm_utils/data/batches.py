@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from mm_utils.data.augment import center_square, jitter_colors, random_square
+from mm_utils.data.augment import MOST_FIXED, center_square, fixed_square, jitter_colors, random_square
 from mm_utils.data.cells import Cells
 from mm_utils.data.decoding import read_pixels
 from mm_utils.data.features import CachedFeatures
@@ -41,6 +41,7 @@ class Pairs(Dataset):
         image_size: side of the square.
         train: one caption and a random square, or all captions and the centre.
         min_crop_area: crops cover at least this share of the largest square; 1 is the centre square.
+        fixed_crop: cut squares of that size, not resized, from images that are little larger.
         color_jitter: brightness, contrast and saturation vary by up to this share.
         horizontal_flip: mirror every other image, unless a caption of it names a side or it has boxes.
         seed: of the run.
@@ -53,6 +54,7 @@ class Pairs(Dataset):
         *,
         train: bool,
         min_crop_area: float = 1.0,
+        fixed_crop: bool = False,
         color_jitter: float = 0.0,
         horizontal_flip: bool = False,
         seed: int = 0,
@@ -60,7 +62,8 @@ class Pairs(Dataset):
         self.cached = CachedFeatures(rows)
         self.rows = Cells(rows.remove_columns(self.cached.names))
         self.image_size, self.train, self.seed = image_size, train, seed
-        self.min_crop_area, self.color_jitter, self.horizontal_flip = min_crop_area, color_jitter, horizontal_flip
+        self.min_crop_area, self.fixed_crop = min_crop_area, fixed_crop
+        self.color_jitter, self.horizontal_flip = color_jitter, horizontal_flip
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -114,7 +117,11 @@ class Pairs(Dataset):
         side = self.image_size
         if self.min_crop_area < 1:
             side = int(side * self.min_crop_area**-0.5) + 1  # so that even the smallest crop is not enlarged
-        square = random_square(read_pixels(self.rows.image(row), side), self.image_size, self.min_crop_area, rng)
+        pixels = read_pixels(self.rows.image(row), side)
+        if self.fixed_crop and self.image_size <= min(pixels.shape[:2]) <= MOST_FIXED * self.image_size:
+            square = fixed_square(pixels, self.image_size, rng)
+        else:
+            square = random_square(pixels, self.image_size, self.min_crop_area, rng)
         if self.color_jitter:
             square = jitter_colors(square, self.color_jitter, rng)
         if self.horizontal_flip and rng.random() < 0.5 and self._has_no_sides(row):

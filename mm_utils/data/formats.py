@@ -23,13 +23,13 @@ from mm_utils.data.shards import read_webdataset
 from mm_utils.data.specs import FORMATS, TEMPLATES, Source
 from mm_utils.data.stores import is_saved, metadata_files
 from mm_utils.data.table_records import read_datasets, read_metadata, read_parquet, read_text
-from mm_utils.data.text_files import TEXT_SUFFIXES, parse_json
+from mm_utils.data.text_files import TEXT_SUFFIXES, is_array, parse_json
 
 __all__ = ["FORMATS", "TEMPLATES", "Source", "detect", "read_source"]
 
 _HEAD = 1 << 16  # characters of a file that tell its format
 _LOOKED_AT = 1000  # files of a folder that tell its format
-_TOKEN_LINE = re.compile(r"[^\t\n]+#\d+\t")
+_TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
 _FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
 
 
@@ -126,7 +126,9 @@ def _of_file(path: Path, source: Source) -> str:
     first = head.split("\n", 1)[0].strip()
     if suffix in (".json", ".jsonl"):
         return _of_json(head, first)
-    if _TOKEN_LINE.match(head) or (suffix not in (".csv", ".tsv") and _FLICKR_HEADER.match(head)):
+    if _TOKEN_LINE.match(head):
+        return "flickr"
+    if suffix not in (".csv", ".tsv") and (_FLICKR_HEADER.match(head) or _TOKEN_LINE.search(head)):
         return "flickr"
     if suffix == ".csv" and first.count("|") >= 2 and _FLICKR_HEADER.match(head):
         return "flickr"
@@ -139,7 +141,7 @@ def _of_file(path: Path, source: Source) -> str:
 
 def _of_json(head: str, first: str) -> str:
     """Tell an array, one object a line, and one document, of which the head may hold the first lists alone."""
-    if head.lstrip().startswith("["):
+    if is_array(head):
         return "json"
     try:
         row = parse_json(first)

@@ -297,9 +297,17 @@ class _Worker:
                     "phrase": check_caption(region["phrase"], self.checks)[0],
                 }
                 for region in record.regions
-                for x, y, w, h in [map(float, region["box"])]
+                for x, y, w, h in [_inside(region["box"], image["original_width"], image["original_height"])]
             ]
         except (TypeError, ValueError, KeyError) as error:
             if isinstance(error, Fault):
                 raise
             raise Fault("bad_regions", f"not a list of box (x, y, width, height) and phrase: {error!r}") from error
+
+
+def _inside(box: Sequence[Any], width: int, height: int) -> tuple[float, float, float, float]:
+    """A box that lies in its image, but for a pixel of rounding; raises a ValueError."""
+    x, y, w, h = map(float, box)
+    if not (w > 0 and h > 0 and min(x, y) >= -1 and x + w <= width + 1 and y + h <= height + 1):
+        raise ValueError(f"box {[x, y, w, h]} of an image of {width} x {height} pixels")
+    return x, y, w, h

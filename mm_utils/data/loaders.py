@@ -4,17 +4,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import datasets
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches import Batch, Collator, Pairs
 from mm_utils.data.order import EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.ring import PixelRing
+from mm_utils.data.stream_loader import StreamBatches, StreamSteps
+from mm_utils.data.streaming import Stream
 from mm_utils.ranks import cores_per_process
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,11 @@ class LoaderArguments:
         "little beyond what is saved anyway, and changes what is learnt: negatives are then alike in length.",
     )
     min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image; 1 turns cropping off.")
+    fixed_crop: bool = arg(
+        False,
+        "Cut training squares at the input's own size, not resized, where an image is stored at up to 1.5 times that: the "
+        "least work for a loader that is too slow; --min_crop_area is then for other images alone.",
+    )
     dataloader_num_workers: str = arg(
         "auto",
         "Processes that decode images, per rank, 0 for none; auto = tried out where there is a choice, at most one per spare "
@@ -80,7 +89,9 @@ class DeviceLoader:
         wait: seconds that the last batch made the caller wait.
     """
 
-    def __init__(self, loader: DataLoader, device: torch.device, mean: Sequence[float], std: Sequence[float]):
+    def __init__(
+        self, loader: DataLoader | StreamBatches, device: torch.device, mean: Sequence[float], std: Sequence[float]
+    ):
         self.loader, self.device, self.wait = loader, device, 0.0
         self.mean, self.std = (torch.tensor(v, device=device).view(3, 1, 1) * 255 for v in (mean, std))
 
@@ -127,38 +138,58 @@ class Loaders:
 
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """This rank's share of the global batches of steps `start` to `stop`."""
-        args = self.arguments
-        pairs = Pairs(
-            rows,
-            self.image_size,
-            train=True,
-            min_crop_area=args.min_crop_area,
-            color_jitter=args.color_jitter,
-            horizontal_flip=args.horizontal_flip,
-            seed=order.seed,
-        )
+        pairs = self._training_pairs(order.seed)(rows)
         batches = RankBatches(order, start, stop)
         return self._loader(pairs, batches, self._workers(pairs, batches))
+
+    def stream(self, stream: Stream, tokenizer: PreTrainedTokenizerBase, start: int, stop: int) -> DeviceLoader:
+        """This rank's share of the global batches of steps `start` to `stop` of a stream."""
+        collate = Collator(self.pad_token_id, self.image_size, longest_first=True)
+        pairs = self._training_pairs(stream.order.seed)
+        steps = StreamSteps(stream, tokenizer, self.arguments.max_seq_length, pairs, collate)
+        batches = StreamBatches(steps, start, stop, self.arguments.num_workers, self.device.type == "cuda")
+        return DeviceLoader(batches, self.device, self.mean, self.std)
 
     def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
         """This rank's share of all rows, each with all its captions, in order."""
         batches = EvaluationBatches(len(rows), batch_size)
         return self._loader(Pairs(rows, self.image_size, train=False), batches, self.arguments.num_workers)
 
+    @property
+    def workers(self) -> int:
+        """Workers of this rank's training loader, as far as is known."""
+        return self.arguments.num_workers if self._best is None else self._best
+
+    def _training_pairs(self, seed: int) -> Callable[[datasets.Dataset], Pairs]:
+        args = self.arguments
+        return partial(
+            Pairs,
+            image_size=self.image_size,
+            train=True,
+            min_crop_area=args.min_crop_area,
+            fixed_crop=args.fixed_crop,
+            color_jitter=args.color_jitter,
+            horizontal_flip=args.horizontal_flip,
+            seed=seed,
+        )
+
     def _workers(self, pairs: Pairs, batches: RankBatches) -> int:
         most = self.arguments.num_workers
         if self.arguments.dataloader_num_workers != "auto" or most <= 2 or pairs.cached.has_vision:
             return most
         if self._best is None and len(batches) >= _WORTH_MEASURING:
-            self._best = choose_workers(most, lambda workers: _rate(self._loader(pairs, batches, workers).loader))
-        return most if self._best is None else self._best
+            self._best = choose_workers(most, lambda workers: _rate(self._data_loader(pairs, batches, workers)))
+        return self.workers
 
     def _loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, workers: int) -> DeviceLoader:
+        return DeviceLoader(self._data_loader(pairs, batches, workers), self.device, self.mean, self.std)
+
+    def _data_loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, workers: int) -> DataLoader:
         workers = min(workers, len(batches))
         collate = Collator(self.pad_token_id, self.image_size, pairs.train, pairs.cached.blank())
         if "vision_pooled" not in collate.cached:
             collate.ring = PixelRing.make(workers, _PREFETCH, batches.largest, self.image_size)
-        loader = DataLoader(
+        return DataLoader(
             pairs,
             batch_sampler=batches,
             collate_fn=collate,
@@ -168,7 +199,6 @@ class Loaders:
             prefetch_factor=_PREFETCH if workers else None,
             worker_init_fn=_one_thread,
         )
-        return DeviceLoader(loader, self.device, self.mean, self.std)
 
 
 def choose_workers(most: int, rate: Callable[[int], float]) -> int:

@@ -140,6 +140,7 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         with _only_here(work / "lock"):
+            shutil.rmtree(work / "result", ignore_errors=True)  # half of it, where a run was killed while writing
             yield work
             _flush(work / "result")
             old = work / "replaced"

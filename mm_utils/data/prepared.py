@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 from mm_utils.data.ingest import PART_SCHEMA, read_part, stored_hash
 from mm_utils.data.reconcile import Reconciled
 from mm_utils.data.stores import PREPARED_FORMAT, is_prepared
+from mm_utils.data.tables import one_line
 
 VERSION = 1
 SHARD_BYTES = 500 << 20
@@ -163,15 +164,12 @@ def verify(folder: str) -> int:
     if not is_prepared(folder):
         raise ValueError(f"{folder} holds no prepared data set. Give the --output_dir of prepare_data.")
     report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
-    pairs = load_from_disk(folder)
-    damaged = []
-    total = sum(map(len, pairs.values()))
-    with tqdm(total=total, desc="Verifying", unit=" rows") as bar:
-        for split, rows in pairs.items():
-            for at, good in enumerate(_verified(rows)):
-                bar.update()
-                if not good:
-                    damaged.append(f"row {at} of {split}")
+    try:
+        pairs = load_from_disk(folder)
+        total = sum(map(len, pairs.values()))
+        damaged = _damaged(pairs, total)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
     if damaged:
         raise ValueError(
             f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
@@ -179,6 +177,18 @@ def verify(folder: str) -> int:
     if content_fingerprint(pairs) != report.get("fingerprint"):
         raise ValueError(f"{folder}: rows are missing or in another order than was written. Prepare it anew.")
     return total
+
+
+def _damaged(pairs: DatasetDict, total: int) -> list[str]:
+    """Rows that differ from what was written."""
+    damaged = []
+    with tqdm(total=total, desc="Verifying", unit=" rows") as bar:
+        for split, rows in pairs.items():
+            for at, good in enumerate(_verified(rows)):
+                bar.update()
+                if not good:
+                    damaged.append(f"row {at} of {split}")
+    return damaged
 
 
 def _verified(rows: Dataset) -> Iterator[bool]:

@@ -147,7 +147,9 @@ class _State:
 
     @classmethod
     def of(cls, facts: pa.Table, distance: int) -> "_State":
-        image_N, id_N = _codes(facts["image_hash"]), _codes(facts["id"])
+        image_N = _codes(facts["image_hash"])
+        # Files of two sources may have the same name, and rows the same number, by chance.
+        id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         _, first_U = np.unique(image_N, return_index=True)
         prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(first_U).to_pylist()), FINGERPRINT)
         near_P = near_pairs(prints_U, distance)

@@ -103,7 +103,7 @@ def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
         begin = member.offset
         if member.isreg() and not member.issparse() and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")
-        if not member.isdir():
+        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
             yield member
     # `tarfile` takes a damaged header, and the end of the file where the end marker should be, for a regular end.
     stream: Any = archive.fileobj

@@ -128,7 +128,7 @@ class StreamBatches:
 
     def __init__(self, steps: StreamSteps, start: int, stop: int, workers: int, pin_memory: bool = False):
         self.steps, self.start, self.stop, self.pin_memory = steps, start, stop, pin_memory
-        self.workers = min(workers, steps.stream.order.lanes // ranks.world_size())
+        self.num_workers = min(workers, steps.stream.order.lanes // ranks.world_size())
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -138,14 +138,14 @@ class StreamBatches:
             DataLoader(
                 _Parts(self.steps, self.start, self.stop, ranks.rank(), ranks.world_size()),
                 batch_size=None,
-                num_workers=self.workers,
-                prefetch_factor=4 if self.workers else None,
+                num_workers=self.num_workers,
+                prefetch_factor=4 if self.num_workers else None,
                 worker_init_fn=_one_thread,
             )
         )
         for _ in range(self.start, self.stop):
             # The loader takes from its workers in turn, and each gives one part per step.
-            step = [next(parts) for _ in range(max(1, self.workers))]
+            step = [next(parts) for _ in range(max(1, self.num_workers))]
             yield merge_parts(step, self.steps.collate.pad_token_id, self.pin_memory)
 
 

@@ -24,11 +24,12 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, Features, load_dataset_builder
+from datasets import Dataset, DatasetDict, Features, load_dataset_builder
 
 from mm_utils import ranks
 from mm_utils.arguments import arg
@@ -118,19 +119,25 @@ class Stream:
             return f"{where}: its image is one of validation's"
         return made
 
-    def captions(self, most: int = 20_000) -> Iterator[str]:
-        """The first captions of training, some of every shard, at most so many: what a tokenizer is trained on."""
+    def rows(self, most: int) -> Iterator[dict[str, Any]]:
+        """The first training rows, some of every shard, at most so many."""
         reader = ShardReader(self.shards, needed_columns(self.columns))
         each = -(-most // len(self.shards))
-        left = most
         for number, shard in enumerate(self.shards):
-            for row, record in enumerate(reader.read(number, 0, min(each, shard.rows))):
+            for row, record in enumerate(reader.read(number, 0, min(each, most, shard.rows))):
                 made = self.row(record, number, row)
-                for caption in made["captions"] if isinstance(made, dict) else ():
-                    if left == 0:
-                        return
-                    left -= 1
-                    yield caption
+                if isinstance(made, dict):
+                    most -= 1
+                    yield made
+
+    def captions(self, most: int = 20_000) -> Iterator[str]:
+        """The first captions of training, some of every shard, at most so many: what a tokenizer is trained on."""
+        return islice((caption for row in self.rows(most) for caption in row["captions"]), most)
+
+    def sample(self, most: int) -> DatasetDict:
+        """At most so many training rows as an ordinary data set, and the validation split."""
+        train = Dataset.from_list(list(self.rows(most)), features=self.features)
+        return DatasetDict({"train": train, "validation": self.validation})
 
 
 def open_stream(data: DataArguments, args: StreamingArguments, sizes: BatchSizes, seed: int) -> Stream:

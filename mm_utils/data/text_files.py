@@ -52,8 +52,8 @@ def text_records(path: Path, kind: str | None = None) -> tuple[str, Rows]:
         )
     if kind in (".csv", ".tsv"):
         return "line", _delimited_records(path, "\t" if kind == ".tsv" else ",")
-    is_array = head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    return ("row", _array_records(path)) if is_array else ("line", _line_records(path))
+    array = is_array(head.decode("utf-8-sig", "replace"))
+    return ("row", _array_records(path)) if array else ("line", _line_records(path))
 
 
 def open_lines(path: Path, newline: str | None = None) -> TextIO:
@@ -74,6 +74,19 @@ def is_utf16(head: bytes) -> bool:
     half = len(head) // 2
     zeros = max(head[0::2].count(0), head[1::2].count(0))
     return head[:2] in (b"\xff\xfe", b"\xfe\xff") or (half > 1 and zeros > 0.8 * half)
+
+
+def is_array(head: str) -> bool:
+    """Whether JSON that begins so is one array, and not lines of which the first is a list by mistake."""
+    text = head.lstrip()
+    first, _, rest = text.partition("\n")
+    if not text.startswith("[") or not rest.strip():
+        return text.startswith("[")
+    try:
+        parse_json(first)
+    except Fault:
+        return True
+    return False
 
 
 def excerpt(text: str) -> str:

@@ -13,10 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.languages import own_codes
 from mm_utils.data.order import BatchSizes, CaptionLengths, GlobalOrder, choose_captions
-from mm_utils.data.sides import names_a_side
 
 _CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
-_FORMAT = 2  # part of the name under which tokens are kept; another one where a column changes its meaning
 _TEXT = ("id", "captions", "languages")  # all that is read of a row
 _BATCH = 1_000_000  # rows whose keys are looked at together; 50 MB with five captions each
 
@@ -26,8 +24,7 @@ def tokenize_captions(
 ) -> datasets.Dataset:
     """Add what follows from ids and captions, once, in the datasets cache.
 
-    `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64. `names_a_side`: bool, whether any
-    of the row's captions, as far as it is read, names one (`mm_utils.data.sides`), so that its picture is not mirrored.
+    `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64.
 
     Special tokens written inside a caption (`[SEP]`, `<|endoftext|>`) are text, not tokens. A multilingual tokenizer is
     told each caption's language, see `encode_captions`. Keys are hashes; equal keys mean the same image or, up to case
@@ -45,7 +42,7 @@ def tokenize_captions(
     # Tables read from text files live in memory, and `map` would keep its result there too.
     cache = Path(datasets.config.HF_DATASETS_CACHE, "tandem_tokens")
     cache.mkdir(parents=True, exist_ok=True)
-    name = Hasher.hash((_FORMAT, rows._fingerprint, _content(tokenizer), max_seq_length, sorted(codes.items())))
+    name = Hasher.hash((rows._fingerprint, _content(tokenizer), max_seq_length, sorted(codes.items())))
     tokens = text.map(
         _tokenize,
         batched=True,
@@ -180,16 +177,7 @@ def _tokenize(
         "input_ids": [[next(tokens) for _ in row] for row in all_captions],
         "image_key": [image_key(image_id) for image_id in rows["id"]],
         "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
-        "names_a_side": [
-            any(names_a_side(caption[: _most(max_seq_length)], code) for caption, code in zip(*row, strict=True))
-            for row in zip(all_captions, all_languages, strict=True)
-        ],
     }
-
-
-def _most(max_seq_length: int) -> int:
-    """Characters that are read of a caption."""
-    return _CHARACTERS_PER_TOKEN * max_seq_length
 
 
 def _only(captions: list[list[str]], wanted: np.ndarray) -> list[list[str]]:
@@ -223,7 +211,7 @@ def _encode(
         by_code.setdefault(codes.get(language), []).append(place)
     found: list[list[int]] = [[]] * len(captions)
     for code, places in by_code.items():
-        texts = [captions[place][: _most(max_seq_length)] for place in places]
+        texts = [captions[place][: _CHARACTERS_PER_TOKEN * max_seq_length] for place in places]
         for place, ids in zip(places, _encode_alike(tokenizer, texts, max_seq_length, code), strict=True):
             found[place] = ids
     return found

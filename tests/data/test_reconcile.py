@@ -97,7 +97,7 @@ def test_a_near_copy_is_kept_or_dropped(tmp_path: Path) -> None:
 def test_a_leak_stops_the_run_and_is_listed(kind: str, tmp_path: Path) -> None:
     copy = {"exact": row(0), "near": row(0, near=True), "by_id": row(5, id="x")}[kind]
     rows = [row(0, id="x", split="train"), row(1, split="train"), row(2, split="train"), copy | {"split": "test"}]
-    with pytest.raises(ValueError, match="1 rows have an image that is in another split too.*--on_leakage drop"):
+    with pytest.raises(ValueError, match=r"1 rows have an image that is in another split too.*--on_leakage drop"):
         decide(rows, tmp_path)
     [leak] = [json.loads(line) for line in (tmp_path / "leaks.jsonl").read_text().splitlines()]
     assert leak["reason"] == "leaked"

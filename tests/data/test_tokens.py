@@ -229,16 +229,6 @@ def test_public_keys_and_tokens_are_those_of_the_table(tokenizer: PreTrainedToke
     assert encode_captions(tokenizer, [], [], 16) == []
 
 
-def test_a_row_knows_whether_a_caption_names_a_side(tokenizer: PreTrainedTokenizerFast) -> None:
-    for captions, expected in (
-        (["a red car"], False),
-        (["a red car", "a car on the left"], True),
-        (["ein Auto links"], True),
-        (["a car " * 999 + "on the left"], False),  # nobody reads that far
-    ):
-        assert tokenize_captions(one_row(*captions), tokenizer, 16)[0]["names_a_side"] is expected
-
-
 # -- beside the columns that are there -----------------------------------------------------------------------------------
 
 
@@ -273,7 +263,7 @@ def test_only_the_new_columns_are_written(
     assert tokens.features == {**FEATURES, **{name: tokens.features[name] for name in NEW}}
 
 
-NEW = ["input_ids", "image_key", "caption_keys", "names_a_side"]
+NEW = ["input_ids", "image_key", "caption_keys"]
 PICKED = {
     "shuffled": lambda rows: rows.shuffle(seed=1),
     "picked": lambda rows: rows.select([7, 2, 9, 2]),

@@ -1,0 +1,156 @@
+"""What the readers of `scripts/benchmark_loading.py` share: the pairs, the stores of them, and what is done to an image."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pair_stores
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from mm_utils.data.augment import random_square
+from mm_utils.data.batches import Batch, pad_captions
+from mm_utils.data.decoding import read_pixels
+from mm_utils.data.loaders import LoaderArguments
+from mm_utils.data.order import BatchSizes
+from mm_utils.data.sources import DataArguments, load_pairs
+from mm_utils.data.tokens import global_order, tokenize_captions
+from mm_utils.models import ModelArguments, image_geometry, load_processor
+
+Batches = Iterator[Batch]
+
+SEED = 42
+
+
+@dataclass
+class Task:
+    """One contestant.
+
+    Attributes:
+        contestant: a name in `READERS`.
+        train_file: the source; None for synthetic photographs.
+        cache_dir: where they and all stores are made, once.
+        images: at most so many are read, a multiple of `batch_size * num_workers`.
+        batch_size, num_workers, image_size: of the loader.
+    """
+
+    contestant: str
+    train_file: str | None
+    cache_dir: str
+    images: int
+    batch_size: int
+    num_workers: int
+    image_size: int
+
+
+class Bench:
+    """What all contestants share: the pairs, as the prepared set of JPEGs has them, and what is done to an image."""
+
+    def __init__(self, task: Task):
+        self.task, self.args = task, LoaderArguments(dataloader_num_workers=str(task.num_workers))
+        self.folder = Path(task.cache_dir)
+        self.source = Path(task.train_file or pair_stores.photographs(self.folder / "photographs", task.images))
+        self.pairs = self.load("jpeg")
+        processor = load_processor(ModelArguments(image_size=task.image_size), ("a photograph",))
+        self.tokenizer, self.geometry = processor.tokenizer, image_geometry(processor)
+        whole = task.batch_size * max(1, task.num_workers)
+        self.count = min(task.images, len(self.pairs["train"])) // whole * whole
+        if not self.count:
+            raise ValueError(
+                f"--train_file is {task.train_file}; {len(self.pairs['train'])} of its pairs are for training, and a "
+                f"batch for each worker takes {whole}. Give more, or lower --batch_size."
+            )
+        self.rows = self.tokenized(self.pairs["train"].select(range(self.count)))
+        self.ids: list[str] = self.rows["id"][:]
+        self.number = {name: row for row, name in enumerate(self.ids)}
+        self.tokens: list[list[int]] = [captions[0] for captions in self.rows["input_ids"]]
+        self.order = global_order(self.rows, BatchSizes((0,), (task.batch_size,)), SEED)
+
+    def load(self, store: str) -> datasets.DatasetDict:
+        """The prepared set in which images are stored so."""
+        folder = pair_stores.prepared(self.folder / store, self.source, store, self.task.image_size)
+        return load_pairs(DataArguments(dataset_name=str(folder)))
+
+    def tokenized(self, rows: datasets.Dataset) -> datasets.Dataset:
+        return tokenize_captions(rows, self.tokenizer, self.args.max_seq_length)
+
+    def store(self, name: str) -> Path:
+        """The folder of a format, written from the prepared set if it is not there."""
+        folder = self.folder / f"{name}-{self.count}"
+        with pair_stores.written(folder) as new:
+            if new is not None:
+                WRITERS[name](self, new)
+        return folder
+
+    def contents(self) -> list[bytes]:
+        """All encoded images."""
+        return [image["bytes"] for image in self.rows["image"]]
+
+    def raw(self) -> list[np.ndarray]:
+        """The pixels of all images."""
+        return [read_pixels(image) for image in self.load("raw")["train"].select(range(self.count))["image"]]
+
+    def square(self, row: int, epoch: int, pixels: np.ndarray) -> Tensor:
+        """What this project does to the pixels of an image: the same crop, wherever they come from."""
+        rng = random.Random(f"{SEED} {epoch} {self.ids[row]}")
+        return random_square(pixels, self.task.image_size, self.args.min_crop_area, rng)
+
+    def example(self, row: int, epoch: int, content: bytes) -> tuple[Tensor, int]:
+        """Of an encoded image, decoded as this project does it."""
+        least = int(self.task.image_size * self.args.min_crop_area**-0.5) + 1
+        return self.square(row, epoch, read_pixels({"bytes": content, "path": None}, least)), row
+
+    def collate(self, examples: Sequence[tuple[Tensor, int]]) -> Batch:
+        """As default collating, with captions padded to the longest."""
+        pixels, rows = zip(*examples, strict=True)
+        input_ids, mask = pad_captions([self.tokens[row] for row in rows], self.tokenizer.pad_token_id)
+        return {
+            "pixel_values": torch.stack(pixels),
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "rows": torch.tensor(rows),
+        }
+
+    def numbered(self, batches: Iterable[Batch]) -> Batches:
+        """This project's batches, with the numbers that the pairs have here."""
+        for batch in batches:
+            yield {**batch, "rows": torch.tensor([self.number[name] for name in batch["image_ids"]])}
+
+    def stock_loader(self, rows: Dataset | datasets.Dataset, batches: Sampler, collate: Callable) -> Batches:
+        """A `DataLoader` with its defaults, and workers that stay."""
+        workers = self.task.num_workers
+        return iter(
+            DataLoader(
+                rows,  # type: ignore[arg-type]
+                batch_sampler=batches,
+                num_workers=workers,
+                collate_fn=collate,
+                persistent_workers=bool(workers),
+            )
+        )
+
+
+def originals(bench: Bench) -> datasets.Dataset:
+    """The pairs as the source has them, in the order of the prepared set, wherever the source itself holds others out."""
+    found = load_pairs(DataArguments(train_file=str(bench.source)))
+    rows = datasets.concatenate_datasets(list(found.values()))
+    here = {name: row for row, name in enumerate(rows["id"])}
+    return rows.select([here[name] for name in bench.ids])
+
+
+def original_paths(bench: Bench) -> list[str]:
+    """The original files."""
+    return [image["path"] for image in originals(bench)["image"]]
+
+
+WRITERS: dict[str, Callable[[Bench, Path], None]] = {
+    "lmdb": lambda bench, folder: pair_stores.lmdb(folder, bench.contents()),
+    "memmap": lambda bench, folder: pair_stores.memmap(folder, bench.raw()),
+    "tar": lambda bench, folder: pair_stores.tar_shards(folder, bench.rows, bench.pairs["validation"]),
+    "litdata": lambda bench, folder: pair_stores.litdata(folder, bench.contents()),
+    "mosaic": lambda bench, folder: pair_stores.mosaic(folder, bench.contents()),
+}

@@ -98,7 +98,7 @@ def check(batch: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[int
     """The numbers of a batch, all of them said and shown alike."""
     assert not batch["skipped"]
     shown = [number_shown(pixels) for pixels in batch["pixel_values"]]
-    texts = tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["input_ids"]]
     assert [shown[place] for place in batch["caption_image"]] == [number_said(text) for text in texts]
     return shown
 
@@ -171,9 +171,9 @@ def test_shuffled_filtered_cut_resized_and_shared_out(
     batch=st.integers(2, 9),
     seed=st.integers(0, 3),
     stop_at=st.integers(0, 9),
-    block=st.sampled_from([1, 4, 100]),
+    block=st.sampled_from([1, 4, 20]),
 )
-@settings(max_examples=25)
+@settings(max_examples=40)
 def test_streamed_and_resumed(
     store: str,
     world: int,

@@ -38,7 +38,10 @@ from mm_utils.run import RunError, run_script
 logger = logging.getLogger(__name__)
 
 PROGRAM = ROOT / "tests/baselines/reader_process.py"
-CONTESTANTS = "datasets,tandem_originals,tandem_jpeg,tandem_raw,tandem_stream,lmdb,memmap,webdataset,litdata,mosaic"
+CONTESTANTS = (
+    "datasets,tandem_originals,tandem_jpeg,tandem_jpeg_fixed,tandem_raw,tandem_raw_fixed,tandem_stream,lmdb,memmap,"
+    "webdataset,litdata,mosaic"
+)
 COLUMNS = {
     "contestant": "reader", "images_per_second": "images/s", "cpu_ms": "CPU ms per image", "relative": "relative",
     "kb_stored": "kB per pair on disk", "kb_moved": "kB moved per image", "first_batch": "first batch, s",

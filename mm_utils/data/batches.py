@@ -1,5 +1,6 @@
 """Rows become examples, and examples become batches: which caption, which crop, stacked and padded."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -196,12 +197,11 @@ class Collator:
 
 def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of t captions, int64 `[t, L]`, padded to the longest; L is 1 if there is none."""
-    input_ids = torch.full((len(captions), max(map(len, captions), default=1)), pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for place, ids in enumerate(captions):
-        input_ids[place, : len(ids)] = torch.tensor(ids)
-        attention_mask[place, : len(ids)] = 1
-    return input_ids, attention_mask
+    length_t = np.fromiter(map(len, captions), np.int64, len(captions))
+    mask_tL = np.arange(length_t.max(initial=1)) < length_t[:, None]
+    ids_tL = np.full(mask_tL.shape, pad_token_id, np.int64)
+    ids_tL[mask_tL] = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(length_t.sum()))
+    return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
 
 
 def _stack(rows: list[Tensor], none: Tensor) -> Tensor:

@@ -70,6 +70,11 @@ class Bench:
         self.tokens: list[list[int]] = [captions[0] for captions in self.rows["input_ids"]]
         self.order = global_order(self.rows, BatchSizes((0,), (task.batch_size,)), SEED)
 
+    def with_fixed_crop(self) -> "Bench":
+        """Itself, with squares that are cut and not resized."""
+        self.args.fixed_crop = True
+        return self
+
     def load(self, store: str) -> datasets.DatasetDict:
         """The prepared set in which images are stored so."""
         folder = pair_stores.prepared(self.folder / store, self.source, store, self.task.image_size)

@@ -6,11 +6,11 @@ A contestant builds a fresh loader and gives training batches without end: `pixe
 - `datasets`: the normal way. The `Image` feature of `datasets` decodes the original files, `with_transform` resizes, takes
   the centre and normalises in fp32 with torchvision, a stock `DataLoader` stacks. All ratios are to it.
 - `tandem_originals`, `tandem_jpeg`, `tandem_raw`: this project's loader, over the original files and over what
-  `scripts/prepare_data.py` makes of them. `tandem_stream`: its streaming, over tar shards of the prepared images.
+  `scripts/prepare_data.py` makes of them; `_fixed`: with `--fixed_crop`. `tandem_stream`: its streaming, over tar shards of the prepared images.
 - `lmdb`, `memmap`: the prepared JPEG bytes in LMDB, the prepared raw pixels in a NumPy memory map; stock `DataLoader`.
 - `webdataset`, `litdata`, `mosaic`: the prepared JPEG bytes in these libraries' formats and loaders, shuffled.
 
-Equal for all but `datasets`: decoder, random crop, uint8 pixels (`Bench.square`). Equal for all: batch size, number of
+Equal for all but `datasets` and `_fixed`: decoder, random crop, uint8 pixels (`Bench.square`). Equal for all: batch size, number of
 workers. The peers are given the captions' tokens ready, in memory; this project reads them from its table, and its stream
 tokenises. Nothing is prefetched beyond what each loader does by itself.
 """
@@ -207,6 +207,8 @@ READERS: dict[str, Callable[[Bench], Batches]] = {
     "tandem_originals": tandem_originals,
     "tandem_jpeg": lambda bench: tandem(bench, bench.rows),
     "tandem_raw": tandem_raw,
+    "tandem_jpeg_fixed": lambda bench: tandem(bench.with_fixed_crop(), bench.rows),
+    "tandem_raw_fixed": lambda bench: tandem_raw(bench.with_fixed_crop()),
     "tandem_stream": tandem_stream,
     "lmdb": lambda bench: map_style(bench, LmdbPairs(bench)),
     "memmap": lambda bench: map_style(bench, MemmapPairs(bench)),
@@ -224,7 +226,7 @@ def bytes_per_pair(bench: Bench, contestant: str) -> float:
     if contestant in ("datasets", "tandem_originals"):
         paths = original_paths(bench)
         return sum(Path(path).stat().st_size for path in paths) / len(paths)
-    if contestant in ("tandem_jpeg", "tandem_raw"):
-        pairs = bench.load(contestant.removeprefix("tandem_"))["train"]
+    if contestant.startswith(("tandem_jpeg", "tandem_raw")):
+        pairs = bench.load(contestant.removeprefix("tandem_").removesuffix("_fixed"))["train"]
         return sum(Path(file["filename"]).stat().st_size for file in pairs.cache_files) / len(pairs)
     return pair_stores.bytes_below(bench.store("tar" if contestant in _TARS else contestant)) / bench.count

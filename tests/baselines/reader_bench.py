@@ -1,8 +1,9 @@
 """What the readers of `scripts/benchmark_loading.py` share: the pairs, the stores of them, and what is done to an image."""
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -71,9 +72,10 @@ class Bench:
         self.order = global_order(self.rows, BatchSizes((0,), (task.batch_size,)), SEED)
 
     def with_fixed_crop(self) -> "Bench":
-        """Itself, with squares that are cut and not resized."""
-        self.args.fixed_crop = True
-        return self
+        """The same, with squares that are cut and not resized."""
+        other = copy.copy(self)
+        other.args = replace(self.args, fixed_crop=True)
+        return other
 
     def load(self, store: str) -> datasets.DatasetDict:
         """The prepared set in which images are stored so."""

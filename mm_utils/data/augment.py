@@ -51,7 +51,8 @@ def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> Tensor:
     """A square of `[height, width, 3]` at a random place, not resized: uint8 `[3, size, size]`."""
     height, width = pixels.shape[:2]
     left, top = rng.randint(0, width - size), rng.randint(0, height - size)
-    return torch.from_numpy(pixels[top : top + size, left : left + size].copy()).permute(2, 0, 1).contiguous()
+    square = pixels[top : top + size, left : left + size].transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(square))
 
 
 def _random_box(width: int, height: int, min_area: float, rng: random.Random) -> tuple[int, int, int, int]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.augment import _random_box, center_square, jitter_colors, random_square
+from mm_utils.data.augment import _random_box, center_square, fixed_square, jitter_colors, random_square
 
 RED = (200, 30, 60)
 
@@ -129,3 +129,13 @@ def test_jitter_is_brightness_contrast_and_saturation(seed: int, strength: float
 def test_no_jitter_changes_nothing() -> None:
     square = torch.randint(0, 256, (3, 9, 9), dtype=torch.uint8)
     assert torch.equal(jitter_colors(square, 0.0, random.Random(0)), square)
+
+
+@given(st.integers(8, 30), st.integers(8, 30), st.integers(0, 99))
+def test_a_fixed_square_is_a_part_of_the_image(width: int, height: int, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    square = fixed_square(pixels, 8, random.Random(seed))
+    assert square.shape == (3, 8, 8)
+    assert square.is_contiguous()
+    windows = np.lib.stride_tricks.sliding_window_view(pixels, (8, 8), axis=(0, 1))
+    assert any(np.array_equal(window, square.numpy()) for row in windows for window in row)

@@ -308,3 +308,21 @@ def test_buckets_know_the_captions_that_are_shown(rearranged: bool, tokenizer: P
     assert order.caption_lengths(*map(np.array, zip(*draws, strict=True))).tolist() == shown
     assert len(set(shown)) > 2
     assert global_order(rows, BatchSizes((0,), (4,)), 3).caption_lengths is None
+
+
+@pytest.mark.parametrize(
+    ("side", "cut"), [(SIZE, True), (int(1.5 * SIZE), True), (2 * SIZE, False), (SIZE - 1, False)]
+)
+def test_squares_are_cut_from_images_of_about_their_size_alone(
+    side: int, cut: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (side, side + 9, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    row = {"id": "a", "image": {"bytes": buffer.getvalue(), "path": None}, "captions": ["picture one"]}
+    rows = tokenize_captions(Dataset.from_list([row], features=FEATURES), tokenizer, 16)
+    square = Pairs(rows, SIZE, train=True, min_crop_area=0.8, fixed_crop=True)[(0, 0)]["pixel_values"]
+    assert square.shape == (3, SIZE, SIZE)
+    colours = {tuple(colour) for colour in noise.reshape(-1, 3).tolist()}
+    kept = sum(tuple(colour) in colours for colour in square.flatten(1).T.tolist())
+    assert (kept == SIZE**2) is cut

@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from matplotlib.ticker import EngFormatter
 
-from mm_utils.data.checks import NOTES
+from mm_utils.data.raw.faults import NOTES
 from mm_utils.data.statistics import PairStatistics, mean, measure_pairs, quantile
 from mm_utils.data_pictures import draw_statistics, random_tiles, tiles_of_matches
 from mm_utils.reporting import Tile, draw_contact_sheet

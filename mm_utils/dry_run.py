@@ -40,7 +40,7 @@ from transformers import (
 from mm_utils import ranks
 from mm_utils.checkpoints import checkpoint_path, find_checkpoint, load_checkpoint
 from mm_utils.data.preview import describe_pairs
-from mm_utils.data.streaming import Stream
+from mm_utils.data.stream.stream import Stream
 from mm_utils.flops import FlopCounts
 from mm_utils.forecast import Measured, Step, describe_forecast, forecast_disk, forecast_memory, forecast_time
 from mm_utils.hub import PUSH_ERRORS, HubArguments, redact

@@ -13,8 +13,7 @@ and `lmdb` take part where they are installed. Each is a process of its own with
 checked: every pair once, and the right image. Then all run in turn, `--rounds` times, each time from another one on, and
 stand still between their turns, so what slows the machine down hits all alike. Figures are medians over the rounds.
 
-Rates depend on what else the machine does; CPU time, of the process and its workers, does so much less, and is what a
-training loop on the same cores loses. `relative` is images per CPU second, to the first contestant. `kB moved` is what a
+CPU time, of the process and its workers, is what a training loop on the same cores loses. `relative` is images per CPU second, to the first contestant. `kB moved` is what a
 pair's pixels take on their way to the training process. The first batch is that of a fresh loader in a warm process. Files
 are in memory after the check, so no disk is measured. Where a library starts its workers anew after an epoch, fewer than
 half of the turns are hit, and the median leaves it out.

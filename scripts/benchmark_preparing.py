@@ -3,7 +3,7 @@
     python scripts/benchmark_preparing.py
     python scripts/benchmark_preparing.py --images photos/ --image_size 336 --output_file preparing.json
 
-`tandem` reads, checks, hashes, fingerprints, shrinks and stores (`mm_utils.data.ingest`, the part of `prepare_data.py` that
+`tandem` reads, checks, hashes, fingerprints, shrinks and stores (`mm_utils.data.prepare.ingest`, the part of `prepare_data.py` that
 runs on all cores); `pillow` opens, resizes (bicubic) and saves as JPEG of the same quality, and checks nothing. Both read
 the same files and write their results. They take turns in one process and on one thread; the figures are medians.
 """
@@ -23,10 +23,10 @@ from PIL import Image
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.benchmarks import machine, markdown_table
-from mm_utils.data.checks import CheckArguments
 from mm_utils.data.images import JPEG_QUALITY
-from mm_utils.data.ingest import OVERSIZE, Chunk, Storage, ingest
-from mm_utils.data.records import FileImage, Record
+from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, Storage, ingest
+from mm_utils.data.raw.records import FileImage, Record
 from mm_utils.run import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)

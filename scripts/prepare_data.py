@@ -21,12 +21,12 @@ import logging
 import time
 
 from mm_utils.arguments import parse_args, to_dict
-from mm_utils.data.checks import CheckArguments
-from mm_utils.data.paths import PathArguments
-from mm_utils.data.prepare import PrepareArguments, ingest_sources, workspace
-from mm_utils.data.prepared import removed_examples, verify, write_findings, write_pairs
-from mm_utils.data.reconcile import ReconcileArguments, reconcile
-from mm_utils.data.summary import summarize
+from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
+from mm_utils.data.prepare.prepared import removed_examples, verify, write_findings, write_pairs
+from mm_utils.data.prepare.reconcile import ReconcileArguments, reconcile
+from mm_utils.data.prepare.summary import summarize
+from mm_utils.data.raw.paths import PathArguments
 from mm_utils.data_report import write_report
 from mm_utils.run import run_script, set_up_logging
 

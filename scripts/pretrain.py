@@ -28,7 +28,7 @@ from mm_utils.callbacks import ProgressBar, TemperatureClamp
 from mm_utils.checkpoints import find_checkpoint
 from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
-from mm_utils.data.streaming import StreamingArguments, open_stream
+from mm_utils.data.stream.stream import StreamingArguments, open_stream
 from mm_utils.data.tokens import fingerprint, global_order, tokenize_splits
 from mm_utils.dry_run import Rehearsal
 from mm_utils.feature_cache import FeatureCacheArguments, cache_features

@@ -23,7 +23,7 @@ LONGEST_SCRIPT = 180
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name without `mm_utils.`; a metric's own folder is none of them."""
-    files = [*PACKAGE.glob("*.py"), *(PACKAGE / "data").glob("*.py")]
+    files = [*PACKAGE.glob("*.py"), *(PACKAGE / "data").rglob("*.py")]
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files if path.stem != "__init__"
     }
@@ -60,6 +60,20 @@ def test_imports_go_down(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(name for name in modules() if name.startswith("data.")))
 def test_data_knows_no_model(name: str) -> None:
     assert own_imports(modules()[name]) <= {"arguments", "ranks", "data"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in modules() if name.startswith("data.")))
+def test_raw_sources_know_nothing_of_what_becomes_of_them(name: str) -> None:
+    """`data.raw` <- `data` <- `data.stream`, and `data.prepare` beside; the loaders alone see streams."""
+    part = name.split(".")[1] if name.count(".") == 2 else ""
+    allowed = {"raw": {"raw"}, "prepare": {"raw", "", "prepare"}, "stream": {"raw", "", "stream"}, "": {"raw", ""}}[
+        part
+    ]
+    if name == "data.loaders":
+        allowed = allowed | {"stream"}
+    parts = {"raw", "prepare", "stream"}
+    found = {other.split(".")[2] for other in imports(modules()[name]) if other.startswith("mm_utils.data.")}
+    assert {other if other in parts else "" for other in found} <= allowed
 
 
 def test_modelling_code_travels_alone() -> None:

@@ -11,8 +11,8 @@ import pyarrow as pa
 from datasets import Dataset, Features, Image, Value, concatenate_datasets
 from datasets import Sequence as ListOf
 
+from mm_utils.data.raw.tables import Table, one_line
 from mm_utils.data.rows import Row
-from mm_utils.data.tables import Table, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from mm_utils.arguments import arg
 from mm_utils.data.batches import Batch, Collator, Pairs
 from mm_utils.data.order import EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.ring import PixelRing
-from mm_utils.data.stream_loader import StreamBatches, StreamSteps
-from mm_utils.data.streaming import Stream
+from mm_utils.data.stream.loader import StreamBatches, StreamSteps
+from mm_utils.data.stream.stream import Stream
 from mm_utils.ranks import cores_per_process
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mm_utils.data.checks import Fault
-from mm_utils.data.columns import SPLIT_NAMES, captions_of, is_null, split_of
-from mm_utils.data.tables import Embedded, Table, image_path, path_id
-from mm_utils.data.text_files import BadLine
+from mm_utils.data.raw.columns import SPLIT_NAMES, captions_of, is_null, split_of
+from mm_utils.data.raw.faults import Fault
+from mm_utils.data.raw.tables import Embedded, Table, image_path, path_id
+from mm_utils.data.raw.text_files import BadLine
 
 logger = logging.getLogger(__name__)
 

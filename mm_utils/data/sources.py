@@ -26,19 +26,19 @@ from datasets.exceptions import DatasetsError
 
 from mm_utils.arguments import arg
 from mm_utils.data.assembly import build, extra_features, held_out, merge_by_image, prepare_train, warn_of_overlap
-from mm_utils.data.columns import SPLIT_NAMES, Columns
-from mm_utils.data.paths import Jail
-from mm_utils.data.rows import Row, read_table
-from mm_utils.data.scenes import load_scenes
-from mm_utils.data.stores import (
+from mm_utils.data.raw.columns import SPLIT_NAMES, Columns
+from mm_utils.data.raw.paths import Jail
+from mm_utils.data.raw.stores import (
     METADATA_FILES,
     PREPARED_FORMAT,
     is_prepared,
     load_splits,
     metadata_files,
 )
-from mm_utils.data.tables import Table, one_line, open_dataset_table, open_text_table
-from mm_utils.data.text_files import TEXT_SUFFIXES
+from mm_utils.data.raw.tables import Table, one_line, open_dataset_table, open_text_table
+from mm_utils.data.raw.text_files import TEXT_SUFFIXES
+from mm_utils.data.rows import Row, read_table
+from mm_utils.data.scenes import load_scenes
 
 logger = logging.getLogger(__name__)
 

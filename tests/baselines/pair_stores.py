@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from mm_utils import ranks
-from mm_utils.data.stores import PREPARED_FORMAT
+from mm_utils.data.raw.stores import PREPARED_FORMAT
 from scripts import prepare_data
 
 PACKAGES = {"lmdb": "lmdb", "webdataset": "webdataset", "litdata": "litdata", "mosaic": "streaming"}

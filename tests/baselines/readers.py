@@ -34,8 +34,8 @@ from mm_utils.data.batches import Batch, Collator, Pairs
 from mm_utils.data.loaders import Loaders
 from mm_utils.data.order import BatchSizes, Draw, RankBatches
 from mm_utils.data.sources import DataArguments
-from mm_utils.data.stream_loader import StreamBatches, StreamSteps
-from mm_utils.data.streaming import StreamingArguments, open_stream
+from mm_utils.data.stream.loader import StreamBatches, StreamSteps
+from mm_utils.data.stream.stream import StreamingArguments, open_stream
 from mm_utils.data.tokens import global_order
 
 ENDLESS = 10**6

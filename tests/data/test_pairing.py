@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data.ingest import stored_hash
 from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.order import BatchSizes
-from mm_utils.data.prepared import content_id
+from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.prepare.prepared import content_id
 from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.streaming import StreamingArguments, open_stream
+from mm_utils.data.stream.stream import StreamingArguments, open_stream
 from mm_utils.data.tokens import global_order, tokenize_captions
 from mm_utils.wordpiece import train_tokenizer
 from scripts import prepare_data

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mm_utils.data.ingest import read_part
+from mm_utils.data.prepare.ingest import read_part
 from scripts.benchmark_preparing import draw_photographs, main, pillow, tandem
 
 

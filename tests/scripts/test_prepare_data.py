@@ -10,9 +10,10 @@ import pytest
 from datasets import Dataset, load_from_disk
 from PIL import Image
 
-from mm_utils.data import prepare, prepared
-from mm_utils.data.ingest import stored_hash
-from mm_utils.data.prepared import content_id
+from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.prepare.pipeline import pipeline as prepare
+from mm_utils.data.prepare.pipeline import prepared
+from mm_utils.data.prepare.prepared import content_id
 from mm_utils.data.sources import DataArguments, load_pairs
 from scripts.prepare_data import main
 

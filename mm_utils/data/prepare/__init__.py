@@ -1,0 +1,1 @@
+"""From raw rows to a verified pair data set."""

@@ -1,0 +1,249 @@
+"""The prepared pair data set on disk: how it is laid out, written and verified.
+
+====================  ================================================================================================
+column                meaning
+====================  ================================================================================================
+``id``                the source's id of the image, or else half of ``image_hash``; with several sources, after the name
+                      of the source and a slash
+``image``             ``datasets.Image(decode=False)``: the stored bytes (a raw store: see `mm_utils.data.images.pixels`)
+``width, height``     of the stored image; ``original_width, original_height`` of the source's, upright
+``captions``          one or more, none empty, none twice
+``languages``         one code per caption, "" where unknown; if any source has them
+``regions``           boxes (x, y, width, height in stored pixels) with phrases; if any source has them
+``source``            name of the source
+``image_hash``        SHA-256 of the original bytes, hexadecimal
+``content_id``        BLAKE2b-128 over stored bytes and captions, hexadecimal: proof that they belong together
+====================  ================================================================================================
+
+It is an ordinary `datasets` folder with the splits train, validation and test, as far as they have rows; beside them lie
+`report.json`, which names the format, and `quarantine.jsonl`.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, DatasetInfo, Features, Image, load_from_disk
+from tqdm.auto import tqdm
+
+from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part, stored_hash
+from mm_utils.data.prepare.reconcile import Reconciled
+from mm_utils.data.raw.stores import PREPARED_FORMAT, is_prepared
+from mm_utils.data.raw.tables import one_line
+
+VERSION = 1
+SHARD_BYTES = 500 << 20
+_STORED = ("image", "width", "height", "original_width", "original_height")
+_TEXT = ("captions", "languages", "regions")
+
+
+def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
+    """Write all splits into `folder`, images straight from the mapped `parts`; returns them as they lie there."""
+    begins = _begins(parts)
+    with tqdm(total=sum(map(len, found.rows.values())), desc="Writing", unit=" rows") as bar:
+        for split, columns in _columns(found).items():
+            rows = found.rows[split]
+            borders = np.searchsorted(rows, begins)
+            tables = (
+                _beside(part, rows[low:high] - begin, columns.slice(low, high - low))
+                for part, begin, low, high in zip(parts, begins, borders, borders[1:], strict=False)
+                if high > low
+            )
+            _write_split(tables, split, folder / split, bar)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(found.rows)}), encoding="utf-8")
+    return DatasetDict.load_from_disk(str(folder))
+
+
+def _begins(parts: Sequence[Path]) -> np.ndarray:
+    """The place of the first row of every part, and of all rows' end."""
+    return np.cumsum([0, *(len(read_part(part, ["width"])) for part in parts)])
+
+
+def _beside(part: Path, rows: np.ndarray, columns: pa.Table) -> pa.Table:
+    """The images of some rows of a part, with their columns."""
+    images = read_part(part, _STORED).take(rows)
+    table = columns
+    for at, name in enumerate(images.column_names, start=1):
+        table = table.add_column(at, name, images[name])
+    return table
+
+
+def _write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm) -> None:
+    """Write shards of about `SHARD_BYTES` as `save_to_disk` would, but for copying every image of a selection twice more."""
+    folder.mkdir(parents=True)
+    first = next(tables)
+    features = Features.from_arrow_schema(first.schema)
+    features["image"] = Image(decode=False)
+    schema = features.arrow_schema
+    digest = hashlib.blake2b(digest_size=8)
+    shards: list[Path] = []
+    waiting = itertools.chain([first], tables)
+    table = next(waiting, None)
+    while table is not None:
+        shards.append(folder / f"shard-{len(shards)}")
+        written = 0
+        with pa.OSFile(str(shards[-1]), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            while table is not None and written < SHARD_BYTES:
+                writer.write_table(table.cast(schema), max_chunksize=1000)
+                bar.update(len(table))
+                digest.update("".join(table["content_id"].to_pylist()).encode())
+                written += table.nbytes
+                table = next(waiting, None)
+    names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
+    for shard, name in zip(shards, names, strict=True):
+        shard.rename(folder / name)
+    DatasetInfo(features=features).write_to_directory(str(folder))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": digest.hexdigest(),  # `datasets` names by it what it caches of these rows
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+
+
+def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
+    """`id`, `image` and `captions` of the rows that the findings name as examples and that are not kept."""
+    wanted = {name for part in (found.duplicates, found.leakage) for pair in part["examples"] for name in pair}
+    kept = np.zeros(len(found.facts), dtype=bool)
+    kept[np.concatenate(list(found.rows.values()))] = True
+    named = pc.is_in(found.facts["name"], pa.array(sorted(wanted), pa.string())).to_numpy()
+    rows = np.flatnonzero(named & ~kept)
+    begins = _begins(parts)
+    images = [
+        read_part(parts[part], ["image"]).slice(row - begins[part], 1)
+        for row, part in zip(rows, np.searchsorted(begins, rows, side="right") - 1, strict=True)
+    ]
+    table = pa.concat_tables(images) if images else pa.schema([PART_SCHEMA.field("image")]).empty_table()
+    own = found.facts.take(rows)
+    dataset = Dataset(pa.table({"id": own["name"], "image": table["image"], "captions": own["captions"]}))
+    return dataset.cast_column("image", Image(decode=False))
+
+
+def write_findings(folder: Path, summary: dict[str, Any], faults: Sequence[dict[str, str]]) -> None:
+    """Write `report.json` and `quarantine.jsonl`."""
+    report = {"format": PREPARED_FORMAT, "version": VERSION, **summary}
+    (folder / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(fault) + "\n" for fault in faults)
+
+
+def content_id(stored_hash: str, captions: Sequence[str]) -> str:
+    """BLAKE2b-128 over the hash of the stored bytes (the same function) and the captions in order; hexadecimal."""
+    digest = hashlib.blake2b(stored_hash.encode(), digest_size=16)
+    for caption in captions:
+        digest.update(b"\0" + caption.encode())
+    return digest.hexdigest()
+
+
+def content_fingerprint(pairs: DatasetDict) -> str:
+    """BLAKE2b-128 over the content ids of all rows of all splits, in order; hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for split, rows in pairs.items():
+        digest.update(split.encode())
+        for batch in rows.select_columns(["content_id"]).with_format("arrow").iter(10_000):
+            digest.update("".join(batch["content_id"].to_pylist()).encode())
+    return digest.hexdigest()
+
+
+def verify(folder: str) -> int:
+    """Compare every row of a prepared data set with its content id; returns the number of rows.
+
+    Raises:
+        ValueError: if the folder holds none, rows are damaged, or rows are missing; the message names the first.
+    """
+    if not is_prepared(folder):
+        raise ValueError(f"{folder} holds no prepared data set. Give the --output_dir of prepare_data.")
+    report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
+    try:
+        pairs = load_from_disk(folder)
+        total = sum(map(len, pairs.values()))
+        damaged = _damaged(pairs, total)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
+    if damaged:
+        raise ValueError(
+            f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
+        )
+    if content_fingerprint(pairs) != report.get("fingerprint"):
+        raise ValueError(f"{folder}: rows are missing or in another order than was written. Prepare it anew.")
+    return total
+
+
+def _damaged(pairs: DatasetDict, total: int) -> list[str]:
+    """Rows that differ from what was written."""
+    damaged = []
+    with tqdm(total=total, desc="Verifying", unit=" rows") as bar:
+        for split, rows in pairs.items():
+            for at, good in enumerate(_verified(rows)):
+                bar.update()
+                if not good:
+                    damaged.append(f"row {at} of {split}")
+    return damaged
+
+
+def _verified(rows: Dataset) -> Iterator[bool]:
+    columns = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow")
+    for batch in columns.iter(100):
+        contents = pc.struct_field(batch["image"], "bytes")
+        for content, captions, wanted in zip(
+            contents, batch["captions"].to_pylist(), batch["content_id"].to_pylist(), strict=True
+        ):
+            yield content_id(stored_hash(content.as_buffer()), captions) == wanted
+
+
+def _columns(found: Reconciled) -> dict[str, pa.Table]:
+    """What stands beside the images of every split."""
+    facts = found.facts
+    texts = facts.select(_TEXT)
+    joined = [_join(texts.take(rows).to_pylist()) for rows in found.merged.values()]
+    texts = pa.concat_tables([texts, pa.Table.from_pylist(joined, schema=texts.schema)])
+    text_of = np.arange(len(facts))
+    text_of[list(found.merged)] = len(facts) + np.arange(len(found.merged))
+    optional = [name for name in _TEXT[1:] if facts[name].null_count < len(facts)]
+    tables = {}
+    for split, rows in found.rows.items():
+        own, text = facts.take(rows), texts.take(text_of[rows])
+        captions = text["captions"].to_pylist()
+        hashes = own["stored_hash"].to_pylist()
+        tables[split] = pa.table(
+            {
+                "id": own["name"],
+                "captions": text["captions"],
+                **{name: _no_nulls(text, name) for name in optional},
+                "source": own["source"],
+                "image_hash": own["image_hash"],
+                "content_id": [content_id(*pair) for pair in zip(hashes, captions, strict=True)],
+            }
+        )
+    return tables
+
+
+def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Captions of rows of one image, each once, with their languages, and regions, each once."""
+    captions: dict[str, str] = {}
+    regions: list[Any] = []
+    for row in rows:
+        for caption, language in zip(row["captions"], row["languages"] or [""] * len(row["captions"]), strict=True):
+            captions[caption] = captions.get(caption) or language
+        regions += [region for region in row["regions"] or [] if region not in regions]
+    known = any(row["languages"] is not None for row in rows)
+    return {"captions": list(captions), "languages": list(captions.values()) if known else None, "regions": regions}
+
+
+def _no_nulls(text: pa.Table, name: str) -> pa.ChunkedArray:
+    """A column of lists in which null became an empty code per caption, or no regions."""
+    if not text[name].null_count:
+        return text[name]
+    rows = zip(text[name].to_pylist(), text["captions"].to_pylist(), strict=True)
+    filled = [([""] * len(lines) if name == "languages" else []) if value is None else value for value, lines in rows]
+    return pa.chunked_array([filled], text.schema.field(name).type)

@@ -1,0 +1,131 @@
+"""What a preparation found, as the plain values of `report.json`."""
+
+from collections import Counter, defaultdict
+from datetime import date
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import DatasetDict
+
+from mm_utils.data.prepare.duplicates import caption_keys, shared_captions
+from mm_utils.data.prepare.pipeline import Ingested, PrepareArguments
+from mm_utils.data.prepare.prepared import content_fingerprint
+from mm_utils.data.prepare.reconcile import Reconciled
+from mm_utils.data.raw.faults import REASONS
+
+_EXAMPLES = 3
+_SHARED = 20
+
+
+def summarize(
+    args: PrepareArguments, settings: dict[str, Any], ingested: Ingested, found: Reconciled, pairs: DatasetDict
+) -> dict[str, Any]:
+    """Figures of sources, splits, faults, duplicates, leaks, captions and storage, for people and programs."""
+    return {
+        "created": date.today().isoformat(),
+        "fingerprint": content_fingerprint(pairs),
+        "settings": settings,
+        "sources": _sources(ingested, pairs),
+        "splits": {split: _split(rows) for split, rows in pairs.items()},
+        "quarantined": _quarantined(ingested.faults + found.faults),
+        "notes": dict(ingested.notes.most_common()),
+        "duplicates": found.duplicates,
+        "leakage": found.leakage,
+        "captions": _captions(pairs),
+        "storage": _storage(args, found),
+    }
+
+
+def _sources(ingested: Ingested, pairs: DatasetDict) -> list[dict[str, Any]]:
+    kept: Counter[str] = Counter()
+    for rows in pairs.values():
+        for entry in pc.value_counts(rows.data.column("source")).to_pylist():
+            kept[entry["values"]] += entry["counts"]
+    return [
+        {
+            "name": name,
+            "path": tally.source.path,
+            "format": tally.source.format,
+            "rows": tally.rows,
+            "bad": tally.bad,
+            "kept": kept[name],
+            "weight": tally.source.weight,
+            "share": kept[name] / max(1, kept.total()),
+        }
+        for name, tally in ingested.sources.items()
+    ]
+
+
+def _split(rows: Any) -> dict[str, int]:
+    columns = rows.select_columns(["image", "captions"]).with_format("arrow")
+    images = captions = size = 0
+    for batch in columns.iter(1000):
+        images += len(batch)
+        captions += pc.sum(pc.list_value_length(batch["captions"])).as_py()
+        size += pc.sum(pc.binary_length(pc.struct_field(batch["image"], "bytes"))).as_py()
+    return {"images": images, "captions": captions, "bytes": size}
+
+
+def _quarantined(faults: list[dict[str, str]]) -> dict[str, Any]:
+    """Faults by reason, the most frequent first."""
+    by_reason: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for fault in faults:
+        by_reason[fault["reason"]].append(fault)
+    return {
+        reason: {
+            "count": len(those),
+            "explanation": REASONS[reason],
+            "examples": [{name: fault[name] for name in ("source", "where", "detail")} for fault in those[:_EXAMPLES]],
+        }
+        for reason, those in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    }
+
+
+def _captions(pairs: DatasetDict) -> dict[str, Any]:
+    """How many captions differ, how long they are, in which languages, and which belong to too many images."""
+    texts: list[str] = []
+    owners: list[np.ndarray] = []
+    languages: Counter[str] = Counter()
+    images = 0
+    for rows in pairs.values():
+        names = [name for name in ("captions", "languages") if name in rows.column_names]
+        for batch in rows.select_columns(names).with_format("arrow").iter(10_000):
+            texts += pc.list_flatten(batch["captions"]).to_pylist()
+            owners.append(
+                np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"]).to_numpy())
+            )
+            images += len(batch)
+            if "languages" in names:
+                languages.update(pc.list_flatten(batch["languages"]).to_pylist())
+    keys = caption_keys(texts)
+    lengths = np.array(list(map(len, texts)))
+    return {
+        "distinct": len(np.unique(keys)),
+        "shared": [
+            {"caption": texts[one.row], "images": one.images}
+            for one in shared_captions(keys, np.concatenate(owners))[:_SHARED]
+        ],
+        "languages": dict(languages.most_common()),
+        "characters": {
+            "mean": float(lengths.mean()),
+            "p50": float(np.quantile(lengths, 0.5)),
+            "p95": float(np.quantile(lengths, 0.95)),
+            "max": int(lengths.max()),
+        },
+    }
+
+
+def _storage(args: PrepareArguments, found: Reconciled) -> dict[str, Any]:
+    """Bytes per pair before and after, and what storing cost in quality, on the rows that were measured."""
+    rows = np.concatenate(list(found.rows.values()))
+    kept = found.facts.take(rows)
+    losses = kept["psnr"].drop_null().to_numpy()
+    return {
+        "store": "originals" if args.keep_originals else args.store,
+        "short_side": args.storage.short_side,
+        "original_bytes_per_pair": pc.mean(kept["original_bytes"]).as_py(),
+        "stored_bytes_per_pair": pc.mean(kept["stored_bytes"]).as_py(),
+        "psnr_sample": len(losses),
+        **({"psnr_db": {"mean": float(losses.mean()), "p5": float(np.quantile(losses, 0.05))}} if len(losses) else {}),
+    }

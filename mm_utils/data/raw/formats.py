@@ -1,0 +1,154 @@
+"""Raw sources of image-caption pairs: which format one has, and its rows one after another."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from mm_utils.data.raw.annotations import read_coco, read_flickr, read_karpathy
+from mm_utils.data.raw.faults import Fault
+from mm_utils.data.raw.folders import (
+    CAPTION_SUFFIXES,
+    IMAGE_SUFFIXES,
+    image_files,
+    read_caption_files,
+    read_classes,
+    read_parallel,
+)
+from mm_utils.data.raw.paths import PathArguments
+from mm_utils.data.raw.records import BadRow, Record
+from mm_utils.data.raw.shards import read_webdataset
+from mm_utils.data.raw.specs import FORMATS, TEMPLATES, Source
+from mm_utils.data.raw.stores import is_saved, metadata_files
+from mm_utils.data.raw.table_records import read_datasets, read_metadata, read_parquet, read_text
+from mm_utils.data.raw.text_files import TEXT_SUFFIXES, is_array, parse_json
+
+__all__ = ["FORMATS", "TEMPLATES", "Source", "detect", "read_source"]
+
+_HEAD = 1 << 16  # characters of a file that tell its format
+_LOOKED_AT = 1000  # files of a folder that tell its format
+_TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
+_FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
+
+
+def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Give every row of `source` in its order: a `Record`, or a `BadRow` that says why there is none.
+
+    Rows of one image have equal ids and are not merged. Memory is flat in the rows, but for JSON documents (COCO,
+    Karpathy, arrays), which are parsed whole, and parallel sources, whose captions are held. Raises a ValueError of
+    one line where the source as a whole cannot be read: it is missing, lacks a column, or is another format.
+    """
+    source = replace(source, format=source.format or detect(source))
+    if source.format == "imagefolder":
+        files = metadata_files(Path(source.path))
+        return read_metadata(source, safety, files) if files else read_caption_files(source, safety)
+    if source.format not in ("datasets", "webdataset") and not os.path.exists(source.path):
+        raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
+    return _READERS[source.format](source, safety)
+
+
+def detect(source: Source) -> str:
+    """Give the format of a source from the look of it; raises a ValueError where that does not tell."""
+    path = Path(source.path)
+    if source.captions is not None:
+        return "parallel"
+    if source.path.lower().endswith(".tar"):
+        return "webdataset"
+    if path.is_dir():
+        return _of_folder(path, source)
+    if path.is_file():
+        return _of_file(path, source)
+    if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", source.path) and not path.suffix:
+        return "datasets"
+    raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
+
+
+_READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
+    "parquet": read_parquet,
+    "classes": read_classes,
+    "parallel": read_parallel,
+    "coco": read_coco,
+    "karpathy": read_karpathy,
+    "flickr": read_flickr,
+    "webdataset": read_webdataset,
+    "datasets": read_datasets,
+}
+
+
+def _of_folder(path: Path, source: Source) -> str:
+    if is_saved(path):
+        return "datasets"
+    if metadata_files(path):
+        return "imagefolder"
+    if (path / "images").is_dir() and (path / "captions").is_dir():
+        return "parallel"
+    files = [*islice(((place, name) for place, names in image_files(str(path)) for name in names), _LOOKED_AT)]
+    found = _of_names(files, path)
+    if found is None:
+        raise ValueError(
+            f"{source.title}; this folder has the look of no known format. Set format= to one of {', '.join(FORMATS)}."
+        )
+    lists = [name for place, name in files if place == str(path) and name.lower().endswith(TEXT_SUFFIXES)]
+    if found == "classes" and lists:
+        raise ValueError(
+            f"{source.title}; this folder holds images and {lists[0]}. Give {path / lists[0]} as the source, or set "
+            "format=classes."
+        )
+    return found
+
+
+def _of_names(files: list[tuple[str, str]], path: Path) -> str | None:
+    """Tell the format of the folder `path` by the folders and names of files in it."""
+    split = [(place, *os.path.splitext(name)) for place, name in files]
+    suffixes = {suffix.lower() for _, _, suffix in split}
+    images = {(place, stem) for place, stem, suffix in split if suffix.lower() in IMAGE_SUFFIXES}
+    captions = {(place, stem) for place, stem, suffix in split if suffix in CAPTION_SUFFIXES}
+    if ".tar" in suffixes:
+        return "webdataset"
+    if images & captions:
+        return "imagefolder"
+    if any(place != str(path) for place, _ in images):
+        return "classes"
+    if ".parquet" in suffixes and not (path / "README.md").is_file():
+        return "parquet"
+    return "datasets" if suffixes & {".parquet", ".arrow", ".jsonl", ".csv"} else None
+
+
+def _of_file(path: Path, source: Source) -> str:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return "parquet"
+    with path.open("rb") as file:
+        head = file.read(_HEAD).decode("utf-8-sig", "replace")
+    first = head.split("\n", 1)[0].strip()
+    if suffix in (".json", ".jsonl"):
+        return _of_json(head, first)
+    if _TOKEN_LINE.match(head):
+        return "flickr"
+    if suffix not in (".csv", ".tsv") and (_FLICKR_HEADER.match(head) or _TOKEN_LINE.search(head)):
+        return "flickr"
+    if suffix == ".csv" and first.count("|") >= 2 and _FLICKR_HEADER.match(head):
+        return "flickr"
+    if suffix in (".csv", ".tsv"):
+        return suffix[1:]
+    raise ValueError(
+        f"{source.title}; its format is not known by '{path.suffix}'. Set format= to one of {', '.join(FORMATS)}."
+    )
+
+
+def _of_json(head: str, first: str) -> str:
+    """Tell an array, one object a line, and one document, of which the head may hold the first lists alone."""
+    if is_array(head):
+        return "json"
+    try:
+        row = parse_json(first)
+    except Fault:
+        row = None
+    if isinstance(row, dict) and not isinstance(row.get("images"), list):
+        return "jsonl"
+    if '"sentences"' in head:
+        return "karpathy"
+    return "coco" if re.search(r'"(images|annotations|info|licenses)"\s*:', head) else "jsonl"

@@ -1,0 +1,1 @@
+"""Pairs read shard by shard while training goes on."""

@@ -1,0 +1,311 @@
+"""Duplicates: planted copies are found, different pictures are not, and every index structure equals a plain reference."""
+
+import io
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+
+from mm_utils.data.prepare.duplicates import (
+    FINGERPRINT,
+    RADIUS,
+    assign_splits,
+    caption_keys,
+    fingerprint,
+    groups,
+    hash_pairs,
+    leaks,
+    mirror_pairs,
+    near_pairs,
+    repeated_captions,
+    shared_captions,
+)
+from mm_utils.data.scenes import load_scenes
+
+
+def photo(seed: int, width: int = 240, height: int = 180) -> Image.Image:
+    """Noise whose amplitude falls with the frequency, as in photographs, and three shapes."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)
+    amplitude = 1 / np.maximum(np.hypot(rows, columns), 1 / width)
+    noise = rng.standard_normal((3, *amplitude.shape)) + 1j * rng.standard_normal((3, *amplitude.shape))
+    noise[1:] = 0.8 * noise[0] + 0.3 * noise[1:]  # channels of photographs go together
+    waves = np.fft.irfft2(noise * amplitude, (height, width))
+    pixels = 128 + 50 * waves / waves.std(axis=(1, 2), keepdims=True)
+    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0).copy())
+    draw = ImageDraw.Draw(image)
+    for _ in range(3):
+        left, top = rng.integers(0, width - 60), rng.integers(0, height - 60)
+        box = [int(value) for value in (left, top, left + rng.integers(20, 60), top + rng.integers(20, 60))]
+        draw.ellipse(box, fill=tuple(map(int, rng.integers(0, 256, 3))))
+    return image
+
+
+def cut(image: Image.Image, share: float) -> Image.Image:
+    """Without `share` of both sides, half of it at each end."""
+    left, top = image.width * share / 2, image.height * share / 2
+    return image.crop((round(left), round(top), round(image.width - left), round(image.height - top)))
+
+
+def compressed(image: Image.Image, quality: int) -> Image.Image:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality)
+    return Image.open(buffer).convert("RGB")
+
+
+def prints_of(images: list[Image.Image]) -> np.ndarray:
+    return np.frombuffer(b"".join(map(fingerprint, images)), FINGERPRINT)
+
+
+def as_set(pairs: np.ndarray) -> set[tuple[int, int]]:
+    listed = [(int(first), int(second)) for first, second in pairs]
+    assert len(listed) == len(set(listed))
+    return set(listed)
+
+
+PHOTOS = [photo(seed) for seed in range(40)]
+COPIES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "compressed": lambda image: compressed(image, 60),
+    "half the size": lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BICUBIC),
+    "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.15),
+    "cut by 2 %": lambda image: cut(image, 0.02),
+    "grey": lambda image: image.convert("L").convert("RGB"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_found_and_nothing_else(name: str) -> None:
+    prints = prints_of([*PHOTOS, *map(COPIES[name], PHOTOS)])
+    wanted = {(row, row + len(PHOTOS)) for row in range(len(PHOTOS))}
+    found = as_set(near_pairs(prints))
+    assert found <= wanted
+    assert len(found) >= 0.95 * len(wanted)
+
+
+def test_mirrored_copies_are_found_apart() -> None:
+    prints = prints_of([*PHOTOS, *map(ImageOps.mirror, PHOTOS)])
+    assert not len(near_pairs(prints))
+    assert as_set(mirror_pairs(prints)) == {(row, row + len(PHOTOS)) for row in range(len(PHOTOS))}
+
+
+def test_an_image_is_no_mirror_image_of_itself() -> None:
+    half = PHOTOS[0].crop((0, 0, 120, 180))
+    symmetrical = Image.new("RGB", (240, 180))
+    symmetrical.paste(half, (0, 0))
+    symmetrical.paste(ImageOps.mirror(half), (120, 0))
+    assert not len(mirror_pairs(prints_of([symmetrical, PHOTOS[1]])))
+
+
+def test_blank_images_are_not_duplicates() -> None:
+    plain = [Image.new("RGB", (64, 48), colour) for colour in ("white", "white", "black", "red", "green", "#fafafa")]
+    speck = Image.new("RGB", (64, 48), "white")
+    speck.putpixel((10, 10), (0, 0, 0))
+    rng = np.random.default_rng(0)
+    noisy = [Image.fromarray(rng.integers(118, 122, (48, 64, 3)).astype(np.uint8)) for _ in range(20)]
+    prints = prints_of([*plain, speck, speck, *noisy])
+    assert not len(near_pairs(prints))
+    assert not len(mirror_pairs(prints))
+
+
+def test_scenes_of_other_objects_are_not_duplicates(tmp_path: Path) -> None:
+    """Many of their hashes alone are as near as those of copies: what differs is small."""
+    rows = load_scenes(num_train=400, num_eval=4, cache_dir=tmp_path)["train"]
+    prints = prints_of([Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows])
+    assert sum(map(len, hash_pairs(prints["hash"], RADIUS))) > 20
+    assert not len(near_pairs(prints))
+
+
+def test_another_colour_is_another_picture() -> None:
+    images = []
+    for colour in ((200, 40, 40), (20, 130, 20)):  # of nearly one brightness
+        image = Image.new("RGB", (64, 64), (120, 120, 160))
+        ImageDraw.Draw(image).rectangle((8, 20, 40, 50), fill=colour)
+        images.append(image)
+    prints = prints_of(images)
+    assert sum(map(len, hash_pairs(prints["hash"], RADIUS))) == 1
+    assert not len(near_pairs(prints))
+
+
+def test_thousands_of_copies_are_linked_to_the_first() -> None:
+    prints = np.concatenate([prints_of(PHOTOS[:2]), np.repeat(prints_of(PHOTOS[:1]), 3000)])
+    assert as_set(near_pairs(prints)) == {(0, row) for row in range(2, 3002)}
+    assert not len(mirror_pairs(prints))
+
+
+def test_no_images_have_no_pairs() -> None:
+    none = prints_of([])
+    assert near_pairs(none).shape == mirror_pairs(none).shape == (0, 2)
+    assert near_pairs(prints_of(PHOTOS[:1])).shape == (0, 2)
+
+
+@st.composite
+def clustered_hashes(draw: st.DrawFn) -> np.ndarray:
+    """A few hashes, and others that differ from one of them in up to 15 bits."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    centres = rng.integers(0, 2**64, draw(st.integers(1, 4)), dtype=np.uint64)
+    hashes = rng.choice(centres, draw(st.integers(0, 60)))
+    for row in range(len(hashes)):
+        for bit in rng.permutation(64)[: rng.integers(0, 16)]:
+            hashes[row] ^= np.uint64(1) << np.uint64(bit)
+    return hashes
+
+
+@given(clustered_hashes(), st.integers(0, 14))
+@settings(max_examples=80)
+def test_hash_pairs_are_those_of_brute_force(hashes: np.ndarray, radius: int) -> None:
+    values = [int(value) for value in hashes]
+    wanted = {
+        (i, j) for i, j in combinations(range(len(values)), 2) if bin(values[i] ^ values[j]).count("1") <= radius
+    }
+    chunks = list(hash_pairs(hashes, radius))
+    assert as_set(np.concatenate([np.empty((0, 2), int), *chunks])) == wanted
+
+
+def test_hash_pairs_are_those_of_brute_force_among_many() -> None:
+    """More bands have to agree here, so that each choice of them meets few hashes."""
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 2**64, 30_000, dtype=np.uint64)
+    hashes[::100] = hashes[1::100] ^ (np.uint64(2**4 + 2**17 + 2**40) << rng.integers(0, 20, 300).astype(np.uint64))
+    wanted = set()
+    for row in range(len(hashes)):
+        near = np.flatnonzero(np.bitwise_count(hashes[row + 1 :] ^ hashes[row]) <= 5)
+        wanted |= {(row, row + 1 + int(other)) for other in near}
+    assert len(wanted) >= 300
+    assert as_set(np.concatenate(list(hash_pairs(hashes, 5)))) == wanted
+
+
+edges = st.integers(1, 40).flatmap(
+    lambda count: st.tuples(
+        st.just(count), st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=60)
+    )
+)
+
+
+def connected(count: int, pairs: list[tuple[int, int]]) -> list[int]:
+    """The smallest row that each row reaches, by walking."""
+    near = defaultdict(set)
+    for first, second in pairs:
+        near[first].add(second)
+        near[second].add(first)
+    smallest = [-1] * count
+    for start in range(count):
+        waiting = [start] if smallest[start] < 0 else []
+        while waiting:
+            row = waiting.pop()
+            if smallest[row] < 0:
+                smallest[row] = start
+                waiting += near[row]
+    return smallest
+
+
+@given(edges)
+def test_groups_are_the_connected_rows(graph: tuple[int, list[tuple[int, int]]]) -> None:
+    count, pairs = graph
+    assert groups(count, np.array(pairs, int).reshape(-1, 2)).tolist() == connected(count, pairs)
+
+
+def test_a_long_chain_is_one_group() -> None:
+    links = np.stack([np.arange(9_999), np.arange(1, 10_000)], axis=1)
+    shuffled = np.random.default_rng(0).permutation(links)
+    assert not groups(10_000, shuffled).any()
+
+
+@given(edges, st.integers(0, 2**32))
+def test_no_group_crosses_splits_once_leaks_are_dropped(graph: tuple[int, list[tuple[int, int]]], seed: int) -> None:
+    count, pairs = graph
+    group = groups(count, np.array(pairs, int).reshape(-1, 2))
+    splits = np.random.default_rng(seed).integers(0, 3, count).astype(np.int8)
+    found = leaks(splits, group)
+    assert as_set(found) == {
+        (row, next(other for other in range(count) if group[other] == group[row] and splits[other] == best))
+        for row in range(count)
+        if splits[row] < (best := max(splits[group == group[row]]))
+    }
+    kept = np.setdiff1d(np.arange(count), found[:, 0])
+    assert set(np.flatnonzero(splits == 2)) <= set(kept)
+    assert all(len(set(splits[kept][group[kept] == name])) == 1 for name in set(group))
+
+
+KEYS = [f"image-{row}" for row in range(5000)]
+SHARES = (0.8, 0.1, 0.1)
+
+
+def test_splits_have_their_shares_and_no_group_crosses_them() -> None:
+    group = groups(5000, np.random.default_rng(0).integers(0, 5000, (1500, 2)))
+    splits = assign_splits(group, KEYS, SHARES)
+    assert splits.dtype == np.int8
+    assert (splits == splits[group]).all()
+    alone = np.bincount(assign_splits(np.arange(5000), KEYS, SHARES), minlength=3) / 5000
+    assert alone == pytest.approx(SHARES, abs=0.02)
+    assert not (assign_splits(group, KEYS, (0, 1, 0)) != 1).any()
+
+
+def test_added_rows_move_no_row_to_another_split() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.integers(0, 3000, (800, 2))
+    late = np.stack([rng.integers(0, 3000, 500), rng.permutation(np.arange(3000, 5000))[:500]], axis=1)
+    few = assign_splits(groups(3000, before), KEYS[:3000], SHARES)
+    many = assign_splits(groups(5000, np.concatenate([before, late])), KEYS, SHARES)
+    assert (many[:3000] == few).all()
+
+
+def test_the_key_and_the_salt_decide_the_split() -> None:
+    alone = np.arange(200)
+    splits = assign_splits(alone, KEYS[:200], SHARES)
+    assert (assign_splits(alone, KEYS[199::-1], SHARES) == splits[::-1]).all()
+    assert (assign_splits(alone, KEYS[:200], SHARES, salt="another") != splits).any()
+
+
+@pytest.mark.parametrize("fractions", [(0.8, 0.1), (1.2, -0.2), (80, 10, 10)])
+def test_fractions_are_shares_of_a_whole(fractions: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="Give shares of 1"):
+        assign_splits(np.arange(3), KEYS[:3], fractions)
+
+
+@pytest.mark.parametrize(
+    ("caption", "other"),
+    [
+        ("A dog, running.", "a dog  running"),
+        ("ＦＵＬＬ ｗｉｄｔｈ", "full width"),
+        ("Tre\u0302n sa\u0302n", "trên sân"),
+        ("STRASSE", "straße"),
+        ("a\tb\u00a0c\n", "a b c"),
+        ("zero\u200bwidth", "zerowidth"),
+    ],
+)
+def test_captions_of_one_wording_have_one_key(caption: str, other: str) -> None:
+    first, second = caption_keys([caption, other])
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("caption", "other"),
+    [("C++", "C"), ("कि", "का"), ("😀", "😎"), ("trên sân", "tren san"), ("two dogs", "twodogs"), ("-5 °C", "5 °F")],
+)
+def test_captions_of_other_wordings_have_other_keys(caption: str, other: str) -> None:
+    first, second = caption_keys([caption, other])
+    assert first != second
+
+
+def test_keys_are_fixed() -> None:
+    """They are compared with those of earlier runs."""
+    assert caption_keys(["A dog."]).tolist() == [14364831733120369406]
+    assert caption_keys([]).shape == (0,)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60), st.integers(0, 5), st.floats(0, 1))
+def test_shared_and_repeated_captions_are_counted(rows: list[tuple[int, int]], least: int, share: float) -> None:
+    keys, images = np.array(rows, np.int64).reshape(-1, 2).T
+    assert repeated_captions(keys, images).tolist() == [at for at, row in enumerate(rows) if row in rows[:at]]
+    counts = Counter(key for key, _ in set(rows))
+    limit = max(least, share * len({image for _, image in rows}))
+    wanted = {(keys.tolist().index(key), count) for key, count in counts.items() if count > limit}
+    found = shared_captions(keys, images, least, share)
+    assert set(found) == wanted
+    assert [shared.images for shared in found] == sorted((count for _, count in wanted), reverse=True)

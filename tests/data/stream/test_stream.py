@@ -1,0 +1,402 @@
+"""A stream from end to end: what a step holds, whoever reads it and wherever the reading began."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets import disable_progress_bars
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from mm_utils import ranks
+from mm_utils.data.batches import Collator, Pairs
+from mm_utils.data.order import BatchSizes
+from mm_utils.data.sources import DataArguments
+from mm_utils.data.stream.lanes import Reader
+from mm_utils.data.stream.loader import StreamBatches, StreamSteps, merge_parts
+from mm_utils.data.stream.stream import Stream, StreamingArguments, open_stream
+from mm_utils.data.tokens import caption_key, image_key, tokenize_captions
+from mm_utils.wordpiece import train_tokenizer
+from tests.data.stream.numbered_shards import (
+    FEATURES,
+    caption_of,
+    image_of,
+    rows_of,
+    serve,
+    write_parquet,
+    write_shards,
+)
+
+disable_progress_bars()
+KINDS = ["parquet", "arrow", "tar"]
+SIZES = [30, 22, 41, 9, 38, 20]
+ROWS = sum(SIZES)
+IMAGE_SIZE = 8
+SCHEDULE = BatchSizes((0, 5), (12, 20))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As in the loader's workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer([caption_of(number) for number in range(300)] + ["so", "1 2 3 4 5 6 7 8 9 0"], 300)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("shards")
+    return {kind: write_shards(folder / kind, kind, SIZES) for kind in KINDS}
+
+
+def open_source(source: str, sizes: BatchSizes = SCHEDULE, lanes: int = 4, **given: Any) -> Stream:
+    given["dataset_name" if Path(source).is_dir() else "train_file"] = source
+    return open_stream(DataArguments(**given), StreamingArguments(True, lanes, 8), sizes, 3)
+
+
+@pytest.fixture(scope="module")
+def streams(sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stream]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        return {kind: open_source(source) for kind, source in sources.items()}
+
+
+def steps_of(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> StreamSteps:
+    pairs = partial(Pairs, image_size=IMAGE_SIZE, train=True, min_crop_area=0.5, seed=stream.order.seed)
+    return StreamSteps(stream, tokenizer, 16, pairs, Collator(0, IMAGE_SIZE, longest_first=True))
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, f"{name} differs"
+
+
+def content(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Every pair of a batch by itself, without padding, in a fixed order."""
+    return sorted(
+        (row, image_id, keys, ids[:length], pixels)
+        for row, image_id, keys, ids, length, pixels in zip(
+            batch["rows"].tolist(),
+            batch["image_ids"],
+            batch["ids"].tolist(),
+            batch["input_ids"].tolist(),
+            batch["lengths"],
+            batch["pixel_values"].flatten(1).tolist(),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_image_comes_once_an_epoch_with_its_own_caption(
+    kind: str, streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    stream = streams[kind]
+    held = {int(image_id.removeprefix("id-")) for image_id in stream.validation["id"]}
+    assert len(held) == round(0.05 * ROWS)
+    assert stream.num_rows == ROWS - len(held)
+    last = SCHEDULE.step_of(2 * stream.num_rows)
+    seen: dict[int, int] = {}
+    for batch in steps_of(stream, tokenizer).batches(0, last + 1, Reader()):
+        assert not batch["skipped"]
+        for place, image_id in enumerate(batch["image_ids"]):
+            number = int(image_id.removeprefix("id-"))
+            assert batch["pixel_values"][place, :, 0, 0].tolist() == [number % 256, number // 256, 77]
+            said = tokenizer.decode(batch["input_ids"][place], skip_special_tokens=True)
+            assert said in (caption_of(number), caption_of(number) + " so")
+            seen[batch["rows"][place].item()] = number
+    in_turn = [seen[position] for position in sorted(seen)]
+    epochs = [in_turn[: stream.num_rows], in_turn[stream.num_rows : 2 * stream.num_rows]]
+    assert [Counter(epoch) for epoch in epochs] == [Counter(set(range(ROWS)) - held)] * 2
+    assert np.corrcoef(epochs[0], epochs[1])[0, 1] < 0.9
+    assert epochs[0] != sorted(epochs[0])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_batch_of_a_step_does_not_depend_on_who_reads_it(
+    world_size: int, workers: int, streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    steps = steps_of(streams["parquet"], tokenizer)
+    expected = list(steps.batches(0, 8, Reader()))
+    shares = [
+        list(
+            zip(
+                *(steps.batches(0, 8, Reader(rank, world_size, part, workers)) for part in range(workers)),
+                strict=True,
+            )
+        )
+        for rank in range(world_size)
+    ]
+    for step, whole in enumerate(expected):
+        assert len(whole["image_ids"]) == SCHEDULE.at(step)
+        merged = [merge_parts(list(share[step]), 0) for share in shares]
+        if world_size == 1:
+            assert_same(merged[0], whole)
+        assert sorted(pair for batch in merged for pair in content(batch)) == content(whole)
+
+
+@pytest.fixture(scope="module")
+def straight(streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[Any]]:
+    """Steps 0 to 29 as one reader gives them, without interruption."""
+    return {
+        kind: [content(batch) for batch in steps_of(stream, tokenizer).batches(0, 30, Reader())]
+        for kind, stream in streams.items()
+    }
+
+
+@settings(max_examples=25)
+@given(kind=st.sampled_from(KINDS), start=st.integers(0, 28), world_size=st.integers(1, 4), workers=st.integers(1, 2))
+def test_a_stream_that_is_resumed_by_any_number_of_readers_goes_on_as_it_would_have(
+    kind: str,
+    start: int,
+    world_size: int,
+    workers: int,
+    streams: dict[str, Stream],
+    straight: dict[str, list[Any]],
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    steps = steps_of(streams[kind], tokenizer)
+    readers = [Reader(rank, world_size, part, workers) for rank in range(world_size) for part in range(workers)]
+    resumed = zip(*(steps.batches(start, start + 2, reader) for reader in readers), strict=True)
+    found = [sorted(pair for part in parts for pair in content(part)) for parts in resumed]
+    assert found == straight[kind][start : start + 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_worker_processes_change_nothing(
+    workers: int, streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = steps_of(streams["tar"], tokenizer)
+    loader = StreamBatches(steps, 3, 9, workers)
+    assert len(loader) == 6
+    for _ in range(2):
+        for found, expected in zip(loader, steps.batches(3, 9, Reader()), strict=True):
+            assert_same(found, expected)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    mine = list(StreamBatches(steps, 3, 9, workers))
+    assert [content(batch) for batch in mine] == [content(batch) for batch in steps.batches(3, 9, Reader(1, 2))]
+
+
+def test_a_server_gives_the_same_batches_as_the_disk(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    here = steps_of(open_source(write_shards(tmp_path, "parquet", [20, 20]), lanes=2), tokenizer)
+    with serve(tmp_path) as address:
+        there = steps_of(open_source(f"{address}/{{000..001}}.parquet", lanes=2), tokenizer)
+        for found, expected in zip(StreamBatches(there, 1, 4, 2), here.batches(1, 4, Reader()), strict=True):
+            assert_same(found, expected)
+
+
+def test_examples_are_those_of_a_data_set_on_disk(
+    streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Caption, crop, tokens and keys are a function of (seed, epoch, image id), however the row was read."""
+    stream = streams["parquet"]
+    rows = tokenize_captions(datasets.Dataset.from_list(rows_of(range(ROWS)), features=FEATURES), tokenizer, 16)
+    pairs = Pairs(rows, IMAGE_SIZE, train=True, min_crop_area=0.5, seed=stream.order.seed)
+    step = SCHEDULE.step_of(stream.num_rows)  # it reaches over the end of the first epoch
+    batch = next(steps_of(stream, tokenizer).batches(step, step + 1, Reader()))
+    epoch = {slot.position: slot.epoch for slot in stream.order.batch(step)}
+    draws = [
+        (int(image_id.removeprefix("id-")), epoch[position])
+        for image_id, position in zip(batch["image_ids"], batch["rows"].tolist(), strict=True)
+    ]
+    expected = Collator(0, IMAGE_SIZE)(pairs.__getitems__(draws))
+    assert {epoch for _, epoch in draws} == {0, 1}
+    assert_same({**batch, "rows": expected["rows"]}, expected)
+
+
+def test_unusable_rows_leave_their_place_empty(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = rows_of(range(40))
+    rows[20]["image"]["bytes"] = rows[20]["image"]["bytes"][:40]
+    rows[21]["captions"] = [" "]
+    rows[22]["image"]["bytes"] = None
+    stream = open_source(str(write_parquet(tmp_path / "a.parquet", rows)), BatchSizes((0,), (13,)), 1)
+    batches = list(steps_of(stream, tokenizer).batches(0, stream.num_rows, Reader()))
+    assert sum(len(batch["rows"]) + len(batch["skipped"]) for batch in batches) == 13 * stream.num_rows
+    reasons = [reason for batch in batches for reason in batch["skipped"]]
+    last_words = Counter("broken" if "image id-20: " in reason else reason.split(": ")[-1] for reason in reasons)
+    # Steps of 13 rows, as many steps as rows: 13 epochs.
+    assert last_words == {"broken": 13, "the caption is empty": 13, "the image is not in the shard": 13}
+
+
+def test_images_of_validation_are_kept_out_of_training(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = rows_of(range(60))
+    rows[30]["id"] = "id-0"  # another image under an id that is held out
+    rows[40]["image"] = rows[1]["image"]  # a held-out image under another id
+    path = str(write_parquet(tmp_path / "a.parquet", rows))
+    stream = open_source(path, BatchSizes((0,), (10,)), 1, max_eval_samples=1)
+    assert stream.validation["id"] == ["id-0"]
+    assert stream.num_rows == 57  # three are held out, whatever --max_eval_samples says
+    batches = list(steps_of(stream, tokenizer).batches(0, 57, Reader()))
+    shown = Counter(image_id for batch in batches for image_id in batch["image_ids"])
+    assert shown == {f"id-{number}": 10 for number in range(3, 60) if number not in (30, 40)}
+    assert {reason for batch in batches for reason in batch["skipped"]} == {
+        f"shard {path}, row {row}: its image is one of validation's" for row in (30, 40)
+    }
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_given_validation_file_is_read_and_nothing_is_held_out(suffix: str, tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "train", "tar", [20, 20])
+    if suffix == "parquet":
+        path = write_parquet(tmp_path / "v.parquet", rows_of(range(100, 110)))
+    else:
+        (tmp_path / "100.png").write_bytes(image_of(100))
+        path = tmp_path / "v.jsonl"
+        path.write_text(json.dumps({"image": "100.png", "caption": "a picture"}) + "\n")
+    stream = open_source(source, lanes=2, validation_file=str(path), max_eval_samples=3)
+    assert len(stream.validation) == (3 if suffix == "parquet" else 1)
+    assert {"id", "image", "captions"} <= set(stream.validation.column_names)
+    assert stream.num_rows == 40
+
+
+def test_shards_of_one_row_can_be_held_out(tmp_path: Path) -> None:
+    stream = open_source(write_shards(tmp_path, "tar", [1] * 20), BatchSizes((0,), (4,)), lanes=2)
+    assert (len(stream.validation), stream.num_rows) == (1, 19)
+
+
+def test_rows_without_an_id_are_known_by_their_bytes(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"image": row["image"], "captions": row["captions"]} for row in rows_of([*range(30), 29])]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    stream = open_source(str(tmp_path / "a.parquet"), BatchSizes((0,), (29,)), 1)
+    batch = next(steps_of(stream, tokenizer).batches(0, 1, Reader()))
+    image_ids: list[str] = batch["image_ids"]
+    (repeated,) = [image_id for image_id, count in Counter(image_ids).items() if count > 1]
+    same = batch["ids"][[image_id == repeated for image_id in image_ids]].tolist()
+    assert same == [[image_key(repeated), same[0][1]]] * 2
+    assert same[0][1] in (caption_key(caption_of(29)), caption_key(caption_of(29) + " so"))
+
+
+def test_a_damaged_shard_costs_its_own_rows_only(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    source = write_shards(tmp_path, "tar", [40, 40])
+    stream = open_source(source, BatchSizes((0,), (10,)), 2)
+    steps = steps_of(stream, tokenizer)
+    before = [content(batch) for batch in steps.batches(0, 7, Reader())]
+    broken = tmp_path / "001.tar"
+    os.truncate(broken, broken.stat().st_size // 2)
+    after = list(steps.batches(0, 7, Reader()))
+    shard_of = {slot.position: slot.shard for step in range(7) for slot in stream.order.batch(step)}
+    lost = 0
+    for old, batch in zip(before, after, strict=True):
+        new = content(batch)
+        assert [pair for pair in old if shard_of[pair[0]] == 0] == [pair for pair in new if shard_of[pair[0]] == 0]
+        assert all(pair in old for pair in new)
+        assert len(new) + len(batch["skipped"]) == 10
+        lost += len(batch["skipped"])
+    assert 0 < lost < 40
+    resumed = [content(batch) for batch in steps.batches(4, 7, Reader())]
+    assert resumed == [content(batch) for batch in after[4:]]
+
+
+def test_a_large_file_is_cut_into_shards_so_that_distant_rows_meet(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", rows_of(range(300)), 10)
+    stream = open_source(str(path), lanes=0)
+    assert stream.order.lanes == len(stream.shards) > 30
+    first = [stream.shards[slot.shard].first + slot.row for slot in stream.order.batch(0)]
+    assert max(first) - min(first) > 100
+
+
+def test_what_the_tokenizer_is_trained_on_does_not_hold_validation(streams: dict[str, Stream]) -> None:
+    stream = streams["parquet"]
+    captions = list(stream.captions())
+    assert {caption.removesuffix(" so") for caption in captions} == {
+        caption_of(number) for number in range(ROWS) if f"id-{number}" not in stream.validation["id"]
+    }
+    few = list(stream.captions(20))
+    assert len(few) == 20
+    assert set(few) <= set(captions)
+
+
+def test_the_fingerprint_says_which_rows_there_are(
+    sources: dict[str, str], streams: dict[str, Stream], tmp_path: Path
+) -> None:
+    assert open_source(sources["parquet"]).fingerprint == streams["parquet"].fingerprint
+    other = write_shards(tmp_path, "parquet", [*SIZES[:-1], SIZES[-1] - 1])
+    assert open_source(other).fingerprint != streams["parquet"].fingerprint
+
+
+def test_only_the_first_rows_are_streamed_on_request(sources: dict[str, str]) -> None:
+    assert open_source(sources["tar"], lanes=1, max_train_samples=33).num_rows == 33
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "--streaming is set; it needs shards"),
+        ({"train_file": "no/such-*.tar"}, "--train_file is no/such-.*; there are no such training shards"),
+        ({"train_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
+        ({"dataset_name": "no/such"}, "--dataset_name is no/such; it could not be found"),
+        ({"train_file": "a.tar", "test_file": "b.tar"}, "--test_file is b.tar; a stream has no test split"),
+        ({"dataset_dir": "somewhere"}, "--streaming is set; it needs shards"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        open_stream(DataArguments(**given), StreamingArguments(True), SCHEDULE, 0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"stream_lanes": -1}, "stream_lanes"), ({"shuffle_block_size": 0}, "shuffle_block_size")]
+)
+def test_flags_are_checked(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StreamingArguments(True, **given)
+
+
+def test_what_needs_all_rows_is_refused() -> None:
+    StreamingArguments(False).check(length_bucket_window=8, cache_features=True)
+    StreamingArguments(True).check(length_bucket_window=1, cache_features=False)
+    with pytest.raises(ValueError, match="--length_bucket_window is 8; "):
+        StreamingArguments(True).check(8, False)
+    with pytest.raises(ValueError, match="--cache_features is set; "):
+        StreamingArguments(True).check(1, True)
+
+
+def test_more_processes_than_lanes_are_refused(
+    streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "world_size", lambda: 5)
+    with pytest.raises(ValueError, match="--stream_lanes is 4, and 5 processes train"):
+        next(iter(StreamBatches(steps_of(streams["tar"], tokenizer), 0, 1, 2)))
+
+
+def test_shards_without_captions_are_refused(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"image": b"x", "number": 1}] * 30).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="no caption column was recognised"):
+        open_source(str(tmp_path / "a.parquet"))
+
+
+def test_a_data_set_of_shards_in_a_folder_has_its_splits(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train-00000.parquet", rows_of(range(30)))
+    write_parquet(tmp_path / "validation-00000.parquet", rows_of(range(40, 45)))
+    stream = open_source(str(tmp_path), lanes=1)
+    assert (stream.num_rows, len(stream.validation)) == (30, 5)
+    write_shards(tmp_path / "tars", "tar", [20, 20])
+    assert open_source(str(tmp_path / "tars"), lanes=2).num_rows == 38

@@ -10,9 +10,8 @@ import pytest
 from datasets import Dataset, load_from_disk
 from PIL import Image
 
+from mm_utils.data.prepare import pipeline, prepared
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.prepare.pipeline import pipeline as prepare
-from mm_utils.data.prepare.pipeline import prepared
 from mm_utils.data.prepare.prepared import content_id
 from mm_utils.data.sources import DataArguments, load_pairs
 from scripts.prepare_data import main
@@ -86,7 +85,7 @@ def test_the_result_is_the_same_each_time(flags: list[str], tmp_path: Path) -> N
 
 
 def test_an_interrupted_run_goes_on(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "cut_into_chunks", _chunks_of_eight)
+    monkeypatch.setattr(pipeline, "cut_into_chunks", _chunks_of_eight)
     with monkeypatch.context() as patch:
         patch.setattr("scripts.prepare_data.reconcile", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -107,12 +106,12 @@ def test_an_interrupted_run_goes_on(flags: list[str], monkeypatch: pytest.Monkey
 def _chunks_of_eight(items: Any) -> Any:
     items = list(items)
     for number, at in enumerate(range(0, len(items), 8)):
-        yield prepare.Chunk(number, tuple(items[at : at + 8]))
+        yield pipeline.Chunk(number, tuple(items[at : at + 8]))
 
 
 def test_two_runs_do_not_share_a_folder(flags: list[str], tmp_path: Path) -> None:
-    args = prepare.PrepareArguments(["x"], flags[3])
-    first = prepare.workspace(args)
+    args = pipeline.PrepareArguments(["x"], flags[3])
+    first = pipeline.workspace(args)
     first.__enter__()
     with pytest.raises(ValueError, match="in use by another run"):
         main(flags)
@@ -187,7 +186,7 @@ def test_damage_is_found(damage: str, flags: list[str]) -> None:
 
 
 def test_many_shards(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "cut_into_chunks", _chunks_of_eight)
+    monkeypatch.setattr(pipeline, "cut_into_chunks", _chunks_of_eight)
     monkeypatch.setattr(prepared, "SHARD_BYTES", 20_000)
     main(flags)
     files = sorted(path.name for path in Path(flags[3], "train").glob("*.arrow"))

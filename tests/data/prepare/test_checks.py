@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin, features
 
 from mm_utils.data import images
+from mm_utils.data.prepare import checks
 from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
-from mm_utils.data.prepare.pipeline import checks
 from mm_utils.data.raw.faults import NOTES, REASONS, Fault
 
 LIMITS = CheckArguments()

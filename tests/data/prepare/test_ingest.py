@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from mm_utils.data.images import open_image
+from mm_utils.data.prepare import ingest as module
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
-from mm_utils.data.prepare.pipeline import ingest as module
 from mm_utils.data.raw.faults import Fault
 from mm_utils.data.raw.records import BadRow, BytesImage, Record
 

@@ -160,10 +160,10 @@ def _say_what_is_where(
         (f"--{n} {settings[n]} " for n in ("dataset_name", "train_file", "dataset_dir") if settings.get(n)), ""
     )
     split = "--split test" if has_test else "--split validation --rerank_top_k 32"
+    lines += ["", "Next:"]
+    if not (settings.get("streaming") and settings.get("train_file")):  # shards are read by training alone
+        lines.append(f"  accelerate launch scripts/eval_retrieval.py --model_name_or_path {folder} {data}{split}")
     lines += [
-        "",
-        "Next:",
-        f"  accelerate launch scripts/eval_retrieval.py --model_name_or_path {folder} {data}{split}",
         f"  accelerate launch scripts/pretrain.py --config {folder}/config.yaml --output_dir {folder}-longer "
         f"--num_train_epochs {2 * settings['num_train_epochs']:g}",
         "  accelerate launch scripts/pretrain.py --train_file your_pairs.jsonl --output_dir outputs/mine",

@@ -92,7 +92,7 @@ def pairs() -> DatasetDict:
 
 def report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed: int = 0) -> str:
     folder.mkdir(exist_ok=True)
-    write_report(folder, pairs, summary, seed)
+    write_report(folder, pairs, summary, seed=seed)
     text = (folder / "report.md").read_text(encoding="utf-8")
     for name in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text):
         assert (folder / name).is_file(), name

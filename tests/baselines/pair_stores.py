@@ -18,9 +18,12 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from PIL import Image, ImageDraw
+from tqdm.auto import tqdm
 
 from mm_utils import ranks
+from mm_utils.data.prepare.prepared import write_split
 from mm_utils.data.raw.stores import PREPARED_FORMAT
 from scripts import prepare_data
 
@@ -106,28 +109,31 @@ def tiny_pairs(folder: Path, count: int) -> Path:
     """A data set as prepared ones are, of `count` pairs that share one image of 8 x 8 pixels: metadata, and little else."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), "grey").save(buffer, "PNG")
-    image, at_once = {"bytes": buffer.getvalue(), "path": None}, 10_000
+    image, at_once = {"bytes": buffer.getvalue(), "path": None}, 2048
+    starts = range(0, count, at_once)
+    tables = (_tiny_table(range(start, min(count, start + at_once)), image) for start in starts)
     with written(folder) as new:
         if new is not None:
-            parts = []
-            for start in range(0, count, at_once):
-                places = range(start, min(count, start + at_once))
-                columns = {
-                    "id": [f"image-{place:09d}" for place in places],
-                    "image": [image] * len(places),
-                    "captions": [[f"photograph {place}", f"the {place}th picture of all"] for place in places],
-                    "width": [8] * len(places),
-                    "height": [8] * len(places),
-                    "source": ["tiny"] * len(places),
-                    "image_hash": [f"{place:064x}" for place in places],
-                    "content_id": [f"{place:032x}" for place in places],
-                }
-                parts.append(datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image(decode=False)))
-            rows = datasets.concatenate_datasets(parts)
-            splits = {"train": rows, "validation": rows.take(2)}
-            datasets.DatasetDict(splits).save_to_disk(str(new))
+            write_split(tables, "train", new / "train", tqdm(disable=True))
+            write_split(iter([_tiny_table(range(2), image)]), "validation", new / "validation", tqdm(disable=True))
+            (new / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "validation"]}), encoding="utf-8")
             (new / "report.json").write_text(json.dumps({"format": PREPARED_FORMAT}), encoding="utf-8")
     return folder
+
+
+def _tiny_table(places: range, image: dict[str, Any]) -> pa.Table:
+    return pa.table(
+        {
+            "id": [f"image-{place:09d}" for place in places],
+            "image": [image] * len(places),
+            "captions": [[f"photograph {place}", f"the {place}th picture of all"] for place in places],
+            "width": pa.array([8] * len(places), pa.int32()),
+            "height": pa.array([8] * len(places), pa.int32()),
+            "source": ["tiny"] * len(places),
+            "image_hash": [f"{place:064x}" for place in places],
+            "content_id": [f"{place:032x}" for place in places],
+        }
+    )
 
 
 # -- the peers' formats -----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ContrastiveObjective
 from mm_utils.run import RunError
 from scripts import eval_retrieval, pretrain
+from tests.data.stream.numbered_shards import write_shards
 from tests.test_hub import server  # noqa: F401
 
 ROUNDED = 5e-6  # a key's bias has no gradient but rounding, of which Adam makes whole steps
@@ -179,6 +180,43 @@ def test_frozen_towers_stay_as_they_are(tiny_flags, tmp_path):
         if name.startswith(("vision_model.", "text_model.")):
             assert torch.equal(value, before[name]), name
     assert not torch.equal(after["visual_projection.weight"], before["visual_projection.weight"])
+
+
+@pytest.fixture(scope="module")
+def stream_flags(tiny_flags, tmp_path_factory):
+    """The tiny run on tar shards."""
+    shards = write_shards(tmp_path_factory.mktemp("shards"), "tar", [11, 9, 12])
+    return ["--streaming", "--train_file", shards, *tiny_flags[2:]]
+
+
+def test_a_stream_is_trained_on_and_gone_on_with(stream_flags, tmp_path):
+    straight, continued = tmp_path / "straight", tmp_path / "continued"
+    pretrain.main([*stream_flags, "--output_dir", str(straight)])
+    pretrain.main([*stream_flags, "--max_steps", "2", "--save_steps", "2", "--output_dir", str(continued)])
+    flags = [*stream_flags, "--resume_from_checkpoint", "latest", "--micro_batch_size", "3"]
+    pretrain.main([*flags, "--output_dir", str(continued)])
+    for step, loss in losses(straight).items():
+        if step > 2:
+            assert losses(continued)[step] == pytest.approx(loss, rel=1e-4)
+    assert "train" in (straight / "README.md").read_text()
+
+
+def test_a_stream_is_rehearsed(stream_flags, tmp_path):
+    found = pretrain.main([*stream_flags, "--dry_run", "--output_dir", str(tmp_path / "out")])
+    assert found["dry_run_steps"] == 4
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cache_features", "--freeze_vision"], "--cache_features is set; a stream"),
+        (["--length_bucket_window", "4"], "--length_bucket_window is 4; a stream"),
+    ],
+)
+def test_a_stream_has_not_all_rows_at_hand(flags, message, stream_flags, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        pretrain.main([*stream_flags, *flags, "--output_dir", str(tmp_path)])
 
 
 def test_contrastive_alone(tiny_flags, tmp_path):

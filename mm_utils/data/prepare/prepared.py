@@ -45,37 +45,34 @@ _TEXT = ("captions", "languages", "regions")
 
 def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
     """Write all splits into `folder`, images straight from the mapped `parts`; returns them as they lie there."""
-    begins = _begins(parts)
     with tqdm(total=sum(map(len, found.rows.values())), desc="Writing", unit=" rows") as bar:
         for split, columns in _columns(found).items():
-            rows = found.rows[split]
-            borders = np.searchsorted(rows, begins)
-            tables = (
-                _beside(part, rows[low:high] - begin, columns.slice(low, high - low))
-                for part, begin, low, high in zip(parts, begins, borders, borders[1:], strict=False)
-                if high > low
-            )
-            _write_split(tables, split, folder / split, bar)
+            write_split(_with_images(parts, found.rows[split], columns), split, folder / split, bar)
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(found.rows)}), encoding="utf-8")
     return DatasetDict.load_from_disk(str(folder))
 
 
-def _begins(parts: Sequence[Path]) -> np.ndarray:
-    """The place of the first row of every part, and of all rows' end."""
-    return np.cumsum([0, *(len(read_part(part, ["width"])) for part in parts)])
+def _with_images(parts: Sequence[Path], rows: np.ndarray, columns: pa.Table) -> Iterator[pa.Table]:
+    """`columns`, of `rows`, with what is stored of their images: a batch at a time, as an array holds no more than 2 GiB."""
+    begin = 0
+    for part in parts:
+        for batch in read_part(part, _STORED).to_batches():
+            low, high = np.searchsorted(rows, [begin, begin + len(batch)])
+            if high > low:
+                images = batch.take(pa.array(rows[low:high] - begin))
+                table = columns.slice(low, high - low).combine_chunks()
+                for at, name in enumerate(_STORED, start=1):
+                    table = table.add_column(at, name, images[name])
+                yield table
+            begin += len(batch)
 
 
-def _beside(part: Path, rows: np.ndarray, columns: pa.Table) -> pa.Table:
-    """The images of some rows of a part, with their columns."""
-    images = read_part(part, _STORED).take(rows)
-    table = columns
-    for at, name in enumerate(images.column_names, start=1):
-        table = table.add_column(at, name, images[name])
-    return table
+def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm) -> None:
+    """Write tables of the columns above, as shards of about `SHARD_BYTES`.
 
-
-def _write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm) -> None:
-    """Write shards of about `SHARD_BYTES` as `save_to_disk` would, but for copying every image of a selection twice more."""
+    `save_to_disk` would copy every image of a selection twice more, and cut rows with images into batches of 100, each of
+    which costs whoever opens them 6 kB of memory.
+    """
     folder.mkdir(parents=True)
     first = next(tables)
     features = Features.from_arrow_schema(first.schema)
@@ -90,7 +87,7 @@ def _write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm
         written = 0
         with pa.OSFile(str(shards[-1]), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             while table is not None and written < SHARD_BYTES:
-                writer.write_table(table.cast(schema), max_chunksize=1000)
+                writer.write_table(table.cast(schema))
                 bar.update(len(table))
                 digest.update("".join(table["content_id"].to_pylist()).encode())
                 written += table.nbytes
@@ -118,7 +115,7 @@ def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
     kept[np.concatenate(list(found.rows.values()))] = True
     named = pc.is_in(found.facts["name"], pa.array(sorted(wanted), pa.string())).to_numpy()
     rows = np.flatnonzero(named & ~kept)
-    begins = _begins(parts)
+    begins = np.cumsum([0, *(len(read_part(part, ["width"])) for part in parts)])
     images = [
         read_part(parts[part], ["image"]).slice(row - begins[part], 1)
         for row, part in zip(rows, np.searchsorted(begins, rows, side="right") - 1, strict=True)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tqdm.auto import tqdm
 from scripts.prepare_data import main
 from tests.data.prepare.fault_sources import good_rows
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
 disable_progress_bars()
 
 
@@ -34,12 +35,14 @@ def run_until(flags: list[str], work: Path, moment: Callable[[Path], bool], dela
     """
     child = os.fork()
     if child == 0:
-        os.setsid()
+        os.setpgid(0, 0)
         tqdm.set_lock(threading.RLock())  # its own is shared by forks, and a killed one may die with it
         try:
             main(flags)
         finally:
             os._exit(0)
+    with suppress(ProcessLookupError):  # it is over
+        os.setpgid(child, child)  # here too, as nobody knows who is first
     while not moment(work):
         if os.waitpid(child, os.WNOHANG)[0]:
             return False

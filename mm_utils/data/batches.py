@@ -20,7 +20,7 @@ from mm_utils.data.decoding import read_pixels
 from mm_utils.data.features import CachedFeatures
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.order import Draw, choose_captions
-from mm_utils.data.ring import PixelRing
+from mm_utils.data.ring import PixelRing, by_value
 from mm_utils.data.sides import names_a_side
 
 Batch = dict[str, Any]
@@ -183,11 +183,11 @@ class Collator:
             stacked[name] = _stack(values, none) if ring is None else ring.stack(values)
         return {
             **stacked,
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "ids": torch.tensor(keys, dtype=torch.long).view(-1, 2),
-            "caption_image": torch.repeat_interleave(torch.arange(len(kept)), counts),
-            "rows": torch.tensor([example["row"] for example in kept], dtype=torch.long),
+            "input_ids": by_value(input_ids),
+            "attention_mask": by_value(attention_mask),
+            "ids": by_value(torch.tensor(keys, dtype=torch.long).view(-1, 2)),
+            "caption_image": by_value(torch.repeat_interleave(torch.arange(len(kept)), counts)),
+            "rows": by_value(torch.tensor([example["row"] for example in kept], dtype=torch.long)),
             "image_ids": [example["image_id"] for example in kept],
             "lengths": list(map(len, captions)),
             "languages": [code for example in kept for code in example.get("languages", ())],

@@ -80,6 +80,19 @@ def _receive(key: int, slot: int, images: int) -> Tensor:
     return _RINGS[key].pixels[slot, :images]
 
 
+def by_value(tensor: Tensor) -> Any:
+    """In a worker, a small tensor that travels inside the message, for which no shared file is made; elsewhere itself."""
+    return tensor if get_worker_info() is None else _ByValue(tensor)
+
+
+class _ByValue:
+    def __init__(self, tensor: Tensor):
+        self.array = tensor.numpy()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return torch.from_numpy, (self.array,)
+
+
 def _free_shared_memory() -> int | None:
     try:
         found = os.statvfs("/dev/shm")

@@ -25,7 +25,7 @@ from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
 from mm_utils.data.prepare.prepared import removed_examples, verify, write_findings, write_pairs
 from mm_utils.data.prepare.reconcile import ReconcileArguments, reconcile
-from mm_utils.data.prepare.summary import summarize
+from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.raw.paths import PathArguments
 from mm_utils.data_report import write_report
 from mm_utils.run import run_script, set_up_logging
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))
 
-    logger.info("%s", ", ".join(f"{name}: {len(rows):,} images" for name, rows in pairs.items()))
+    logger.info("%s", describe(summary, args.output_dir))
     return {f"{name}_images": float(len(rows)) for name, rows in pairs.items()}
 
 

@@ -66,6 +66,21 @@ def test_every_row_carries_its_proof(flags: list[str]) -> None:
     assert not Path(flags[3] + ".partial").exists()
 
 
+def test_the_end_says_what_was_found_and_what_comes_next(
+    tmp_path: Path, flags: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Path(flags[1])
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    for row in rows[:20]:
+        row["captions"] = ["a picture", *row["captions"]]
+    rows[5]["image"] = "nowhere.jpg"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with caplog.at_level("INFO"):
+        main(flags)
+    for words in ("image_missing 1", "One caption for 19 images", "report.md", f"--dataset_name {flags[3]}"):
+        assert words in caplog.text
+
+
 def test_load_pairs_takes_it_as_it_is(flags: list[str]) -> None:
     main(flags)
     pairs = load_pairs(DataArguments(dataset_name=flags[3]))

@@ -1,8 +1,8 @@
 """From raw sources to a prepared pair data set: read, check, shrink, compare, write; on all cores, and only once.
 
-What comes out is described in `mm_utils.data.prepare.prepared`; every row or caption that was set aside is in `quarantine.jsonl`
-with its source, place and reason. All work is done in `<output_dir>.partial`, which takes the name `output_dir` in one step at the end; a run that is
-interrupted leaves it, and the same command goes on there.
+What comes out is described in `mm_utils.data.prepare.prepared`; every row or caption that was set aside is in
+`quarantine.jsonl` with its source, place and reason. All work is done in `<output_dir>.partial`, whose result takes the name
+`output_dir` in one step at the end; a run that is interrupted leaves it, and the same command goes on there.
 """
 
 import itertools

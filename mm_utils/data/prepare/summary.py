@@ -37,6 +37,34 @@ def summarize(
     }
 
 
+def describe(summary: dict[str, Any], folder: str) -> str:
+    """The findings in a few lines, and what one would do next."""
+    splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
+    captions = sum(part["captions"] for part in summary["splits"].values())
+    lines = [f"Images: {splits}; {captions:,} captions"]
+    if summary["quarantined"]:
+        reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
+        lines.append(f"Set aside, see {folder}/quarantine.jsonl: {reasons}")
+    found = summary["duplicates"]
+    lines.append(f"Duplicates: {found['exact_rows']:,} copies, {found['near_pairs']:,} pairs that look alike")
+    lines += [
+        f"One caption for {one['images']:,} images, so it describes none of them well: {one['caption'][:80]!r}"
+        for one in summary["captions"]["shared"][:_EXAMPLES]
+    ]
+    storage = summary["storage"]
+    before, after = (storage[f"{when}_bytes_per_pair"] / 1e3 for when in ("original", "stored"))
+    loss = f", at {storage['psnr_db']['mean']:.1f} dB" if "psnr_db" in storage else ""
+    lines.append(f"Stored: {after:,.1f} kB an image instead of {before:,.1f}{loss}")
+    return "\n  ".join(
+        [
+            f"{folder}:",
+            *lines,
+            f"Look at {folder}/report.md",
+            f"Train on it: accelerate launch scripts/pretrain.py --dataset_name {folder}",
+        ]
+    )
+
+
 def _sources(ingested: Ingested, pairs: DatasetDict) -> list[dict[str, Any]]:
     kept: Counter[str] = Counter()
     for rows in pairs.values():

@@ -186,7 +186,8 @@ def _measure_duplicates(found: Reconciled, state: _State) -> None:
     _, counts = np.unique(state.look_U, return_counts=True)
     names = _names(found.facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
     copies_N = np.flatnonzero(state.first_U[state.image_N] != np.arange(len(state.image_N)))
-    others = state.id_N[copies_N] != state.id_N[state.first_U[state.image_N[copies_N]]]
+    # Rows of one id are captions of one image, which is no copy.
+    others = (state.id_N[copies_N] < 0) | (state.id_N[copies_N] != state.id_N[state.first_U[state.image_N[copies_N]]])
     found.duplicates = {
         "exact_rows": int(np.count_nonzero(others)),
         "exact_groups": len(np.unique(state.image_N[copies_N[others]])),

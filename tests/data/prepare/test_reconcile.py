@@ -81,6 +81,8 @@ def test_copies_under_other_ids_are_counted(tmp_path: Path) -> None:
     rows = [row(0, id="a"), row(0, id="b"), row(0, id="a"), row(1, id="c"), row(2, id="d")]
     found = decide(rows, tmp_path, validation_fraction=0.0)
     assert (found.duplicates["exact_rows"], found.duplicates["exact_groups"]) == (1, 1)
+    found = decide([row(0), row(0), row(1), row(2)], tmp_path, validation_fraction=0.0)
+    assert found.duplicates["exact_rows"] == 1
 
 
 def test_a_near_copy_is_kept_or_dropped(tmp_path: Path) -> None:

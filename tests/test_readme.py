@@ -13,7 +13,7 @@ from mm_utils.wordpiece import train_tokenizer
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCSTRINGS = "\n".join(path.read_text(encoding="utf-8").split('"""')[1] for path in (ROOT / "scripts").glob("*.py"))
-COMMAND = re.compile(r"accelerate launch (?:--config_file \S+ )?(scripts/\S+\.py)((?:[^\n`]*\\\n)*[^\n`]*)")
+COMMAND = re.compile(r"(?:accelerate launch (?:--config_file \S+ )?|python )(scripts/\S+\.py)((?:[^\n`]*\\\n)*[^\n`]*)")
 
 
 def help_of(script: str, capsys: pytest.CaptureFixture) -> str:
@@ -39,7 +39,9 @@ def test_files_that_the_readme_names_exist():
     names += re.findall(r"\]\((docs/[^)]+)\)", README)
     assert names
     for name in names:
-        assert (ROOT / name).exists(), name
+        file, _, heading = name.partition("#")
+        assert (ROOT / file).exists(), name
+        assert not heading or f"## {heading}\n" in (ROOT / file).read_text(encoding="utf-8").lower(), name
 
 
 def test_the_readmes_objective_trains():

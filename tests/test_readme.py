@@ -13,7 +13,9 @@ from mm_utils.wordpiece import train_tokenizer
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCSTRINGS = "\n".join(path.read_text(encoding="utf-8").split('"""')[1] for path in (ROOT / "scripts").glob("*.py"))
-COMMAND = re.compile(r"(?:accelerate launch (?:--config_file \S+ )?|python )(scripts/\S+\.py)((?:[^\n`]*\\\n)*[^\n`]*)")
+COMMAND = re.compile(
+    r"(?:accelerate launch (?:--config_file \S+ )?|python )(scripts/\S+\.py)((?:[^\n`]*\\\n)*[^\n`]*)"
+)
 
 
 def help_of(script: str, capsys: pytest.CaptureFixture) -> str:

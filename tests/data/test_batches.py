@@ -25,7 +25,6 @@ from tests.data.numbered_rows import (
     WORDS,
     equal,
     loaders,
-    new_tokenizer,
     number_said,
     number_shown,
     png,
@@ -33,18 +32,7 @@ from tests.data.numbered_rows import (
 )
 
 disable_progress_bars()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return new_tokenizer()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # -- examples -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What the loader adds to batches: workers, ranks, the device, and how many workers there are."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,21 +15,10 @@ from mm_utils.data import loaders as loaders_module
 from mm_utils.data.loaders import DeviceLoader, LoaderArguments, choose_workers
 from mm_utils.data.order import BatchSizes, GlobalOrder, RankBatches
 from mm_utils.data.tokens import tokenize_captions
-from tests.data.numbered_rows import CPU, equal, loaders, new_tokenizer, rows_of
+from tests.data.numbered_rows import CPU, equal, loaders, rows_of
 
 disable_progress_bars()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return new_tokenizer()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

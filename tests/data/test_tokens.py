@@ -1,6 +1,5 @@
 """Captions become token ids once; keys say what is equal."""
 
-import io
 import logging
 import os
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from transformers import (
     BertTokenizer,
     ByT5Tokenizer,
@@ -36,53 +34,10 @@ from mm_utils.data.tokens import (
     tokenize_captions,
     tokenize_splits,
 )
-from mm_utils.wordpiece import train_tokenizer
+from tests.data.numbered_rows import FEATURES, new_tokenizer, png, rows_of
 
-FEATURES = Features(
-    {"id": Value("string"), "image": datasets.Image(decode=False), "captions": datasets.Sequence(Value("string"))}
-)
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 disable_progress_bars()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return new_tokenizer()
-
-
-def new_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    return train_tokenizer([f"picture {word} says it once more" for word in WORDS] + list(extra), 300)
-
-
-def colour(index: int) -> tuple[int, int, int]:
-    """Each image has its own colour, which survives any crop."""
-    return (20 * index, 255 - 20 * index, 7 * index)
-
-
-def png(index: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (20 + index, 30), colour(index)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
-    """Image i has i % 4 + 1 captions, all of which say its number."""
-    rows = [
-        {
-            "id": f"id-{index}",
-            "image": {"bytes": png(index)[: 50 if index in broken else None], "path": None},
-            "captions": [f"picture {WORDS[index]}" + " once more" * extra for extra in range(index % 4 + 1)],
-        }
-        for index in range(count)
-    ]
-    return Dataset.from_list(rows, features=FEATURES)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def one_row(*captions: str, image_id: str = "a") -> Dataset:

@@ -99,7 +99,7 @@ def _card(
     trained_on: tuple[int, str],
 ) -> CardInfo:
     images = len(pairs["validation"])
-    shown = {name: value for name, value in metrics.items() if "chance" not in name}
+    shown = {name: value for name, value in metrics.items() if "_to_" in name and "chance" not in name}
     chance = {
         name: min(1.0, int(name.rpartition("@")[2]) / images) for name in shown if "text_to_image_recall@" in name
     }

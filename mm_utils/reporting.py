@@ -1,4 +1,4 @@
-"""Pictures for people: training curves, retrieval examples, contact sheets, and the style that all figures share."""
+"""Pictures for people: training curves, retrieval examples, confusions, contact sheets, and the style of all figures."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ Points = tuple[list[int], list[float]]
 
 INK, MUTED, LIGHT = "#1f2937", "#6b7280", "#e5e7eb"
 BLUE, ORANGE, GREEN, PURPLE, PINK, CYAN = COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
+
+_MOST_CELLS = 50  # classes of a matrix of confusion that can be read
 
 # Fonts with Chinese, Japanese and Korean letters, which matplotlib's own font lacks; used where they are installed.
 _WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
@@ -250,6 +252,59 @@ def _draw_tile(ax: Axes, tile: Tile, side: float, below: float, pixels: int) -> 
     title = tile.title if len(tile.title) <= 28 else f"{tile.title[:13]}…{tile.title[-14:]}"
     _draw_text(ax, 0, -0.05, _wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
     _draw_text(ax, 0, -0.19, _wrap(tile.text, 24, 5), va="top", fontsize=7.5, clip_on=True)
+
+
+def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], out_path: Path) -> None:
+    """Draw how many images of a class were taken for which one, given by (class, guess).
+
+    Up to 50 classes as a matrix, a row a class; of more, the 40 most frequent mistakes as bars.
+    """
+    names = [_wrap(name if len(name) <= 24 else f"{name[:23]}…", 24, 1) for name in classes]
+    figure = _confusion_matrix(counts, names) if len(classes) <= _MOST_CELLS else _confusion_bars(counts, names)
+    with _missing_glyphs_allowed():
+        FigureCanvasAgg(figure).print_png(str(out_path))
+
+
+def _confusion_matrix(counts: dict[tuple[int, int], int], names: list[str]) -> Figure:
+    matrix = np.zeros((len(names), len(names)))
+    for cell, count in counts.items():
+        matrix[cell] = count
+    matrix *= 100 / np.maximum(1, matrix.sum(1, keepdims=True))
+    side = max(4.0, 2.4 + 0.26 * len(names))
+    figure = new_figure(side, side)
+    ax = figure.add_subplot()
+    ax.imshow(matrix, cmap="Blues", vmin=0, vmax=100)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    ax.set_xticks(range(len(names)), names, rotation=90, **_tick_look())
+    ax.set_yticks(range(len(names)), names, **_tick_look())
+    ax.set_xlabel("taken for", fontsize=8, color=MUTED)
+    ax.set_ylabel("class", fontsize=8, color=MUTED)
+    for label, guess in np.argwhere(matrix >= 0.5):
+        percent = matrix[label, guess]
+        color = "white" if percent > 60 else INK
+        ax.text(guess, label, f"{percent:.0f}", ha="center", va="center", fontsize=6.5, color=color)
+    ax.set_title("Images of a class, in %", loc="left", fontsize=10, fontweight="bold", color=INK)
+    return figure
+
+
+def _confusion_bars(counts: dict[tuple[int, int], int], names: list[str]) -> Figure:
+    mistakes = sorted((-count, pair) for pair, count in counts.items() if pair[0] != pair[1])[:40]
+    figure = new_figure(8, 1.2 + 0.2 * len(mistakes))
+    ax = figure.add_subplot()
+    style_axes(ax)
+    ax.grid(visible=False)
+    ax.barh(range(len(mistakes)), [-count for count, _ in mistakes], color=ORANGE, height=0.7)
+    pairs = [f"{names[label]} → {names[guess]}" for _, (label, guess) in mistakes]
+    ax.set_yticks(range(len(mistakes)), pairs, **_tick_look())
+    ax.set_xlim(0, 1.05 * -min([count for count, _ in mistakes], default=-1))
+    ax.set_ylim(len(mistakes) - 0.4, -0.6)
+    ax.set_title("Most frequent mistakes, in images", loc="left", fontsize=10, fontweight="bold", color=INK)
+    return figure
+
+
+def _tick_look() -> dict[str, Any]:
+    return {"fontsize": 7.5, "color": INK, "family": _font_families(), "parse_math": False}
 
 
 def _wrap(text: str, width: int, lines: int) -> str:

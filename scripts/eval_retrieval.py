@@ -15,6 +15,7 @@ from mm_utils.arguments import arg, parse_args
 from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, load_pairs
 from mm_utils.data.tokens import tokenize_captions
+from mm_utils.diagnosis import with_health
 from mm_utils.metrics import EvaluationArguments, RetrievalEvaluator
 from mm_utils.models import image_geometry, load_model, load_processor_of
 from mm_utils.run import RunError, make_accelerator, report_figures, run_script
@@ -58,9 +59,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = accelerator.prepare(load_model(args.model_name_or_path).eval())
 
     # 4. Evaluate.
-    evaluator = RetrievalEvaluator(eval_args.rerank_top_k)
+    evaluate = with_health(RetrievalEvaluator(eval_args.rerank_top_k))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
-    metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
+    metrics = evaluate(accelerator.unwrap_model(model), loader, accelerator)
 
     # 5. Report.
     report_figures(accelerator, metrics, args.output_file)

@@ -30,6 +30,7 @@ from mm_utils.data.loaders import LoaderArguments, Loaders
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
 from mm_utils.data.stream.stream import StreamingArguments, open_stream
 from mm_utils.data.tokens import fingerprint, global_order, tokenize_splits
+from mm_utils.diagnosis import CollapseWarning, with_health
 from mm_utils.dry_run import Rehearsal
 from mm_utils.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.finish import HubCallback, finish_run
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_batches = partial(loaders.train, rows, order)
     evaluator, pusher = RetrievalEvaluator(eval_args.rerank_top_k), HubPusher(hub_args, args.output_dir)
     callbacks = [ProgressBar(), TemperatureClamp(objective_args.max_logit_scale), HubCallback(pusher)]
+    callbacks.append(CollapseWarning(optimizer_args.warmup_ratio, objective_args.max_logit_scale))
     if not cache_args.cache_features:
         callbacks.append(LoaderAdvice(lambda: loaders.workers))
     if rehearsal:
@@ -108,7 +110,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_batches=train_batches,
         num_rows=trained_on[0],
         eval_loader=loaders.evaluation(pairs["validation"], args.per_device_eval_batch_size),
-        evaluate=evaluator,
+        evaluate=with_health(evaluator),
         callbacks=callbacks,
         max_seq_length=loader_args.max_seq_length,
         flops=flops,

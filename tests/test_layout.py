@@ -14,7 +14,8 @@ LAYERS = {
     1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "optim", "padding"},
     2: {"objectives", "metrics", "averaging", "sharding", "grad_cache", "feature_cache", "flops", "memory"},
     3: {"trainer", "training_arguments", "callbacks", "checkpoints", "reporting", "model_card", "hub", "run", "finish"}
-    | {"monitor", "benchmarks", "forecast", "sandbox", "dry_run", "data_report", "data_pictures"},
+    | {"monitor", "benchmarks", "forecast", "sandbox", "dry_run", "data_report", "data_pictures", "diagnosis"}
+    | {"zero_shot"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 NO_SUBJECT = {"utils", "common", "helpers", "misc"}

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.model_card import CardInfo, write_model_card
-from mm_utils.reporting import RetrievalExample, _read_series, draw_retrieval, plot_training
+from mm_utils.reporting import RetrievalExample, _read_series, draw_confusion, draw_retrieval, plot_training
 
 TRAINING = {
     "loss": 2.0,
@@ -212,3 +212,22 @@ def test_card_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert TOKEN[3:] not in text
     assert "`bert`" in text
     assert "`7`" in text
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("classes", [2, 50, 51])
+def test_confusions_are_a_matrix_or_bars(classes: int, tmp_path: Path) -> None:
+    names = ["costs $5 or $10", "桌子 😀", "a" * 90, "line\nbreak"] * 13
+    counts = {(0, 0): 1, (0, 1): 3, (1, 0): 2}
+    draw_confusion(counts, names[:classes], tmp_path / "confusion.png")
+    with Image.open(tmp_path / "confusion.png") as image:
+        assert (image.width == image.height) is (classes <= 50)
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
+        assert ((234, 88, 12) in colours) is (classes > 50)  # the bars
+
+
+def test_a_perfect_model_has_a_picture_too(tmp_path: Path) -> None:
+    for classes in (3, 60):
+        counts = {(number, number): 4 for number in range(classes)}
+        draw_confusion(counts, [f"class {number}" for number in range(classes)], tmp_path / f"{classes}.png")
+        assert (tmp_path / f"{classes}.png").stat().st_size > 1000

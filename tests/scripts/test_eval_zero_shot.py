@@ -1,0 +1,108 @@
+"""A model trained on the tiny corpus names what it sees; and what the script says to bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import eval_zero_shot, pretrain
+from tests.conftest import COLOURS, SHAPES, draw
+from tests.scripts.test_pretrain import ROOT, launch
+
+
+@pytest.fixture(scope="module")
+def started(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of a few steps."""
+    folder = str(tmp_path_factory.mktemp("started"))
+    pretrain.main([*tiny_flags, "--output_dir", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that has seen the 8 kinds of picture often enough to tell most of them apart."""
+    folder = str(tmp_path_factory.mktemp("trained"))
+    pretrain.main([*tiny_flags, "--max_steps", "50", "--learning_rate", "2e-3", "--output_dir", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder a kind of picture, 3 images of sizes that the corpus does not have."""
+    root = tmp_path_factory.mktemp("classes")
+    for colour in COLOURS:
+        for shape in SHAPES:
+            (root / f"{colour}_{shape}").mkdir()
+            for size in (42, 46, 50):
+                draw(colour, shape, size).save(root / f"{colour}_{shape}/{size}.png")
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def flags(started: str, folders: str) -> list[str]:
+    templates = ["--templates", "a {}, number 0", "number 1: one {}"]
+    others = ["--dataset_name", folders, "--dataloader_num_workers", "0", "--rerank_top_k", "3"]
+    return ["--model_name_or_path", started, *others, *templates]
+
+
+def test_figures_table_and_picture_are_left(flags: list[str], tmp_path: Path) -> None:
+    found = eval_zero_shot.main([*flags, "--output_dir", str(tmp_path / "out")])
+    assert found["chance@1"] == found["majority@1"] == 1 / 8
+    assert found["accuracy@1_low"] <= found["accuracy@1"] <= found["accuracy@1_high"]
+    assert found["accuracy@1"] == pytest.approx(found["macro_accuracy@1"])
+    assert found["accuracy@5"] >= found["accuracy@1"]
+    assert 0 <= found["rerank_accuracy@1"] <= 1
+    assert json.loads((tmp_path / "out/metrics.json").read_text()) == found
+    assert len((tmp_path / "out/classes.csv").read_text().splitlines()) == 9
+    assert (tmp_path / "out/confusion.png").stat().st_size > 1000
+
+
+def test_the_batch_size_changes_nothing(flags: list[str]) -> None:
+    one = eval_zero_shot.main([*flags, "--per_device_eval_batch_size", "5"])
+    assert one == pytest.approx(eval_zero_shot.main(flags))
+
+
+def test_without_labels_there_is_a_remedy(started: str, corpus: Path) -> None:
+    with pytest.raises(ValueError, match=r"no label column was recognised.* Set --label_column"):
+        eval_zero_shot.main(["--model_name_or_path", started, "--dataset_name", str(corpus.parent)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--model_name_or_path is missing"),
+        (["--model_name_or_path", "x"], "--dataset_name is missing"),
+        (
+            ["--model_name_or_path", "x", "--dataset_name", "y", "--templates", "{}", "a photo"],
+            "--templates is a photo",
+        ),
+        (["--model_name_or_path", "x", "--per_device_eval_batch_size", "0"], "--per_device_eval_batch_size is 0"),
+    ],
+)
+def test_mistakes_in_the_flags_end_with_status_2(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        eval_zero_shot.main(flags)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_names_say_what_is_seen(trained: str, flags: list[str]) -> None:
+    found = eval_zero_shot.main([*flags, "--model_name_or_path", trained])
+    assert found["accuracy@1_low"] > 2 * found["chance@1"]
+    assert found["rerank_accuracy@1_low"] > 2 * found["chance@1"]
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(trained: str, flags: list[str], tmp_path: Path) -> None:
+    config = str(ROOT / "accelerate_configs/two_processes.yaml")
+    script = str(ROOT / "scripts/eval_zero_shot.py")
+    flags = [*flags, "--model_name_or_path", trained, "--max_eval_samples", "23"]
+    arguments = ["--config_file", config, script, *flags, "--output_dir", str(tmp_path)]
+    two = launch(arguments, tmp_path, ACCELERATE_USE_CPU="true")
+    assert two.returncode == 0, two.stderr
+    assert "2 x cpu" in two.stderr + two.stdout
+    one = eval_zero_shot.main(flags)
+    assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(one)

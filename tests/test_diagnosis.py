@@ -1,0 +1,445 @@
+"""Figures of the embeddings against full matrices, and every warning: when it comes, how often, and when it does not."""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerControl, TrainerState
+
+from mm_utils import diagnosis
+from mm_utils.diagnosis import CollapseWarning, chance_loss, embedding_health, with_health
+from mm_utils.losses import gather_batch, info_nce, sigmoid_loss
+from mm_utils.metrics import Embeddings, RetrievalEvaluator
+from mm_utils.training_arguments import TrainingArguments
+from scripts import pretrain
+from tests.test_metrics import split_of
+
+CHANCE = math.log(64)
+Said = Callable[[], list[str]]
+
+
+# -- figures ------------------------------------------------------------------------------------------------------------
+
+
+def random_split(images: int, captions: int, width: int, same_image: bool = False) -> Embeddings:
+    """Unit embeddings of uneven variance; with `same_image`, the split holds one image twice."""
+    generator = torch.Generator().manual_seed(images)
+    variance = torch.linspace(0.1, 1.0, width) ** 2
+
+    def rows(count: int) -> Tensor:
+        return normalize(torch.randn(count, width, generator=generator) * variance + 0.2, dim=1)
+
+    owner = torch.randint(0, images, (captions,), generator=generator).tolist()
+    split = split_of(rows(images), rows(captions), owner)
+    if same_image:
+        split.image_key_M[1] = split.image_key_M[0]
+    return split
+
+
+def plain_health(split: Embeddings) -> dict[str, float]:
+    """The definitions, by singular values and the full matrix of cosines."""
+    found = {}
+    image_ME, text_TE = split.image_ME.double(), split.text_TE.double()
+    for name, rows in (("image", image_ME), ("text", text_TE)):
+        centred = rows - rows.mean(0)
+        values = torch.linalg.svdvals(centred)[: min(rows.shape[1], len(rows) - 1)]
+        shares = values / values.sum()
+        found[f"{name}_effective_rank"] = math.exp(-(shares * shares.log()).sum())
+        found[f"{name}_rank_share"] = found[f"{name}_effective_rank"] / len(values)
+        found[f"{name}_spread"] = centred.square().sum(1).mean().item()
+    cosines = text_TE @ image_ME.T
+    true = split.caption_key_T[:, None] == split.image_key_M
+    found["margin"] = (cosines[true].mean() - cosines[~true].mean()).item()
+    found["modality_gap"] = (image_ME.mean(0) - text_TE.mean(0)).norm().item()
+    return found
+
+
+@pytest.mark.parametrize(("images", "captions", "width"), [(50, 120, 16), (12, 12, 40), (2, 5, 3), (7, 3, 2)], ids=str)
+@pytest.mark.parametrize("same_image", [False, True])
+def test_health_is_what_full_matrices_give(
+    images: int, captions: int, width: int, same_image: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "BLOCK", 5)
+    split = random_split(images, captions, width, same_image)
+    assert embedding_health(split) == pytest.approx(plain_health(split), rel=1e-5, abs=1e-7)
+
+
+def test_health_of_hand_made_embeddings() -> None:
+    """Corners of a simplex, of which the centre takes one direction; and captions that lie on their images."""
+    found = embedding_health(split_of(torch.eye(8), torch.eye(8), list(range(8))))
+    assert found["image_effective_rank"] == pytest.approx(7)
+    assert found["image_rank_share"] == pytest.approx(1)
+    assert found["image_spread"] == pytest.approx(7 / 8)
+    assert found["margin"] == pytest.approx(1)
+    assert found["modality_gap"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_single_point_has_one_direction_though_rounding_has_many(rows: int) -> None:
+    point = normalize(torch.full((rows, 64), 0.3) + 1e-8 * torch.randn(rows, 64), dim=1)
+    found = embedding_health(split_of(point, -point, list(range(rows))))
+    assert found["text_effective_rank"] == found["image_effective_rank"] == 1
+    assert found["image_spread"] < 1e-12
+    assert found["modality_gap"] == pytest.approx(2)
+
+
+def test_no_matrix_of_all_pairs_is_held() -> None:
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(part.numel() for part in (out,) if isinstance(part, Tensor))])
+            return out
+
+    split = random_split(600, 900, 8)
+    with Sizes():
+        embedding_health(split)
+    assert 0 < largest <= 900 * 8
+
+
+def test_an_evaluation_gets_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = random_split(9, 12, 4)
+
+    def measure(self: RetrievalEvaluator, *args: Any) -> dict[str, float]:
+        self.split = split
+        return {"recall": 0.5}
+
+    monkeypatch.setattr(RetrievalEvaluator, "__call__", measure)
+    nothing: Any = None
+    assert with_health(RetrievalEvaluator())(nothing, nothing, nothing) == {"recall": 0.5, **embedding_health(split)}
+
+
+@pytest.mark.parametrize("pairs", [2, 7, 64])
+def test_chance_is_the_loss_of_embeddings_that_are_all_alike(pairs: int) -> None:
+    rows = normalize(torch.ones(pairs, 8), dim=1)
+    batch = gather_batch(rows, rows, torch.arange(2 * pairs).view(pairs, 2))
+    scale = torch.tensor(10.0)
+    assert info_nce(rows, rows, scale, batch).item() == pytest.approx(chance_loss(pairs, sigmoid=False), rel=1e-5)
+    best = -math.log(pairs - 1) - 10.0
+    found = [sigmoid_loss(rows, rows, scale, torch.tensor(best + off), batch).item() for off in (-0.1, 0.0, 0.1)]
+    assert found[1] == pytest.approx(chance_loss(pairs, sigmoid=True), rel=1e-5)
+    assert found[1] == min(found)
+
+
+# -- warnings -----------------------------------------------------------------------------------------------------------
+
+HEALTHY = {"loss": 2.6, "contrastive_loss": 2.0, "matching_loss": 0.6, "matching_lift": 0.0365, "temperature": 0.06}
+HEALTHY |= {"grad_norm": 5.0, "learning_rate": 1e-3}
+EVALUATED = {
+    f"eval_{side}_{name}": value
+    for side in ("image", "text")
+    for name, value in (("effective_rank", 60.0), ("rank_share", 0.4), ("spread", 0.7))
+} | {"eval_margin": 0.3, "eval_modality_gap": 0.5}
+
+# What `accelerate launch scripts/pretrain.py --eval_steps 75` logged, every 10 steps and at the last one, 375.
+DEFAULT_RUN: dict[str, list[float]] = {
+    "contrastive_loss": [
+        4.14, 4.23, 3.81, 3.24, 2.90, 2.51, 2.26, 2.15, 1.68, 1.90, 1.40, 1.38, 1.36, 1.20, 1.14, 1.04,
+        0.88, 1.40, 0.94, 0.85, 0.67, 0.82, 0.79, 0.58, 0.64, 0.63, 0.63, 0.71, 0.63, 0.55, 0.56, 0.48,
+        0.50, 0.50, 0.46, 0.49, 0.45, 0.42,
+    ],
+    "matching_lift": [
+        -0.1393, -0.0138, -0.0033, -0.0014, -0.0013, -0.0004, -0.0001, 0.0017, -0.0025, 0.0031, 0.0001,
+        0.0022, 0.0011, -0.0001, -0.0025, -0.0001, -0.0001, 0.0008, 0.0001, 0.0043, -0.0006, 0.0051,
+        0.0075, 0.0125, 0.0191, 0.0025, 0.0457, 0.0352, 0.0490, 0.0878, 0.0879, 0.1188, 0.1319, 0.1846,
+        0.1568, 0.1644, 0.1334, 0.1352,
+    ],
+    "temperature": [
+        0.0701, 0.0701, 0.0702, 0.0702, 0.0702, 0.0700, 0.0699, 0.0695, 0.0690, 0.0686, 0.0683, 0.0678,
+        0.0674, 0.0670, 0.0665, 0.0661, 0.0656, 0.0652, 0.0649, 0.0647, 0.0643, 0.0640, 0.0638, 0.0636,
+        0.0633, 0.0631, 0.0630, 0.0628, 0.0627, 0.0626, 0.0626, 0.0625, 0.0625, 0.0625, 0.0625, 0.0625,
+        0.0625, 0.0625,
+    ],
+    "grad_norm": [
+        4.7, 14.9, 11.0, 11.9, 7.0, 21.6, 19.2, 42.2, 20.4, 21.5, 15.3, 18.0, 17.2, 31.5, 22.9, 14.1,
+        10.3, 46.2, 13.6, 7.8, 12.9, 15.0, 5.0, 13.7, 6.9, 11.1, 11.2, 9.7, 6.6, 18.0, 10.0, 5.3, 4.4,
+        8.8, 6.2, 6.5, 7.2, 5.2,
+    ],
+}  # fmt: skip
+DEFAULT_EVALUATIONS: dict[str, list[float]] = {
+    "image_effective_rank": [46.0, 46.9, 43.6, 43.0, 43.2],
+    "image_rank_share": [0.32, 0.33, 0.30, 0.30, 0.30],
+    "image_spread": [0.68, 0.91, 0.96, 0.97, 0.97],
+    "text_effective_rank": [47.0, 42.1, 37.3, 36.5, 36.0],
+    "text_rank_share": [0.33, 0.29, 0.26, 0.25, 0.25],
+    "text_spread": [0.67, 0.88, 0.96, 0.97, 0.97],
+    "margin": [0.41, 0.68, 0.80, 0.84, 0.85],
+}
+
+
+class Run:
+    """A run of 400 steps, logged every 10, whose log is written by hand; warm-up is its first 20 steps."""
+
+    def __init__(self, main: bool = True, history: list[dict] | None = None, max_steps: int = 400, **args: Any):
+        self.state = TrainerState(max_steps=max_steps, is_world_process_zero=main, log_history=history or [])
+        self.args: Any = TrainingArguments(**args)
+        self.warning = CollapseWarning(0.05, 100.0)
+        self.step = history[-1]["step"] if history else 20
+        self.warning.on_train_begin(self.args, self.state, TrainerControl())
+
+    def write(self, **figures: float) -> None:
+        row: Any = {"step": self.step, **figures}
+        self.state.log_history.append(row)
+        self.warning.on_log(self.args, self.state, TrainerControl(), logs=row)
+
+    def log(self, lines: int = 1, **figures: float) -> "Run":
+        for _ in range(lines):
+            self.step += 10
+            self.write(**{**HEALTHY, **figures})
+        return self
+
+    def losses(self, *values: float, **figures: float) -> "Run":
+        for value in values:
+            self.log(1, contrastive_loss=value, **figures)
+        return self
+
+    def evaluate(self, **figures: float) -> "Run":
+        self.write(**{**EVALUATED, **{f"eval_{name}": value for name, value in figures.items()}})
+        return self
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Said:
+    """Warnings so far."""
+    caplog.set_level(logging.WARNING, logger="mm_utils")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "mm_utils.diagnosis"]
+
+
+def test_silent_on_a_healthy_log(said: Said) -> None:
+    run = Run().losses(*(CHANCE * 0.97**line for line in range(30)))
+    run.evaluate().log(5).evaluate(image_effective_rank=31.0).log(3)
+    assert said() == []
+
+
+def test_silent_on_the_default_run(said: Said) -> None:
+    """Whose head is idle until step 210."""
+    run, steps = Run(max_steps=375), [*range(10, 371, 10), 375]
+    evaluations = dict(zip(range(75, 376, 75), zip(*DEFAULT_EVALUATIONS.values(), strict=True), strict=True))
+    logged = dict(zip(steps, zip(*DEFAULT_RUN.values(), strict=True), strict=True))
+    for step in sorted({*steps, *evaluations}):
+        if step in logged:
+            run.step = step - 10
+            run.log(1, **dict(zip(DEFAULT_RUN, logged[step], strict=True)))
+        if step in evaluations:
+            run.step = step
+            run.evaluate(**dict(zip(DEFAULT_EVALUATIONS, evaluations[step], strict=True)))
+    assert len(run.state.log_history) == 38 + 5
+    assert said() == []
+
+
+def test_chance_is_named_once_after_a_window(said: Said) -> None:
+    run = Run().log(4, contrastive_loss=CHANCE)
+    assert said() == []
+    run.log(1, contrastive_loss=0.981 * CHANCE)
+    [message] = said()
+    assert message.startswith(
+        "contrastive_loss is 4.14 over steps 30 to 70; similarities that know nothing give 4.16, and"
+    )
+    run.log(20, contrastive_loss=CHANCE)
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [CHANCE, CHANCE, 4.0, CHANCE, CHANCE, CHANCE],  # a line below
+        [6.0, 5.7, 5.4, 5.1, 4.8, 4.5, 4.2],  # from above, and falling
+        [CHANCE] * 4,
+    ],
+)
+def test_a_loss_that_moves_is_not_at_chance(values: list[float], said: Said) -> None:
+    Run().losses(*values)
+    assert said() == []
+
+
+def test_warm_up_is_not_judged(said: Said) -> None:
+    run = Run()
+    run.step = -100
+    run.log(12, contrastive_loss=CHANCE)
+    assert run.step == 20
+    assert said() == []
+
+
+def test_chance_is_that_of_the_batch_of_each_step(said: Said) -> None:
+    run = Run(batch_size_schedule="0:16,60:256")
+    run.losses(math.log(16), math.log(16), math.log(16), math.log(16), 0.7 * math.log(256), math.log(256))
+    assert said() == []
+    run.log(4, contrastive_loss=math.log(256))
+    [message] = said()
+    assert "give 5.55" in message
+
+
+def test_chance_of_the_sigmoid_loss_is_higher(said: Said) -> None:
+    run = Run().log(9, contrastive_loss=4.6, logit_bias=-9.0)
+    assert said() == []
+    run.log(5, contrastive_loss=5.2, logit_bias=-9.0)
+    [message] = said()
+    assert "know nothing give 5.15" in message
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate is 0. Raise --learning_rate."),
+        ({"contrastive_loss": 5.0}, "wrong pairs are often the closer ones."),
+        ({}, "all pairs look alike."),
+    ],
+)
+def test_the_reason_is_read_from_the_other_figures(figures: dict[str, float], reason: str, said: Said) -> None:
+    Run().log(5, **{"contrastive_loss": CHANCE, **figures})
+    [message] = said()
+    assert f"and {reason}" in message
+
+
+def test_embeddings_that_are_one_point_are_the_reason(said: Said) -> None:
+    run = Run().log(contrastive_loss=CHANCE).evaluate(text_spread=0.001).log(4, contrastive_loss=CHANCE)
+    assert len(said()) == 2
+    assert "eval_text_spread is 0.001 at step 30; all texts are embedded alike, at a mean cosine of 0.999" in said()[0]
+    assert "and all texts are embedded alike. Lower --learning_rate" in said()[1]
+    run.evaluate(text_spread=0.001)
+    assert len(said()) == 2
+
+
+def test_a_loss_that_rises_and_stays_up_diverges(said: Said) -> None:
+    run = Run().losses(3.0, 2.5, 2.0, 1.5, 1.0, 0.8, 0.8, 0.8, 0.8, 0.8)
+    run.losses(3.9, 0.8, 4.1, 0.9)
+    assert said() == []
+    run.log(12, contrastive_loss=CHANCE)
+    [message] = said()
+    assert message.startswith("contrastive_loss is 4.16 over steps 170 to 210 and was 0.8 before; the run diverges.")
+
+
+def test_a_larger_batch_is_no_divergence(said: Said) -> None:
+    run = Run(batch_size_schedule="0:16,120:4096").log(9, contrastive_loss=0.5 * math.log(16))
+    run.log(9, contrastive_loss=0.5 * math.log(4096))
+    assert said() == []
+
+
+def test_an_idle_head_is_named_once_the_towers_know_something(said: Said) -> None:
+    idle = {"matching_lift": 0.001, "matching_loss": 0.6355}
+    run = Run().losses(4.0, 3.9, 3.8, **idle).log(23, **idle)
+    assert said() == []
+    run.log(4, **idle)
+    [message] = said()
+    assert message.startswith("matching_loss is 0.6355 over steps 60 to 290; the share of matches alone gives 0.6365")
+
+
+def test_a_run_without_a_head_has_no_idle_one(said: Said) -> None:
+    run = Run()
+    for _ in range(30):
+        run.step += 10
+        run.write(**{name: value for name, value in HEALTHY.items() if "matching" not in name})
+    assert said() == []
+
+
+@pytest.mark.parametrize(("temperature", "bound"), [(0.01, "lower bound, 0.01,"), (1.0, "upper bound, 1,")])
+def test_a_temperature_at_its_bound(temperature: float, bound: str, said: Said) -> None:
+    run = Run().log(4, temperature=temperature).log(1, temperature=0.5).log(4, temperature=temperature)
+    assert said() == []
+    run.log(9, temperature=temperature)
+    [message] = said()
+    assert message.startswith(f"temperature is at its {bound} over steps 80 to 120;")
+
+
+def test_no_gradient_is_named_at_once(said: Said) -> None:
+    Run().log(3, grad_norm=0.0)
+    [message] = said()
+    assert message.startswith("grad_norm is 0 at step 30;")
+
+
+@pytest.mark.parametrize("figures", [{"loss": math.nan, "contrastive_loss": math.nan}, {"nonfinite_steps": 1}])
+def test_steps_that_are_not_finite_are_named_at_once(figures: dict[str, float], said: Said) -> None:
+    Run().log(2, **figures)
+    [message] = said()
+    assert message.startswith("The loss or its gradient is not finite at or before step 30;")
+
+
+def test_an_infinite_gradient_alone_is_the_loss_scalers_business(said: Said) -> None:
+    Run().log(3, grad_norm=math.inf)
+    assert said() == []
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+@pytest.mark.parametrize(
+    "figures",
+    [{"effective_rank": 4.0, "rank_share": 0.015}, {"effective_rank": 1.2, "rank_share": 0.2}],
+    ids=["of the width", "of few rows"],
+)
+def test_few_directions_are_named_for_each_side(side: str, figures: dict[str, float], said: Said) -> None:
+    run = Run().log().evaluate(**{f"{side}_{name}": value for name, value in figures.items()})
+    run.evaluate(**{f"{side}_{name}": value for name, value in figures.items()})
+    [message] = said()
+    assert message.startswith(f"eval_{side}_effective_rank is {figures['effective_rank']} at step 30,")
+
+
+def test_a_rank_that_falls_by_half(said: Said) -> None:
+    run = Run().log().evaluate().log().evaluate(image_effective_rank=29.0).log().evaluate(image_effective_rank=14.0)
+    assert len(said()) == 1
+    assert said()[0].startswith("eval_image_effective_rank is 29.0 at step 40 and was 60.0 at step 30; the embeddings")
+    run.log().evaluate(text_effective_rank=20.0)
+    assert len(said()) == 2
+
+
+def test_an_evaluation_before_the_end_of_warm_up_is_not_judged(said: Said) -> None:
+    run = Run()
+    run.evaluate(image_spread=0.0, text_effective_rank=1.0).log().evaluate()
+    assert said() == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [(1.0, "though those of training are. Check"), (4.05, "nor are those of training; all pairs look alike.")],
+)
+def test_a_flat_margin_counts_in_logits(loss: float, reason: str, said: Said) -> None:
+    run = Run().log(5, contrastive_loss=loss).evaluate(margin=0.007)
+    assert said() == []
+    run.log(contrastive_loss=loss).evaluate(margin=0.005)
+    [message] = said()
+    assert message.startswith("eval_margin is 0.005 at step 80; true pairs are hardly closer than others, ")
+    assert reason in message
+
+
+def test_retrieval_figures_alone_are_not_judged(said: Said) -> None:
+    Run().log(9).write(**{"eval_text_to_image_recall@1": 0.0})
+    assert said() == []
+
+
+def test_only_the_main_process_speaks(said: Said) -> None:
+    Run(main=False).log(30, contrastive_loss=CHANCE, grad_norm=0.0)
+    assert said() == []
+
+
+def test_a_resumed_run_knows_what_was_logged_before(said: Said) -> None:
+    before = Run(main=False).log(5, contrastive_loss=0.5).log(4, contrastive_loss=3.0).evaluate()
+    run = Run(history=before.state.log_history)
+    assert said() == []
+    run.log(1, contrastive_loss=3.0).evaluate(text_effective_rank=20.0)
+    assert len(said()) == 2
+    assert "was 0.5 before; the run diverges" in said()[0]
+    assert "was 60.0 at step 110" in said()[1]
+
+
+def test_another_objective_is_not_judged_by_its_loss(said: Said) -> None:
+    run = Run()
+    for _ in range(30):
+        run.step += 10
+        run.write(loss=9.0, grad_norm=1.0, learning_rate=0.0)
+    assert said() == []
+
+
+def test_a_real_run_that_learns_nothing_is_named(
+    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    monkeypatch.setattr(pretrain, "ProgressBar", lambda: CollapseWarning(0.05, 100.0))
+    flags = ["--max_steps", "6", "--learning_rate", "0", "--freeze_vision", "--freeze_text"]
+    pretrain.main([*tiny_flags, *flags, "--output_dir", str(tmp_path)])
+    assert any("contrastive_loss is" in message and "learning_rate is 0" in message for message in said())

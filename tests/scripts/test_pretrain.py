@@ -133,7 +133,7 @@ def test_evaluation_script_gives_the_figures_of_the_run(finished, corpus, tmp_pa
     folder, metrics = finished
     flags = ["--model_name_or_path", str(folder), "--train_file", str(corpus), "--rerank_top_k", "4"]
     again = eval_retrieval.main([*flags, "--output_file", str(tmp_path / "figures.json")])
-    assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(metrics)
+    assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(metrics, rel=1e-4)
     assert json.loads((tmp_path / "figures.json").read_text()) == again
 
 
@@ -451,7 +451,7 @@ def test_two_processes_learn_what_one_learns(tiny_flags, tmp_path):
     evaluated = [
         [row for row in rows_of(tmp_path / run) if "eval_text_to_image_recall@1" in row][-1] for run in ("one", "two")
     ]
-    assert evaluated[0] == pytest.approx(evaluated[1])
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3, abs=1e-5)  # of weights that differ by rounding
 
 
 @pytest.mark.slow

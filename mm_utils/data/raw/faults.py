@@ -47,7 +47,6 @@ REASONS = {
     "caption_is_file_name": "The caption is a file name or web address. Write what the image shows.",
     "no_caption_left": "The image has no caption that can be used. Write one, or remove the row.",
     # between rows
-    "exact_duplicate": "Another row has the same image; its captions were joined to that row.",
     "near_duplicate": "Another row has nearly the same image. Keep one of them.",
     "leaked": "The image is in an evaluation split, too. Keep it there only.",
 }

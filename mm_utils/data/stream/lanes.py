@@ -94,7 +94,7 @@ class LaneOrder:
             )
         self._epoch = lru_cache(maxsize=2)(self._deal_epoch)
         self._owners = lru_cache(maxsize=4)(self._find_owners)
-        self._permutation = lru_cache(maxsize=4 * lanes)(self._permute_block)
+        self._block = lru_cache(maxsize=4 * lanes)(self._make_block)
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Workers get what the order is made of; what has been worked out stays here."""
@@ -132,16 +132,16 @@ class LaneOrder:
         at = int(np.searchsorted(before, turn, side="right")) - 1
         shard = int(dealt.shards[lane][at])
         block, place = divmod(turn - int(before[at]), self.block_size)
-        row = block * self.block_size + int(self._permutation(epoch, shard, block)[place])
+        row = int(self.block_rows(epoch, shard, block)[place])
         return Slot(position, epoch, lane, shard, block, place, row)
 
     def block_rows(self, epoch: int, shard: int, block: int) -> np.ndarray:
         """Rows of a block of `shard`, in the order in which `epoch` draws them; `Slot.place` counts here."""
-        return block * self.block_size + self._permutation(epoch, shard, block)
+        return self._block(epoch, shard, block)
 
-    def _permute_block(self, epoch: int, shard: int, block: int) -> np.ndarray:
+    def _make_block(self, epoch: int, shard: int, block: int) -> np.ndarray:
         size = min(self.block_size, int(self.rows[shard]) - block * self.block_size)
-        return np.random.default_rng([self.seed, epoch, shard, block]).permutation(size)
+        return block * self.block_size + np.random.default_rng([self.seed, epoch, shard, block]).permutation(size)
 
     def _deal_epoch(self, epoch: int) -> _Epoch:
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))

@@ -17,6 +17,7 @@ from mm_utils.data.rows import Row
 logger = logging.getLogger(__name__)
 
 HOLDOUT_FRACTION, HOLDOUT_MOST = 0.05, 2000
+_AS_IT_IS = ("order_pair",)  # columns that are kept beside those of the schema, where images are embedded
 
 
 def merge_by_image(rows: Iterable[Row], table: Table) -> dict[str, list[Row]]:
@@ -131,9 +132,10 @@ def build(table: Table, images: list[Row], extras: dict[str, Any]) -> Dataset:
     for name, column in values.items():
         for index, value in zip(at, column, strict=True):
             beside[name][index] = value
-    stored = table.dataset.select_columns([table.columns.image]).rename_columns({table.columns.image: "image"})
+    kept = [name for name in _AS_IT_IS if name in table.dataset.column_names]
+    stored = table.dataset.select_columns([table.columns.image, *kept]).rename_columns({table.columns.image: "image"})
     joined = concatenate_datasets([stored, _from_lists(beside, Features(columns))], axis=1)
-    return joined.select(at).select_columns(order)
+    return joined.select(at).select_columns([*order, *kept])
 
 
 def _from_lists(values: dict[str, list[Any]], features: Features) -> Dataset:

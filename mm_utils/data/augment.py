@@ -6,6 +6,7 @@ photographs they differ by 2 in 255 at most, but for the edges of a crop, where 
 """
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,40 +20,63 @@ MOST_FIXED = 1.5
 _LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow's mode L
 
 
+class Window(NamedTuple):
+    """The part of an image that became a square, in shares of the image's width and height."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
 def center_square(image: Image.Image, size: int) -> Tensor:
     """The central square, resized: uint8 `[3, size, size]`. What evaluation does, and the saved processor.
 
     As the processor, it cuts at whole pixels of the image whose shorter side has been resized to `size`.
     """
-    shorter = min(image.size)
-    width, height = (max(size, int(size * side / shorter)) for side in image.size)
-    left, top = (width - size) // 2, (height - size) // 2
+    width, height, left, top = _center(*image.size, size)
     across, down = image.width / width, image.height / height
     box = (left * across, top * down, (left + size) * across, (top + size) * down)
     square = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous()
 
 
-def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Random) -> Tensor:
-    """A random crop of `[height, width, 3]`, resized: uint8 `[3, size, size]`.
+def center_window(width: int, height: int, size: int) -> Window:
+    """What `center_square` shows of an image of `width` x `height` pixels."""
+    width, height, left, top = _center(width, height, size)
+    return Window(left / width, top / height, (left + size) / width, (top + size) / height)
+
+
+def _center(width: int, height: int, size: int) -> tuple[int, int, int, int]:
+    """Width and height whose shorter one is `size`, and where the central square begins in them."""
+    shorter = min(width, height)
+    width, height = (max(size, int(size * side / shorter)) for side in (width, height))
+    return width, height, (width - size) // 2, (height - size) // 2
+
+
+def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Random) -> tuple[Tensor, Window]:
+    """A random crop of `[height, width, 3]`, resized: uint8 `[3, size, size]`, and where it was.
 
     Up to whole pixels, the crop's area is uniform in [`min_area`, 1] of the largest square's, its aspect ratio between
     3:4 and 4:3 where the image allows it. `min_area=1` gives `center_square`.
     """
+    height, width = pixels.shape[:2]
     if min_area >= 1:
-        return center_square(Image.fromarray(pixels), size)
-    left, top, right, bottom = _random_box(pixels.shape[1], pixels.shape[0], min_area, rng)
+        return center_square(Image.fromarray(pixels), size), center_window(width, height, size)
+    left, top, right, bottom = _random_box(width, height, min_area, rng)
     crop = pixels[top:bottom, left:right].copy()
     image = torch.from_numpy(crop).permute(2, 0, 1)[None]
-    return interpolate(image, (size, size), mode="bicubic", antialias=True)[0].contiguous()
+    square = interpolate(image, (size, size), mode="bicubic", antialias=True)[0].contiguous()
+    return square, Window(left / width, top / height, right / width, bottom / height)
 
 
-def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> Tensor:
-    """A square of `[height, width, 3]` at a random place, not resized: uint8 `[3, size, size]`."""
+def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> tuple[Tensor, Window]:
+    """A square of `[height, width, 3]` at a random place, not resized: uint8 `[3, size, size]`, and where it was."""
     height, width = pixels.shape[:2]
     left, top = rng.randint(0, width - size), rng.randint(0, height - size)
     square = pixels[top : top + size, left : left + size].transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(square))
+    window = Window(left / width, top / height, (left + size) / width, (top + size) / height)
+    return torch.from_numpy(np.ascontiguousarray(square)), window
 
 
 def _random_box(width: int, height: int, min_area: float, rng: random.Random) -> tuple[int, int, int, int]:

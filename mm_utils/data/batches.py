@@ -1,6 +1,5 @@
 """Rows become examples, and examples become batches: which caption, which crop, stacked and padded."""
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,14 +13,24 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from mm_utils.data.augment import MOST_FIXED, center_square, fixed_square, jitter_colors, random_square
+from mm_utils.data.augment import (
+    MOST_FIXED,
+    Window,
+    center_square,
+    center_window,
+    fixed_square,
+    jitter_colors,
+    random_square,
+)
 from mm_utils.data.cells import Cells
 from mm_utils.data.decoding import read_pixels
 from mm_utils.data.features import CachedFeatures
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.order import Draw, choose_captions
+from mm_utils.data.regions import collate_regions, regions_shown
 from mm_utils.data.ring import PixelRing, by_value
 from mm_utils.data.sides import names_a_side
+from mm_utils.data.tokens import pad_captions
 
 Batch = dict[str, Any]
 
@@ -45,6 +54,7 @@ class Pairs(Dataset):
         fixed_crop: cut squares of that size, not resized, from images that are little larger.
         color_jitter: brightness, contrast and saturation vary by up to this share.
         horizontal_flip: mirror every other image, unless a caption of it names a side or it has boxes.
+        regions: examples hold their regions too (`mm_utils.data.regions`).
         seed: of the run.
     """
 
@@ -58,6 +68,7 @@ class Pairs(Dataset):
         fixed_crop: bool = False,
         color_jitter: float = 0.0,
         horizontal_flip: bool = False,
+        regions: bool = False,
         seed: int = 0,
     ):
         self.cached = CachedFeatures(rows)
@@ -65,6 +76,7 @@ class Pairs(Dataset):
         self.image_size, self.train, self.seed = image_size, train, seed
         self.min_crop_area, self.fixed_crop = min_crop_area, fixed_crop
         self.color_jitter, self.horizontal_flip = color_jitter, horizontal_flip
+        self.regions = regions
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -97,9 +109,10 @@ class Pairs(Dataset):
             return {"skipped": f"image {image_id}: {error}"}
 
     def _evaluation(self, row: int) -> dict[str, Any]:
-        pixels = read_pixels(self.rows.image(row), self.image_size)
+        pixels, size = read_pixels(self.rows.image(row), self.image_size)
         input_ids = self.rows.value("input_ids", row)
         return {
+            **(regions_shown(self.rows, row, size, self._center(pixels.shape)) if self.regions else {}),
             "pixel_values": center_square(Image.fromarray(pixels), self.image_size),
             "input_ids": input_ids,
             "caption_keys": self.rows.value("caption_keys", row),
@@ -111,23 +124,37 @@ class Pairs(Dataset):
             name: [self.rows.cell(name, row).values[caption].as_py()] for name in ("input_ids", "caption_keys")
         }
         if not self.cached.has_vision:
-            example["pixel_values"] = self._square(row, random.Random(f"{self.seed} {epoch} {image_id}"))
+            rng = random.Random(f"{self.seed} {epoch} {image_id}")
+            example["pixel_values"], shown = self._square(row, rng)
+        if self.regions:
+            size, window = self._center_of(row) if self.cached.has_vision else shown
+            draw = random.Random(f"{self.seed} {epoch} {image_id} regions")  # so that the crop is the same without
+            example |= regions_shown(self.rows, row, size, window, draw)
         return {**example, **self.cached.example(cached, caption)}
 
-    def _square(self, row: int, rng: random.Random) -> Tensor:
+    def _center_of(self, row: int) -> tuple[tuple[int, int], Window]:
+        """Size of the stored image, and the square that features are cached of."""
+        pixels, size = read_pixels(self.rows.image(row), self.image_size)
+        return size, self._center(pixels.shape)
+
+    def _center(self, shape: tuple[int, ...]) -> Window:
+        return center_window(shape[1], shape[0], self.image_size)
+
+    def _square(self, row: int, rng: random.Random) -> tuple[Tensor, tuple[tuple[int, int], Window]]:
+        """The square; and what it shows: the size of the stored image, and where in it."""
         side = self.image_size
         if self.min_crop_area < 1:
             side = int(side * self.min_crop_area**-0.5) + 1  # so that even the smallest crop is not enlarged
-        pixels = read_pixels(self.rows.image(row), side)
+        pixels, size = read_pixels(self.rows.image(row), side)
         if self.fixed_crop and self.image_size <= min(pixels.shape[:2]) <= MOST_FIXED * self.image_size:
-            square = fixed_square(pixels, self.image_size, rng)
+            square, window = fixed_square(pixels, self.image_size, rng)
         else:
-            square = random_square(pixels, self.image_size, self.min_crop_area, rng)
+            square, window = random_square(pixels, self.image_size, self.min_crop_area, rng)
         if self.color_jitter:
             square = jitter_colors(square, self.color_jitter, rng)
         if self.horizontal_flip and rng.random() < 0.5 and self._has_no_sides(row):
-            square = square.flip(-1)
-        return square
+            square = square.flip(-1)  # boxes need not follow: an image that has any is not mirrored
+        return square, (size, window)
 
     def _has_no_sides(self, row: int) -> bool:
         """Whether neither boxes nor any of the captions, also those not shown, tell left from right."""
@@ -152,10 +179,12 @@ class Collator:
         rows: `[b]`, place in the data set; image_ids: list of b; lengths: list of t, tokens
         languages: list of t, "" where unknown; empty in training
         skipped: list of reasons
+        region_boxes, ..., with `regions`: see `mm_utils.data.regions`
 
     Attributes:
         cached: the features that examples hold, of no example, see `mm_utils.data.features.CachedFeatures.blank`.
         ring: where workers put pixels, see `mm_utils.data.ring`.
+        regions: whether examples hold regions.
     """
 
     pad_token_id: int
@@ -163,6 +192,7 @@ class Collator:
     longest_first: bool = False
     cached: dict[str, Tensor] = field(default_factory=dict)
     ring: PixelRing | None = None
+    regions: bool = False
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Collate what `Pairs` gives."""
@@ -192,16 +222,8 @@ class Collator:
             "lengths": list(map(len, captions)),
             "languages": [code for example in kept for code in example.get("languages", ())],
             "skipped": [example["skipped"] for example in examples if "skipped" in example],
+            **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
         }
-
-
-def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask of t captions, int64 `[t, L]`, padded to the longest; L is 1 if there is none."""
-    length_t = np.fromiter(map(len, captions), np.int64, len(captions))
-    mask_tL = np.arange(length_t.max(initial=1)) < length_t[:, None]
-    ids_tL = np.full(mask_tL.shape, pad_token_id, np.int64)
-    ids_tL[mask_tL] = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(length_t.sum()))
-    return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
 
 
 def _stack(rows: list[Tensor], none: Tensor) -> Tensor:

@@ -10,26 +10,28 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mm_utils.data.images import open_image, pixels, raw_size, simplejpeg
+from mm_utils.data.images import open_sized, pixels, raw_size, simplejpeg
 
 
-def read_pixels(value: dict[str, Any], min_side: int | None = None) -> np.ndarray:
-    """What `mm_utils.data.images.open_image` gives, as uint8 `[height, width, 3]`, perhaps not writable.
+def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.ndarray, tuple[int, int]]:
+    """What `mm_utils.data.images.open_sized` gives, the image as uint8 `[height, width, 3]`, perhaps not writable.
 
     Raises:
         UnreadableImageError: if the image cannot be decoded, or has not as many bytes as its size needs.
     """
-    if raw_size(value) is not None:
-        return pixels(value)
+    size = raw_size(value)
+    if size is not None:
+        return pixels(value), size
     content = value.get("bytes")
     if simplejpeg is not None and content and bytes(memoryview(content)[:3]) == b"\xff\xd8\xff":
-        array = _jpeg(bytes(content), min_side)
-        if array is not None:
-            return array
-    return np.asarray(open_image(value, min_side))
+        found = _jpeg(bytes(content), min_side)
+        if found is not None:
+            return found
+    image, size = open_sized(value, min_side)
+    return np.asarray(image), size
 
 
-def _jpeg(content: bytes, min_side: int | None) -> np.ndarray | None:
+def _jpeg(content: bytes, min_side: int | None) -> tuple[np.ndarray, tuple[int, int]] | None:
     """None leaves it to Pillow."""
     if b"Exif\0\0" in content or b"tiff:Orientation" in content:
         return None
@@ -39,7 +41,7 @@ def _jpeg(content: bytes, min_side: int | None) -> np.ndarray | None:
             return None
         scale = _scale(height, width, min_side)
         least = {"min_height": -(-height // scale), "min_width": -(-width // scale), "min_factor": 2}
-        return simplejpeg.decode_jpeg(content, **(least if scale > 1 else {}))
+        return simplejpeg.decode_jpeg(content, **(least if scale > 1 else {})), (width, height)
     except ValueError:
         return None
 

@@ -50,7 +50,12 @@ class UnreadableImageError(ValueError):
 
 
 def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Image:
-    """Decode `{"bytes": ..., "path": ...}` to upright RGB.
+    """Decode `{"bytes": ..., "path": ...}` to upright RGB; `open_sized` without the size."""
+    return open_sized(value, min_side)[0]
+
+
+def open_sized(value: dict[str, Any], min_side: int | None = None) -> tuple[Image.Image, tuple[int, int]]:
+    """Decode `{"bytes": ..., "path": ...}` to upright RGB; and (width, height) of the whole upright image.
 
     Args:
         value: as `datasets.Image(decode=False)` stores it; bytes win over the path. The path `raw:344x258` says that the
@@ -66,8 +71,9 @@ def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Imag
         if not content:
             raise UnreadableImageError("it has 0 bytes")
         if raw_size(value) is not None:
-            return Image.fromarray(pixels(value))
-        return decode(read_header(content), content, min_side)[0]
+            image = Image.fromarray(pixels(value))
+            return image, image.size
+        return decode(read_header(content), content, min_side)[:2]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and what not, too
         raise UnreadableImageError(f"{name}: {decoder_message(error)}") from error
 

@@ -23,7 +23,7 @@ from mm_utils.data.raw.tables import with_raw_images
 
 logger = logging.getLogger(__name__)
 
-_LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "target", "fine_label")
+LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "target", "fine_label")
 _SPLITS = ("validation", "test", "train")  # the labels of a test split are often withheld
 
 
@@ -89,9 +89,9 @@ def load_labelled(args: LabelledArguments) -> LabelledImages:
         raise ValueError(f"{title}; it has no images. Choose another split or source.")
     features = source.features
     typed = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    image = _find_column("image", features, args.image_column, typed, USUAL_NAMES["image"], title)
+    image = find_column("image", features, args.image_column, typed, USUAL_NAMES["image"], title)
     typed = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    label = _find_column("label", features, args.label_column, typed, _LABEL_NAMES, title)
+    label = find_column("label", features, args.label_column, typed, LABEL_NAMES, title)
     stored = with_raw_images(source.select_columns([image]), image, title)[0].rename_columns({image: "image"})
     if not isinstance(stored.features["image"], datasets.Image):
         raise ValueError(f"{title}; column {image} holds text. Give images, or a folder of images per class.")
@@ -122,18 +122,32 @@ def _choose_split(wanted: str | None, there: list[str], title: str) -> str:
     return wanted or next((by_kind[kind] for kind in _SPLITS if kind in by_kind), there[0])
 
 
-def _find_column(
+def find_column(
     kind: str, names: Iterable[str], wanted: str | None, typed: list[str], usual: Sequence[str], title: str
 ) -> str:
+    """The column that holds the `kind`: the wanted one, the only one of its type, or one of a usual name.
+
+    Raises:
+        ValueError: if there is none, opened by `title`.
+    """
     names = list(names)
-    listed = f"The columns are: {', '.join(names)}."
+    found = recognise_column(kind, names, wanted, typed, usual, title)
+    if found is None:
+        listed = f"The columns are: {', '.join(names)}."
+        raise ValueError(f"{title}; no {kind} column was recognised. {listed} Set --{kind}_column.")
+    return found
+
+
+def recognise_column(
+    kind: str, names: Sequence[str], wanted: str | None, typed: list[str], usual: Sequence[str], title: str
+) -> str | None:
+    """As `find_column`; None if there is none and none was wanted."""
     if wanted is not None and wanted not in names:
+        listed = f"The columns are: {', '.join(names)}."
         raise ValueError(f"--{kind}_column is {wanted}; there is no such column ({title}). {listed}")
     among = {name.lower(): name for name in typed or names}
     found = typed[0] if len(typed) == 1 else next((among[name] for name in usual if name in among), None)
-    if wanted is None and found is None:
-        raise ValueError(f"{title}; no {kind} column was recognised. {listed} Set --{kind}_column.")
-    return wanted or str(found)
+    return wanted or found
 
 
 def _known_names(feature: Any, values: list[Any], title: str) -> list[str] | None:

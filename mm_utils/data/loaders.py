@@ -57,6 +57,11 @@ class LoaderArguments:
         False,
         "Mirror half of the training images, but none of which a caption names a side, quotes writing, or has boxes.",
     )
+    look_alikes: int = arg(
+        1,
+        "Let rows whose captions look alike meet in a batch, so many at a time, as each other's hard negatives; 1 = as they "
+        "come.",
+    )
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:
@@ -65,6 +70,8 @@ class LoaderArguments:
             raise ValueError(
                 f"--length_bucket_window is {self.length_bucket_window}; give steps, or 1 for no buckets."
             )
+        if self.look_alikes < 1:
+            raise ValueError(f"--look_alikes is {self.look_alikes}; give rows that meet in a batch, or 1.")
         if not 0 < self.min_crop_area <= 1:
             raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
 
@@ -126,6 +133,7 @@ class Loaders:
     Attributes:
         pad_token_id: from the tokenizer.
         image_size, mean, std: from the image processor.
+        regions: batches hold the regions of their images, see `mm_utils.data.regions`.
     """
 
     arguments: LoaderArguments
@@ -134,6 +142,7 @@ class Loaders:
     image_size: int
     mean: Sequence[float]
     std: Sequence[float]
+    regions: bool = False
     _best: int | None = field(default=None, init=False)
 
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
@@ -143,7 +152,13 @@ class Loaders:
         return self._loader(pairs, batches, self._workers(pairs, batches))
 
     def stream(self, stream: Stream, tokenizer: PreTrainedTokenizerBase, start: int, stop: int) -> DeviceLoader:
-        """This rank's share of the global batches of steps `start` to `stop` of a stream."""
+        """This rank's share of the global batches of steps `start` to `stop` of a stream.
+
+        Raises:
+            ValueError: if regions are asked for.
+        """
+        if self.regions:
+            raise ValueError("--objectives asks for regions, and --streaming reads none. Drop one of them.")
         collate = Collator(self.pad_token_id, self.image_size, longest_first=True)
         pairs = self._training_pairs(stream.order.seed)
         steps = StreamSteps(stream, tokenizer, self.arguments.max_seq_length, pairs, collate)
@@ -153,7 +168,8 @@ class Loaders:
     def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
         """This rank's share of all rows, each with all its captions, in order."""
         batches = EvaluationBatches(len(rows), batch_size)
-        return self._loader(Pairs(rows, self.image_size, train=False), batches, self.arguments.num_workers)
+        pairs = Pairs(rows, self.image_size, train=False, regions=self.regions)
+        return self._loader(pairs, batches, self.arguments.num_workers)
 
     @property
     def workers(self) -> int:
@@ -170,6 +186,7 @@ class Loaders:
             fixed_crop=args.fixed_crop,
             color_jitter=args.color_jitter,
             horizontal_flip=args.horizontal_flip,
+            regions=self.regions,
             seed=seed,
         )
 
@@ -186,7 +203,7 @@ class Loaders:
 
     def _data_loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, workers: int) -> DataLoader:
         workers = min(workers, len(batches))
-        collate = Collator(self.pad_token_id, self.image_size, pairs.train, pairs.cached.blank())
+        collate = Collator(self.pad_token_id, self.image_size, pairs.train, pairs.cached.blank(), regions=self.regions)
         if "vision_pooled" not in collate.cached:
             collate.ring = PixelRing.make(workers, _PREFETCH, batches.largest, self.image_size)
         return DataLoader(

@@ -118,6 +118,8 @@ class GlobalOrder:
         seed: decides the permutations.
         caption_lengths: with it, captions of about one length form a batch,
         window: inside windows of this many steps.
+        arrangement: all rows in a fixed order, in which blocks of consecutive ones belong together, that are shuffled as one,
+        block: of so many rows (`mm_utils.data.neighbours`).
 
     Raises:
         ValueError: if there are fewer rows than a batch needs.
@@ -130,6 +132,8 @@ class GlobalOrder:
         seed: int,
         caption_lengths: CaptionLengths | None = None,
         window: int = 1,
+        arrangement: np.ndarray | None = None,
+        block: int = 1,
     ):
         if num_rows < sizes.sizes[-1]:
             raise ValueError(
@@ -138,6 +142,7 @@ class GlobalOrder:
             )
         self.num_rows, self.sizes, self.seed = num_rows, sizes, seed
         self.caption_lengths, self.window = caption_lengths, window
+        self.arrangement, self.block = arrangement, block if arrangement is not None else 1
         # A first batch that reaches into its epoch's tail makes every epoch depend on all before it.
         self._apart = num_rows >= 2 * sizes.sizes[-1]
         self._permutation = lru_cache(maxsize=3)(self._make_permutation)
@@ -222,13 +227,22 @@ class GlobalOrder:
         return self.sizes.at(step), epoch * self.num_rows - self.sizes.before(step)
 
     def _shuffled(self, epoch: int, low: int, high: int) -> np.ndarray:
-        """A new array: the rows at these places of an epoch's shuffle."""
+        """A new array: the rows at these places of an epoch's shuffle. Rows that are in no block come last."""
+        if self.arrangement is None:
+            return self._shuffled_blocks(epoch, np.arange(low, high))
+        places = np.arange(low, high)
+        inside = places < self.num_rows // self.block * self.block
+        block, offset = np.divmod(places[inside], self.block)
+        places[inside] = self._shuffled_blocks(epoch, block) * self.block + offset
+        return self.arrangement[places]
+
+    def _shuffled_blocks(self, epoch: int, places: np.ndarray) -> np.ndarray:
         if self.num_rows <= _LISTED:
-            return self._permutation(epoch)[low:high].copy()
-        return permute(np.arange(low, high), self.num_rows, self.seed, epoch)
+            return self._permutation(epoch)[places]
+        return permute(places, self.num_rows // self.block, self.seed, epoch)
 
     def _make_permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows // self.block)
 
 
 def _moved_behind(head: np.ndarray, carried: np.ndarray) -> np.ndarray:
@@ -246,7 +260,9 @@ def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray
     across = math.isqrt(count - 1) + 1
     down = -(-count // across)
     with np.errstate(over="ignore"):
-        keys = _mix(_mix(np.array([seed % 2**63 + epoch], np.uint64)) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64))
+        keys = scramble(
+            scramble(np.array([seed % 2**63 + epoch], np.uint64)) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64)
+        )
         rows = _feistel(places.astype(np.uint64), across, down, keys)
         while (outside := rows >= count).any():
             rows[outside] = _feistel(rows[outside], across, down, keys)
@@ -261,18 +277,18 @@ def _feistel(values: np.ndarray, across: int, down: int, keys: np.ndarray) -> np
     right, left = np.divmod(values, np.uint64(across))
     for place, key in enumerate(keys):
         modulus = np.uint64(down if place % 2 else across)
-        left, right = right, (left + _mix(right ^ key) % modulus) % modulus
+        left, right = right, (left + scramble(right ^ key) % modulus) % modulus
     return right * np.uint64(across) + left
 
 
 def choose_captions(seed: int, epochs: np.ndarray, image_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Which of its `counts` captions each image shows in its epoch: a hash of (seed, epoch, image key)."""
     with np.errstate(over="ignore"):
-        bits = _mix(_mix(np.uint64(seed % 2**63) + epochs.astype(np.uint64)) ^ image_keys.astype(np.uint64))
+        bits = scramble(scramble(np.uint64(seed % 2**63) + epochs.astype(np.uint64)) ^ image_keys.astype(np.uint64))
     return (bits % counts.astype(np.uint64)).astype(np.int64)
 
 
-def _mix(bits: np.ndarray) -> np.ndarray:
+def scramble(bits: np.ndarray) -> np.ndarray:
     """Scramble uint64 values: splitmix64 (Steele et al., OOPSLA 2014)."""
     bits = bits + np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,17 +1,22 @@
 """Captions become token ids once, and rows get the keys that say which images and captions are the same."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
+import torch
 from datasets.fingerprint import Hasher
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mm_utils.data.derived import Columns, add_columns, table_of
 from mm_utils.data.languages import own_codes
+from mm_utils.data.neighbours import arrange
 from mm_utils.data.order import BatchSizes, CaptionLengths, GlobalOrder, choose_captions
 
 _CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
@@ -36,31 +41,11 @@ def tokenize_captions(
     Raises:
         ValueError: if a row has another number of languages than captions.
     """
-    whole = datasets.Dataset(rows.data, info=rows.info.copy(), split=rows.split, fingerprint=rows._fingerprint)
-    text = whole.select_columns([name for name in _TEXT if name in rows.column_names])
+    text = table_of(rows).select_columns([name for name in _TEXT if name in rows.column_names])
     codes = own_codes(tokenizer, _languages(text))
-    # Tables read from text files live in memory, and `map` would keep its result there too.
-    cache = Path(datasets.config.HF_DATASETS_CACHE, "tandem_tokens")
-    cache.mkdir(parents=True, exist_ok=True)
-    name = Hasher.hash((rows._fingerprint, _content(tokenizer), max_seq_length, sorted(codes.items())))
-    tokens = text.map(
-        _tokenize,
-        batched=True,
-        with_indices=True,
-        num_proc=num_proc,
-        remove_columns=text.column_names,
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "max_seq_length": max_seq_length,
-            "codes": codes,
-            "wanted": _wanted(rows),
-        },
-        cache_file_name=str(cache / f"{name}.arrow"),
-        new_fingerprint=name,
-        desc="Tokenising captions",
-    )
-    both = datasets.concatenate_datasets([whole, tokens], axis=1)
-    return datasets.Dataset(both.data, info=both.info, split=rows.split, indices_table=rows._indices, fingerprint=name)
+    derive = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
+    name = Hasher.hash((rows._fingerprint, tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())))
+    return add_columns(rows, text.column_names, derive, name, title="Tokenising captions", num_proc=num_proc)
 
 
 def encode_captions(
@@ -82,6 +67,15 @@ def encode_captions(
     if languages is None:
         languages = [""] * len(captions)
     return _encode(tokenizer, captions, languages, max_seq_length, own_codes(tokenizer, languages))
+
+
+def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of t captions, int64 `[t, L]`, padded to the longest; L is 1 if there is none."""
+    length_t = np.fromiter(map(len, captions), np.int64, len(captions))
+    mask_tL = np.arange(length_t.max(initial=1)) < length_t[:, None]
+    ids_tL = np.full(mask_tL.shape, pad_token_id, np.int64)
+    ids_tL[mask_tL] = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(length_t.sum()))
+    return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
 
 
 def image_key(image_id: str) -> int:
@@ -124,13 +118,22 @@ def tokenize_splits(
     )
 
 
-def global_order(rows: datasets.Dataset, sizes: BatchSizes, seed: int, length_bucket_window: int = 1) -> GlobalOrder:
-    """The order of the tokenised `rows`; buckets read all captions' lengths from the table, not the tokens."""
+def global_order(
+    rows: datasets.Dataset, sizes: BatchSizes, seed: int, length_bucket_window: int = 1, look_alikes: int = 1
+) -> GlobalOrder:
+    """The order of the tokenised `rows`; buckets read all captions' lengths from the table, not the tokens.
+
+    With `look_alikes`, blocks of so many rows of like captions are in a batch (`mm_utils.data.neighbours`).
+    """
     lengths = _caption_lengths(rows, seed) if length_bucket_window > 1 else None
-    return GlobalOrder(len(rows), sizes, seed, lengths, length_bucket_window)
+    arrangement = None
+    if look_alikes > 1:
+        tokens = rows.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
+        arrangement = arrange(tokens, look_alikes)
+    return GlobalOrder(len(rows), sizes, seed, lengths, length_bucket_window, arrangement, look_alikes)
 
 
-def _content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
     """All that decides what the tokenizer makes of a text."""
     if not tokenizer.is_fast:
         vocabulary = sorted(tokenizer.get_vocab().items())
@@ -151,25 +154,15 @@ def _languages(rows: datasets.Dataset) -> set[str]:
     return found - {None}
 
 
-def _wanted(rows: datasets.Dataset) -> np.ndarray | None:
-    """Which rows of the table that `rows` were picked from are among them, bool; None: they are the table."""
-    if rows._indices is None:
-        return None
-    wanted = np.zeros(rows.data.num_rows, bool)
-    wanted[rows._indices.column(0).to_numpy()] = True
-    return wanted
-
-
 def _tokenize(
-    rows: dict[str, list],
-    places: list[int],
+    rows: Columns,
+    wanted: np.ndarray | None,
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     codes: Mapping[str, str],
-    wanted: np.ndarray | None,
-) -> dict[str, list]:
+) -> Columns:
     """The new columns; those of rows that are not wanted are empty, as nobody reads them."""
-    all_captions = rows["captions"] if wanted is None else _only(rows["captions"], wanted[places])
+    all_captions = rows["captions"] if wanted is None else _only(rows["captions"], wanted)
     all_languages = _languages_of(rows, all_captions)
     captions, languages = ([item for row in column for item in row] for column in (all_captions, all_languages))
     tokens = iter(_encode(tokenizer, captions, languages, max_seq_length, codes))
@@ -184,7 +177,7 @@ def _only(captions: list[list[str]], wanted: np.ndarray) -> list[list[str]]:
     return [row if is_wanted else [] for row, is_wanted in zip(captions, wanted, strict=True)]
 
 
-def _languages_of(rows: dict[str, list], all_captions: list[list[str]]) -> list[list[str]]:
+def _languages_of(rows: Columns, all_captions: list[list[str]]) -> list[list[str]]:
     """One code per caption, "" where unknown."""
     if "languages" not in rows:
         return [[""] * len(captions) for captions in all_captions]

@@ -262,8 +262,8 @@ def two_pass(bench: Bench, parts: int) -> Steps:
         names = ("pixel_values", "input_ids", "attention_mask", "ids", "lengths")
         taken = {name: batch[name][cut.start : cut.stop] for name in names}
         with bench.accelerator.autocast():
-            encoded = objective.encode(taken, match=False)
-            return encoded.image_nE, encoded.text_nE
+            embeds = objective.encode(taken).embeds
+            return embeds["image"], embeds["text"]
 
     for batch in tandem_batches(bench):
         with torch.no_grad():

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mm_utils.data.augment import random_square
-from mm_utils.data.batches import Batch, pad_captions
+from mm_utils.data.batches import Batch
 from mm_utils.data.decoding import read_pixels
 from mm_utils.data.loaders import LoaderArguments
 from mm_utils.data.order import BatchSizes
 from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.tokens import global_order, tokenize_captions
+from mm_utils.data.tokens import global_order, pad_captions, tokenize_captions
 from mm_utils.models import ModelArguments, image_geometry, load_processor
 
 Batches = Iterator[Batch]
@@ -99,17 +99,17 @@ class Bench:
 
     def raw(self) -> list[np.ndarray]:
         """The pixels of all images."""
-        return [read_pixels(image) for image in self.load("raw")["train"].select(range(self.count))["image"]]
+        return [read_pixels(image)[0] for image in self.load("raw")["train"].select(range(self.count))["image"]]
 
     def square(self, row: int, epoch: int, pixels: np.ndarray) -> Tensor:
         """What this project does to the pixels of an image: the same crop, wherever they come from."""
         rng = random.Random(f"{SEED} {epoch} {self.ids[row]}")
-        return random_square(pixels, self.task.image_size, self.args.min_crop_area, rng)
+        return random_square(pixels, self.task.image_size, self.args.min_crop_area, rng)[0]
 
     def example(self, row: int, epoch: int, content: bytes) -> tuple[Tensor, int]:
         """Of an encoded image, decoded as this project does it."""
         least = int(self.task.image_size * self.args.min_crop_area**-0.5) + 1
-        return self.square(row, epoch, read_pixels({"bytes": content, "path": None}, least)), row
+        return self.square(row, epoch, read_pixels({"bytes": content, "path": None}, least)[0]), row
 
     def collate(self, examples: Sequence[tuple[Tensor, int]]) -> Batch:
         """As default collating, with captions padded to the longest."""

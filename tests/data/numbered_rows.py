@@ -51,7 +51,7 @@ def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
 
 
 def loaders(num_workers: int | str = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
-    arguments = LoaderArguments(max_seq_length, 1, min_crop_area, dataloader_num_workers=str(num_workers))
+    arguments = LoaderArguments(max_seq_length, min_crop_area=min_crop_area, dataloader_num_workers=str(num_workers))
     return Loaders(arguments, CPU, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 

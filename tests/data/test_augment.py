@@ -35,7 +35,7 @@ def window_of(square: torch.Tensor, width: int, height: int) -> tuple[float, flo
 @pytest.mark.parametrize("size", [16, 224])
 def test_shapes_and_types(width: int, height: int, size: int) -> None:
     image = photo(width, height)
-    for square in (center_square(image, size), random_square(np.asarray(image), size, 0.5, random.Random(0))):
+    for square in (center_square(image, size), random_square(np.asarray(image), size, 0.5, random.Random(0))[0]):
         assert square.shape == (3, size, size)
         assert square.dtype == torch.uint8
         assert square.is_contiguous()
@@ -52,7 +52,7 @@ def test_center_square_is_the_centre() -> None:
 @settings(max_examples=20)
 def test_whole_area_is_the_centre(width: int, height: int, seed: int) -> None:
     image = photo(width, height)
-    assert torch.equal(random_square(np.asarray(image), 24, 1.0, random.Random(seed)), center_square(image, 24))
+    assert torch.equal(random_square(np.asarray(image), 24, 1.0, random.Random(seed))[0], center_square(image, 24))
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32), st.integers(1, 10))
@@ -75,21 +75,21 @@ def test_crops_stay_inside_and_keep_their_area(
 def test_crop_is_what_the_pixels_show() -> None:
     rng = random.Random(3)
     for _ in range(20):
-        across, down = window_of(random_square(np.asarray(photo(240, 180)), 64, 0.4, rng), 240, 180)
+        across, down = window_of(random_square(np.asarray(photo(240, 180)), 64, 0.4, rng)[0], 240, 180)
         assert 0.36 * 180**2 < across * down < 1.08 * 180**2
         assert 0.7 < across / down < 1.45
 
 
 def test_crops_reach_every_place() -> None:
     rng, image = random.Random(0), np.asarray(photo(100, 100))
-    squares = [random_square(image, 8, 0.2, rng).float() for _ in range(300)]
+    squares = [random_square(image, 8, 0.2, rng)[0].float() for _ in range(300)]
     for channel in (0, 1):
         assert min(square[channel].min() for square in squares) < 12
         assert max(square[channel].max() for square in squares) > 245
     areas = [across * down / 100**2 for across, down in (window_of(square, 100, 100) for square in squares)]
     assert 0.52 < sum(areas) / len(areas) < 0.68  # uniform in [0.2, 1]
     again = random.Random(0)
-    assert torch.equal(squares[0], random_square(image, 8, 0.2, again).float())
+    assert torch.equal(squares[0], random_square(image, 8, 0.2, again)[0].float())
 
 
 @pytest.mark.filterwarnings("error")
@@ -100,7 +100,7 @@ def test_resizing_differs_from_pillow_by_two_at_most(width: int, height: int) ->
     for seed in range(5):
         left, top, right, bottom = _random_box(width, height, 0.6, random.Random(seed))
         crop = Image.fromarray(pixels[top:bottom, left:right]).resize((224, 224), Image.Resampling.BICUBIC)
-        square = random_square(pixels, 224, 0.6, random.Random(seed))
+        square, _ = random_square(pixels, 224, 0.6, random.Random(seed))
         assert np.abs(square.permute(1, 2, 0).numpy().astype(int) - np.asarray(crop)).max() <= 2
 
 
@@ -134,7 +134,7 @@ def test_no_jitter_changes_nothing() -> None:
 @given(st.integers(8, 30), st.integers(8, 30), st.integers(0, 99))
 def test_a_fixed_square_is_a_part_of_the_image(width: int, height: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    square = fixed_square(pixels, 8, random.Random(seed))
+    square, _ = fixed_square(pixels, 8, random.Random(seed))
     assert square.shape == (3, 8, 8)
     assert square.is_contiguous()
     windows = np.lib.stride_tricks.sliding_window_view(pixels, (8, 8), axis=(0, 1))

@@ -50,27 +50,30 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("min_side", [None, 5, 20, 100, 251])
 def test_pixels_are_what_pillow_gives(name: str, min_side: int | None) -> None:
-    assert np.array_equal(read_pixels(VALUES[name], min_side), np.asarray(open_image(VALUES[name], min_side)))
+    pixels, size = read_pixels(VALUES[name], min_side)
+    assert np.array_equal(pixels, np.asarray(open_image(VALUES[name], min_side)))
+    assert size == open_image(VALUES[name]).size  # of the whole image, however much smaller it was decoded
 
 
 @needs_simplejpeg
 def test_plain_jpegs_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "open_image", lambda *_: pytest.fail("Pillow decoded it"))
-    assert read_pixels(VALUES["344 x 258"]).shape == (258, 344, 3)
-    assert read_pixels(VALUES["640 x 481"], 200).shape == (241, 320, 3)
+    monkeypatch.setattr(decoding, "open_sized", lambda *_: pytest.fail("Pillow decoded it"))
+    assert read_pixels(VALUES["344 x 258"])[0].shape == (258, 344, 3)
+    assert read_pixels(VALUES["640 x 481"], 200)[0].shape == (241, 320, 3)
 
 
 def test_without_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "simplejpeg", None)
     for value in VALUES.values():
-        assert np.array_equal(read_pixels(value), np.asarray(open_image(value)))
+        assert np.array_equal(read_pixels(value)[0], np.asarray(open_image(value)))
 
 
 def test_raw_pixels_are_a_view() -> None:
     image = photo(30, 20)
     content = encode(image, "raw")
-    pixels = read_pixels({"bytes": content, "path": "raw:30x20"}, 10)
+    pixels, size = read_pixels({"bytes": content, "path": "raw:30x20"}, 10)
     assert np.array_equal(pixels, np.asarray(image))
+    assert size == (30, 20)
     assert pixels.base is not None
     assert not pixels.flags.writeable
 

@@ -195,7 +195,7 @@ def test_without_a_source_the_embedded_scenes_are_loaded(tmp_path: Path, monkeyp
     monkeypatch.setattr(sources, "load_scenes", lambda: scenes)
     loaded = load_pairs(DataArguments(max_train_samples=10, max_eval_samples=3))
     assert {split: len(rows) for split, rows in loaded.items()} == {"train": 10, "validation": 3, "test": 3}
-    assert loaded["train"].column_names == ["id", "image", "captions", "languages", "regions"]
+    assert loaded["train"].column_names == ["id", "image", "captions", "languages", "regions", "order_pair"]
     assert list(loaded["train"]["id"]) == list(scenes["train"]["id"])[:10]
     row, scene = loaded["train"][3], scenes["train"][3]
     assert row["image"]["bytes"] == scene["image"]["bytes"]

@@ -65,7 +65,7 @@ class StreamingArguments:
         if self.shuffle_block_size < 1:
             raise ValueError(f"--shuffle_block_size is {self.shuffle_block_size}; give at least 1 row.")
 
-    def check(self, length_bucket_window: int, cache_features: bool) -> None:
+    def check(self, length_bucket_window: int, look_alikes: int, cache_features: bool) -> None:
         """Refuse what needs all rows at hand.
 
         Raises:
@@ -75,6 +75,10 @@ class StreamingArguments:
             raise ValueError(
                 f"--length_bucket_window is {length_bucket_window}; a stream's captions are not known ahead. Drop it, or "
                 "--streaming."
+            )
+        if self.streaming and look_alikes > 1:
+            raise ValueError(
+                f"--look_alikes is {look_alikes}; a stream's captions are not known ahead. Drop it, or --streaming."
             )
         if self.streaming and cache_features:
             raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")

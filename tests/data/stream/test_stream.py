@@ -371,12 +371,14 @@ def test_flags_are_checked(given: dict[str, int], message: str) -> None:
 
 
 def test_what_needs_all_rows_is_refused() -> None:
-    StreamingArguments(False).check(length_bucket_window=8, cache_features=True)
-    StreamingArguments(True).check(length_bucket_window=1, cache_features=False)
+    StreamingArguments(False).check(length_bucket_window=8, look_alikes=2, cache_features=True)
+    StreamingArguments(True).check(length_bucket_window=1, look_alikes=1, cache_features=False)
     with pytest.raises(ValueError, match="--length_bucket_window is 8; "):
-        StreamingArguments(True).check(8, False)
+        StreamingArguments(True).check(8, 1, False)
+    with pytest.raises(ValueError, match="--look_alikes is 2; "):
+        StreamingArguments(True).check(1, 2, False)
     with pytest.raises(ValueError, match="--cache_features is set; "):
-        StreamingArguments(True).check(1, True)
+        StreamingArguments(True).check(1, 1, True)
 
 
 def test_more_processes_than_lanes_are_refused(

@@ -1,0 +1,183 @@
+"""Labelled rows from every kind of source, as splits that a run takes; and what is said to bad input."""
+
+import io
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from mm_utils.data import labelled_pairs
+from mm_utils.data.batches import Pairs
+from mm_utils.data.labelled_pairs import LabelledTask, TaskArguments, load_task
+from mm_utils.data.scenes import load_scenes
+from mm_utils.data.tokens import tokenize_captions
+from mm_utils.wordpiece import train_tokenizer
+
+
+def png(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (shade, shade, shade)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
+    for row in rows:
+        if isinstance(row.get("image"), str):
+            (folder / row["image"]).write_bytes(png(40))
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / name)
+
+
+def load(file: str, **flags: Any) -> LabelledTask:
+    return load_task(TaskArguments(train_file=file, **flags))
+
+
+def question(number: int, answer: Any, **other: Any) -> dict[str, Any]:
+    return {"image": f"{number}.png", "question": f"what is {number}?", "answer": answer, **other}
+
+
+def named(task: LabelledTask, split: str) -> list[str]:
+    return [task.classes[label] if label >= 0 else "?" for label in task.splits[split]["label"]]
+
+
+def test_pairs_of_a_file_with_a_split_column(tmp_path: Path) -> None:
+    rows = [question(n, "yes" if n % 2 else "no", split="val" if n == 5 else "train") for n in range(6)]
+    task = load(write(tmp_path, rows))
+    assert (task.classes, task.has_images, task.has_texts) == (["no", "yes"], True, True)
+    assert named(task, "train") == ["no", "yes", "no", "yes", "no"]
+    assert named(task, "validation") == ["yes"]
+    assert task.splits["train"]["captions"][1] == ["what is 1?"]
+    assert task.splits["train"][1]["image"]["path"] == str(tmp_path / "1.png")
+
+
+def test_only_frequent_answers_are_learnt_and_others_count_as_wrong(tmp_path: Path) -> None:
+    answers = ["red", "red", "blue", "blue", "green", "red"]
+    train = write(tmp_path, [question(n, answer) for n, answer in enumerate(answers)])
+    test = write(tmp_path, [question(9, "green"), question(8, "blue"), question(7, "pink")], "test.jsonl")
+    task = load(train, validation_file=test, num_answers=2)
+    assert task.classes == ["red", "blue"]
+    assert named(task, "train") == ["red", "red", "blue", "blue", "red"]
+    assert named(task, "validation") == ["?", "blue", "?"]
+
+
+def test_several_answers_are_the_most_frequent_one_and_earn_their_share(tmp_path: Path) -> None:
+    several = ["red", "blue", "blue", "blue", "red", "tan"]
+    as_objects = [{"answer": name} for name in ["red", "red", "red", "red", "blue"]]
+    file = write(tmp_path, [question(0, several), question(1, as_objects), question(2, ["blue"])])
+    task = load(file, validation_file=file)
+    assert named(task, "train") == ["blue", "red", "blue"]
+    shares = [{task.classes[a["label"]]: a["share"] for a in row} for row in task.splits["validation"]["answers"]]
+    assert shares == [
+        {"red": pytest.approx(2 / 3), "blue": 1.0},
+        {"red": 1.0, "blue": pytest.approx(1 / 3)},
+        {"blue": 1},
+    ]
+
+
+def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
+    rows = [question(n // 4, str(n % 4)) for n in range(160)]  # four questions a picture
+    task = load(write(tmp_path, rows))
+    paths = {split: {row["image"]["path"] for row in task.splits[split]} for split in ("train", "validation")}
+    assert len(task.splits["train"]) + len(task.splits["validation"]) == 160
+    assert 4 <= len(task.splits["validation"]) <= 12
+    assert not paths["train"] & paths["validation"]
+    bytes_alike = [{"image": {"bytes": png(n // 4), "path": None}, "text": f"{n}", "label": n % 2} for n in range(160)]
+    features = Features({"image": ImageFeature(), "text": Value("string"), "label": Value("int64")})
+    DatasetDict({"train": Dataset.from_list(bytes_alike, features)}).save_to_disk(tmp_path / "saved")
+    embedded = load_task(TaskArguments(dataset_name=str(tmp_path / "saved")))
+    shown = {split: {row["image"]["bytes"] for row in embedded.splits[split]} for split in ("train", "validation")}
+    assert not shown["train"] & shown["validation"]
+    assert embedded.classes == ["0", "1"]
+
+
+def test_texts_alone_and_images_alone(tmp_path: Path) -> None:
+    texts = load(write(tmp_path, [{"text": f"text {n}", "label": n % 2} for n in range(4)]))
+    assert (texts.has_images, texts.has_texts) == (False, True)
+    for shade in range(6):
+        folder = tmp_path / "images" / ("cat" if shade < 3 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{shade}.png").write_bytes(png(10 * shade))
+    images = load_task(TaskArguments(dataset_name=str(tmp_path / "images")))
+    assert (images.has_images, images.has_texts, images.classes) == (True, False, ["cat", "dog"])
+    for task in (texts, images):  # either way, the loader has something to show
+        rows = tokenize_captions(task.splits["train"], train_tokenizer(["text 0 1 2 3"], 50), 8)
+        example = Pairs(rows, 16, train=True)[0, 0]
+        assert example["pixel_values"].shape == (3, 16, 16)
+        assert len(example["input_ids"]) == 1
+
+
+def test_names_of_classes_are_kept_and_numbers_are_sorted(tmp_path: Path) -> None:
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["owl", "ant", "yak"])})
+    columns = {"image": [{"bytes": png(n), "path": None} for n in range(4)], "label": [1, 0, -1, 1]}
+    splits = {name: Dataset.from_dict(columns, features) for name in ("train", "validation")}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    task = load_task(TaskArguments(dataset_name=str(tmp_path / "saved")))
+    assert task.classes == ["owl", "ant", "yak"]
+    assert named(task, "train") == ["ant", "owl", "ant"]  # -1 is no label
+    numbers = load(write(tmp_path, [{"text": f"{n}", "label": n % 10 + 2} for n in range(60)]))
+    assert numbers.classes == [str(n) for n in range(2, 12)]
+
+
+def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        labelled_pairs, "load_scenes", partial(load_scenes, num_train=20, num_eval=8, cache_dir=tmp_path)
+    )
+    task = load_task(TaskArguments(max_train_samples=20, max_eval_samples=10))
+    assert task.title == "--task is scenes:describes"
+    assert {name: len(rows) for name, rows in task.splits.items()} == {"train": 20, "validation": 10, "test": 10}
+    assert Counter(task.splits["train"]["label"]) == {0: 10, 1: 10}
+    assert task.splits["train"][0]["image"]["bytes"].startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"task": "scenes:count", "train_file": "a"}, r"--task and --train_file are given together"),
+        ({"task": "vqa"}, r"--task is vqa; choose scenes:describes"),
+        ({"test_file": "a"}, r"--test_file is given without --train_file"),
+        ({"num_answers": 1}, r"--num_answers is 1; give at least 2"),
+    ],
+)
+def test_contradictions_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskArguments(**flags)
+
+
+def test_errors_are_one_line_and_name_the_flag(tmp_path: Path) -> None:
+    for rows, flags, message in (
+        ([{"a": 1}], {}, r"rows.jsonl; no label column was recognised. The columns are: a. Set --label_column"),
+        ([{"a": 1, "label": 2}], {}, r"no image column and no text column was recognised"),
+        ([{"text": "a", "label": 1}], {"image_column": "b"}, r"--image_column is b; there is no such column"),
+        ([{"text": "a", "label": 1}] * 3, {}, r"all rows show the same, so none can be held out"),
+        ([{"text": f"{n}", "label": 1} for n in range(3)], {}, r"its labels are '1' alone, and a task has 2 classes"),
+        ([{"text": "a", "label": None}] * 3, {}, r"0 of 3 rows are usable \(it has no label\)"),
+        ([{"text": ["a", "b"], "label": 1}] * 3, {}, r"0 of 3 rows are usable \(its text is empty or no text\)"),
+        ([{"text": "a", "label": 1, "split": "dev2"}] * 2, {}, r"split is dev2, not train, validation or test"),
+        (
+            [{"text": f"{n}", "label": {"x": 1}} for n in range(2)],
+            {},
+            r"a label is None, and a label is a name or a number",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            load(write(tmp_path, rows), **flags)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"--train_file is .*none.jsonl; there is no such file"):
+        load(str(tmp_path / "none.jsonl"))
+
+
+def test_rows_without_their_image_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path, [question(n, str(n % 2)) for n in range(5)])
+    (tmp_path / "3.png").unlink()
+    task = load(file, validation_file=file)
+    assert len(task.splits["train"]) == 4
+    assert "1 of 5 rows are left out" in caplog.text
+    assert "3.png" in caplog.text
+    with pytest.raises(ValueError, match=r"only one of train and test has a column of images"):
+        load(file, test_file=write(tmp_path, [{"question": "a", "answer": "1"}], "other.jsonl"))

@@ -1,0 +1,106 @@
+"""Boxes are pooled exactly, from whatever grid a vision tower gives."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.ops import roi_align
+from transformers import AutoConfig, AutoModel
+
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, RegionHead, mean_in_boxes
+
+
+def boxes_of(count: int, seed: int = 0) -> Tensor:
+    corners = torch.rand(count, 2, 2, generator=torch.Generator().manual_seed(seed)).sort(1).values
+    return corners.flatten(1)
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 4), (3, 7)])
+def test_boxes_are_means_by_area(height: int, width: int) -> None:
+    """As RoIAlign does it to the map drawn so large that a cell is 32 pixels wide, but exactly."""
+    grid = torch.randn(3, 5, height, width, generator=torch.Generator().manual_seed(1))
+    boxes, image = boxes_of(40), torch.arange(40) % 3
+    large = grid.repeat_interleave(32, 2).repeat_interleave(32, 3)
+    pixels = boxes * 32 * torch.tensor([width, height, width, height])
+    rois = torch.cat([image[:, None].float(), pixels], 1)
+    expected = roi_align(large, rois, 1, sampling_ratio=64, aligned=True)[:, :, 0, 0]
+    torch.testing.assert_close(mean_in_boxes(grid, boxes, image), expected, atol=0.02, rtol=0)
+
+
+def test_small_and_empty_boxes() -> None:
+    grid = torch.arange(16.0).view(1, 1, 4, 4)
+    inside = torch.tensor([[0.55, 0.3, 0.6, 0.31], [0.5, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5]])
+    assert mean_in_boxes(grid, inside, torch.zeros(3, dtype=torch.long)).flatten().tolist() == pytest.approx([6, 6, 0])
+    everything = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+    assert mean_in_boxes(grid, everything, torch.zeros(1, dtype=torch.long)).item() == pytest.approx(7.5)
+
+
+def test_a_box_in_a_cell_is_the_cell_and_has_a_gradient() -> None:
+    head = RegionHead(6, 4).double()
+    grid = torch.randn(2, 6, 3, 3, dtype=torch.double, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    boxes = torch.tensor([[0.4, 0.7, 0.6, 0.9], [0.0, 0.0, 0.3, 0.3]])
+    found = head(grid, boxes, torch.tensor([1, 0]))
+    cells = head.cells(grid)
+    torch.testing.assert_close(found, torch.stack([cells[1, 2, 1], cells[0, 0, 0]]))
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(2, dtype=torch.double))
+    wide = torch.tensor([[0.1, 0.2, 0.7, 0.9]]).double()
+    assert torch.autograd.gradcheck(lambda of: head(of, wide, torch.tensor([1])), (grid,))
+
+
+def vision(kind: str) -> Any:
+    configs: dict[str, dict[str, Any]] = {
+        "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 32},
+        "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
+                "patch_size": 8, "image_size": 32},
+        "swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4, "patch_size": 4,
+                 "image_size": 32},
+    }  # fmt: skip
+    return AutoModel.from_config(AutoConfig.for_model(kind, **configs[kind]))
+
+
+def model_of(kind: str, taps: Sequence[int] = (-1,), fusion_layers: int = 1) -> FusionDualEncoderModel:
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text_model = AutoModel.from_config(AutoConfig.for_model("bert", **text, vocab_size=50))
+    return FusionDualEncoderModel.from_backbones(
+        vision(kind), text_model, fusion_layers=fusion_layers, fusion_vision_taps=list(taps)
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", ["convnext", "vit", "swin"])
+def test_every_kind_of_tower_has_regions(kind: str, tmp_path: Path) -> None:
+    """Maps, tokens behind a class token, tokens alone; and a saved model has them too."""
+    model = model_of(kind)
+    model.add_region_head()
+    taps = model.vision_features(torch.rand(2, 3, 32, 32))[1]
+    found = model.region_embeds(taps, boxes_of(5), torch.tensor([0, 1, 1, 0, 1]))
+    assert found.shape == (5, model.config.projection_dim)
+    assert model.cell_embeds(taps).shape == (2, 4, 4, model.config.projection_dim)
+    model.save_pretrained(tmp_path)
+    loaded = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded.region_embeds(taps, boxes_of(5), torch.tensor([0, 1, 1, 0, 1])), found)
+
+
+def test_cells_are_where_the_image_is() -> None:
+    model = model_of("vit")
+    model.add_region_head()
+    tokens = torch.zeros(1, 17, 16)
+    tokens[0, 1 + 4 * 2 + 3, 0] = 5.0  # third row, fourth column, behind the class token
+    cells = model.cell_embeds((tokens,))
+    others = (cells - cells[0, 0, 0]).norm(dim=-1)[0]
+    assert others.argmax() == 11
+    assert (others > 1e-3).sum() == 1
+
+
+def test_models_without_regions_say_so() -> None:
+    plain = model_of("vit")
+    assert not any("region" in name for name in plain.state_dict())
+    with pytest.raises(ValueError, match=r"no embeddings of regions\. Train it with regions"):
+        plain.cell_embeds((torch.rand(1, 17, 16),))
+    plain.add_region_head()
+    with pytest.raises(ValueError, match="the last of fusion_vision_taps gives 35 tokens"):
+        plain.cell_embeds((torch.rand(1, 35, 16),))
+    with pytest.raises(ValueError, match="fusion_layers=0"):
+        model_of("vit", fusion_layers=0).add_region_head()

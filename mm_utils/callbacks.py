@@ -41,7 +41,8 @@ class ProgressBar(TrainerCallback):
             self.bar.set_postfix_str(
                 f"loss {logs['loss']:.3f}, {logs['pairs_per_second']:.0f} pairs/s, {logs['data_wait']:.0%} data wait{used}"
             )
-        recalls = {name: value for name, value in logs.items() if name.endswith("recall@1")}
+        shown_names = ("recall@1", "eval_accuracy")
+        recalls = {name: value for name, value in logs.items() if name.endswith(shown_names)}
         if recalls and state.is_world_process_zero:
             shown = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {v:.3f}" for name, v in recalls.items())
             self.bar.write(f"step {state.global_step}: {shown}")

@@ -35,6 +35,9 @@ class CardInfo:
     has_fusion: bool = True
     has_dual_encoder: bool = True
     pipeline_tag: str = "zero-shot-image-classification"
+    tags: tuple[str, ...] = ("image-text-retrieval", "dual-encoder", "contrastive-learning")
+    summary: str | None = None
+    auto_class: str = "AutoModel"
     base_models: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=lambda: library_versions())
 
@@ -50,19 +53,28 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     front = {
         "library_name": "transformers",
         "pipeline_tag": card.pipeline_tag,
-        "tags": ["image-text-retrieval", "dual-encoder", "contrastive-learning", "custom_code"],
+        "tags": [*card.tags, "custom_code"],
         **({"base_model": card.base_models} if card.base_models else {}),
     }
     fusion = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
     results = [[_code(n), _value(v), _value(card.chance.get(n, "–"))] for n, v in card.metrics.items()]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
-    pictures = {"Training curves": "training.png", "Retrieved images": "retrieval.png"}
+    pictures = {
+        "Training curves": "training.png",
+        "Retrieved images": "retrieval.png",
+        "Confusions": "confusion.png",
+        "Between the start and the end of fine-tuning": "wise_ft.png",
+    }
+    encoders = f"An image encoder ({_escape(card.vision_model)}) and a text encoder ({_escape(card.text_model)})"
+    size = f"{card.num_parameters / 1e6:,.1f} million parameters in all"
+    retrieval = (
+        f"{encoders} trained together with a contrastive loss{fusion}: {size}. It finds images for a text and texts for an "
+        "image."
+    )
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {_escape(card.name)}",
-        f"An image encoder ({_escape(card.vision_model)}) and a text encoder ({_escape(card.text_model)}) trained "
-        f"together with a contrastive loss{fusion}: {card.num_parameters / 1e6:,.1f} million parameters in all. It "
-        "finds images for a text and texts for an image.",
+        retrieval if card.summary is None else f"{_escape(card.summary)} {encoders}, {size}.",
         "## Use",
         _usage(card),
         "## Results",
@@ -88,10 +100,10 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
 def _usage(card: CardInfo) -> str:
     repo = json.dumps(card.repo_id or card.name, ensure_ascii=False)
     lines = [
-        "from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, VisionTextDualEncoderModel",
+        f"from transformers import AutoImageProcessor, {card.auto_class}, AutoTokenizer, VisionTextDualEncoderModel",
         "",
         "# The whole model; its code comes with it.",
-        f"model = AutoModel.from_pretrained({repo}, trust_remote_code=True)",
+        f"model = {card.auto_class}.from_pretrained({repo}, trust_remote_code=True)",
         f"tokenizer = AutoTokenizer.from_pretrained({repo})",
         f"image_processor = AutoImageProcessor.from_pretrained({repo})",
     ]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.optim import OptimizerArguments, build_optimizer, schedule
+from mm_utils.optim import OptimizerArguments, build_optimizer, depths_below_the_top, schedule
 
 CPU = torch.device("cpu")
 
@@ -63,6 +64,60 @@ def test_backbones_have_a_rate_of_their_own(
             expected if name.startswith(("vision_model.", "text_model.")) else 4e-4
         )
     assert groups["text_projection.weight"]["peak_lr"] == groups["logit_scale"]["peak_lr"] == 4e-4
+
+
+BACKBONES: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2]},
+    "mobilenet_v2": {"depth_multiplier": 0.1},
+    "swin": {"embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2]},
+}
+BY_HAND = {  # the first words that fit a name, and its depth below the top
+    "bert": [("embeddings", 3), ("encoder.layer.0.", 2), ("encoder.layer.1.", 1), ("pooler", 0)],
+    "vit": [("embeddings", 3), ("layers.0.", 2), ("layers.1.", 1), ("layernorm", 0), ("pooler", 0)],
+    "convnext": [
+        *(("embeddings", 4), ("encoder.stages.0.", 3), ("encoder.stages.1.downsampling_layer.", 2)),
+        *(("encoder.stages.1.layers.0.", 2), ("encoder.stages.1.layers.1.", 1), ("layernorm", 0)),
+    ],
+    "resnet": [
+        *(("embedder", 4), ("encoder.stages.0.", 3), ("encoder.stages.1.layers.0.", 2)),
+        ("encoder.stages.1.layers.1.", 1),
+    ],
+    "mobilenet_v2": [
+        ("conv_stem", 17),
+        *((f"layer.{block}.", 16 - block) for block in range(16)),
+        ("conv_1x1", 0),
+    ],
+    "swin": [
+        *(("embeddings", 4), ("encoder.layers.0.", 3), ("encoder.layers.1.blocks.0.", 2)),
+        *(("encoder.layers.1.blocks.1.", 1), ("layernorm", 0)),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_depths_are_those_counted_by_hand(kind: str) -> None:
+    backbone = AutoModel.from_config(AutoConfig.for_model(kind, **BACKBONES[kind]))
+    found = depths_below_the_top(name for name, _ in backbone.named_parameters())
+    for name, depth in found.items():
+        assert depth == next(value for begin, value in BY_HAND[kind] if name.startswith(begin)), name
+    assert set(found.values()) == {depth for _, depth in BY_HAND[kind]}
+
+
+def test_lower_blocks_learn_slower_and_the_head_at_the_full_rate(model: FusionDualEncoderModel) -> None:
+    args = OptimizerArguments(learning_rate=1e-2, backbone_learning_rate=1e-3, layerwise_lr_decay=0.5)
+    wrapped = nn.ModuleDict({"model": model})
+    groups = settings_by_name(wrapped, build_optimizer(wrapped, args, pretrained=True, device=CPU))
+    rates = {name.removeprefix("model."): group["peak_lr"] for name, group in groups.items()}
+    assert rates["vision_model.embeddings.patch_embeddings.weight"] == 1e-3 / 8
+    assert rates["vision_model.encoder.stages.0.layers.0.dwconv.weight"] == 1e-3 / 4
+    assert rates["vision_model.encoder.stages.1.downsampling_layer.1.weight"] == 1e-3 / 2
+    assert rates["vision_model.layernorm.weight"] == 1e-3
+    assert rates["text_model.embeddings.word_embeddings.weight"] == 1e-3 / 4
+    assert rates["text_model.encoder.layer.0.output.dense.weight"] == 1e-3 / 2
+    assert {rate for name, rate in rates.items() if not name.startswith(("vision_model", "text_model"))} == {1e-2}
 
 
 def test_inside_a_wrapper_and_frozen(model: FusionDualEncoderModel) -> None:
@@ -136,6 +191,7 @@ def test_cooldown() -> None:
         ({"warmup_ratio": 0.9, "cooldown_ratio": 0.2}, "--warmup_ratio and --cooldown_ratio"),
         ({"warmup_ratio": -0.1}, "--warmup_ratio"),
         ({"learning_rate": -1.0}, "--learning_rate is -1.0"),
+        ({"layerwise_lr_decay": 0.0}, "--layerwise_lr_decay is 0.0"),
     ],
 )
 def test_errors_name_the_flag(values: dict, flag: str) -> None:

@@ -1,0 +1,232 @@
+"""A trained model on labelled tasks, in process, on tiny data; and what the script says to bad input."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from scripts import finetune, pretrain
+from tests.conftest import COLOURS, SHAPES, draw
+from tests.hub_server import HubServer
+from tests.scripts.test_pretrain import ROOT, launch
+from tests.test_hub import server  # noqa: F401
+
+FIGURES = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "roc_auc", "majority"}
+
+
+@pytest.fixture(scope="module")
+def started(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a few steps of pre-training left."""
+    folder = str(tmp_path_factory.mktemp("started"))
+    pretrain.main([*tiny_flags, "--output_dir", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`train.jsonl` and `test.jsonl`: is the named thing what the picture shows?"""
+    root = tmp_path_factory.mktemp("questions")
+    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    for split, sizes in (("train", (40, 44, 48)), ("test", (46,))):
+        rows = []
+        for place, (colour, shape) in enumerate(kinds):
+            for size in sizes:
+                name = f"{colour}-{shape}-{size}.png"
+                draw(colour, shape, size).save(root / name)
+                for asked, answer in ((kinds[place], "yes"), (kinds[place - 1], "no")):
+                    rows.append({"image": name, "question": f"a {asked[0]} {asked[1]}", "answer": answer})
+        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture(scope="module")
+def flags(started: str, questions: Path) -> list[str]:
+    data = ["--train_file", str(questions / "train.jsonl"), "--validation_file", str(questions / "test.jsonl")]
+    short = ["--global_batch_size", "8", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
+    return ["--model_name_or_path", started, *data, *short]
+
+
+@pytest.fixture(scope="module")
+def finished(
+    flags: list[str], questions: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    more = ["--test_file", str(questions / "test.jsonl"), "--eval_steps", "2", "--save_steps", "2"]
+    return folder, finetune.main([*flags, *more, "--output_dir", str(folder)])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return FusionDualEncoderForClassification.from_pretrained(folder).state_dict()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_everything_is_left_behind(finished: tuple[Path, dict[str, float]]) -> None:
+    folder, metrics = finished
+    names = ("model.safetensors", "config.yaml", "metrics.jsonl", "training.png", "confusion.png", "classes.csv")
+    for name in names:
+        assert (folder / name).stat().st_size > 0, name
+    assert json.loads((folder / "results.json").read_text()) == metrics
+    assert set(metrics) == {f"{split}_{name}" for split in ("eval", "test") for name in FIGURES}
+    assert metrics["eval_accuracy"] == metrics["test_accuracy"]  # of the same rows, by what was saved
+    assert metrics["eval_majority"] == 0.5
+    card = (folder / "README.md").read_text()
+    assert "AutoModelForSequenceClassification.from_pretrained" in card
+    assert "It tells 2 classes apart" in card
+    assert not (folder / "dual_encoder").exists()
+
+
+def test_the_saved_model_is_a_stock_artefact(finished: tuple[Path, dict[str, float]]) -> None:
+    folder, _ = finished
+    for path in (folder, folder / "checkpoint-2"):
+        model = AutoModelForSequenceClassification.from_pretrained(path)
+        assert model.config.id2label == {0: "no", 1: "yes"}
+        assert model.config.classifier_inputs == "fused"
+    assert FusionDualEncoderModel.from_pretrained(folder).fusion is not None
+
+
+def test_a_resumed_run_repeats_the_straight_one(
+    finished: tuple[Path, dict[str, float]], flags: list[str], tmp_path: Path
+) -> None:
+    folder, _ = finished
+    finetune.main([*flags, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(folder / "checkpoint-2")])
+    assert losses(tmp_path) == {step: loss for step, loss in losses(folder).items() if step > 2}
+    again = weights(tmp_path)
+    for name, value in weights(folder).items():
+        assert torch.equal(value, again[name]), name
+
+
+def test_config_yaml_reruns_the_run(finished: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    folder, metrics = finished
+    assert yaml.safe_load((folder / "config.yaml").read_text())["metric_for_best_model"] == "accuracy"
+    assert finetune.main(["--config", str(folder / "config.yaml"), "--output_dir", str(tmp_path)]) == metrics
+
+
+def test_adapters_are_merged_when_saved_and_resumed_apart(flags: list[str], started: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = [*flags, "--lora_rank", "2", "--lora_towers", "text", "--save_steps", "2", "--micro_batch_size", "3"]
+    finetune.main([*lora, "--output_dir", str(tmp_path / "a")])
+    names = set(weights(tmp_path / "a"))
+    assert not any("lora" in name or "base_layer" in name for name in names)
+    before = FusionDualEncoderModel.from_pretrained(started).state_dict()
+    after = weights(tmp_path / "a")
+    changed = {
+        name
+        for name, value in before.items()
+        if name.startswith("text_model.") and not torch.equal(value, after[name])
+    }
+    assert changed
+    assert all("attention" in name and name.endswith(".weight") for name in changed)
+    resume = ["--resume_from_checkpoint", str(tmp_path / "a/checkpoint-2")]
+    finetune.main([*lora, "--output_dir", str(tmp_path / "b"), *resume])
+    again = weights(tmp_path / "b")
+    for name, value in after.items():
+        assert torch.equal(value, again[name]), name
+
+
+def test_weights_in_between_are_measured_and_the_best_saved(flags: list[str], tmp_path: Path) -> None:
+    metrics = finetune.main([*flags, "--wise_ft", "--layerwise_lr_decay", "0.8", "--output_dir", str(tmp_path)])
+    report = json.loads((tmp_path / "wise_ft.json").read_text())
+    best = max(row["accuracy"] for row in report["measured"])
+    assert metrics["eval_accuracy"] == best
+    assert metrics["eval_wise_ft_alpha"] == report["saved_alpha"]
+    assert "wise_ft.png" in (tmp_path / "README.md").read_text()
+
+
+def test_what_is_pushed_is_what_was_saved(flags: list[str], tmp_path: Path, server: HubServer) -> None:  # noqa: F811
+    hub = ["--push_to_hub", "--hub_model_id", "tester/classes", "--wise_ft", "--wise_ft_alpha", "0.5"]
+    finetune.main([*flags, *hub, "--max_steps", "2", "--output_dir", str(tmp_path)])
+    sent = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+    assert server.sha256("tester/classes", "model.safetensors") == sent
+    assert {"README.md", "config.yaml", "confusion.png", "wise_ft.png"} <= set(server.repos["tester/classes"])
+
+
+def test_it_learns_what_it_is_shown(flags: list[str], questions: Path, tmp_path: Path) -> None:
+    for split, size in (("train", 40), ("test", 46)):
+        rows = [
+            {
+                "image": str(questions / f"{colour}-{shape}-{size}.png"),
+                "question": "what colour is it?",
+                "answer": colour,
+            }
+            for colour in COLOURS
+            for shape in SHAPES
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--train_file", str(tmp_path / "train.jsonl"), "--validation_file", str(tmp_path / "test.jsonl")]
+    longer = ["--max_steps", "60", "--eval_steps", "20", "--load_best_model_at_end", "--allow_outside_root"]
+    rates = ["--learning_rate", "2e-3", "--backbone_learning_rate", "1e-3", "--class_weights", "balanced"]
+    metrics = finetune.main([*flags, *data, *longer, *rates, "--output_dir", str(tmp_path / "out")])
+    assert metrics["eval_accuracy"] > 0.7
+    evaluated = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert metrics["eval_accuracy"] == max(row["eval_accuracy"] for row in evaluated if "eval_accuracy" in row)
+
+
+def test_images_in_a_folder_per_class(started: str, tmp_path: Path) -> None:
+    for colour in COLOURS:
+        for size in (40, 42, 44, 46, 48):
+            (tmp_path / "images" / colour).mkdir(parents=True, exist_ok=True)
+            draw(colour, "circle", size).save(tmp_path / "images" / colour / f"{size}.png")
+    short = ["--global_batch_size", "4", "--max_steps", "2", "--dataloader_num_workers", "0"]
+    data = ["--dataset_name", str(tmp_path / "images")]
+    metrics = finetune.main(["--model_name_or_path", started, *data, *short, "--output_dir", str(tmp_path / "out")])
+    assert 0 <= metrics["eval_accuracy"] <= 1
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "image"
+
+
+def test_texts_alone_in_parts_as_large_as_fit(started: str, tmp_path: Path) -> None:
+    rows = [{"text": f"a {colour} {shape}", "label": shape} for colour in COLOURS for shape in SHAPES] * 3
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--model_name_or_path", started, "--train_file", str(tmp_path / "texts.jsonl")]
+    short = ["--global_batch_size", "12", "--max_steps", "3", "--dataloader_num_workers", "0"]
+    flags = [*data, *short, "--micro_batch_size", "auto", "--learning_rate", "3e-3", "--ema_decay", "0.5"]
+    metrics = finetune.main([*flags, "--output_dir", str(tmp_path / "out")])
+    assert 0 <= metrics["eval_accuracy"] <= 1  # of the few rows held out
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "text"
+
+
+def test_mistakes_end_in_one_line(
+    flags: list[str], started: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        finetune.main([])
+    assert "--model_name_or_path is missing" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--metric_for_best_model is recall; measured were accuracy"):
+        finetune.main([*flags, "--metric_for_best_model", "recall", "--output_dir", str(tmp_path / "a")])
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n}", "label": n % 2}) + "\n" for n in range(9))
+    )
+    texts = ["--model_name_or_path", started, "--train_file", str(tmp_path / "texts.jsonl")]
+    with pytest.raises(ValueError, match=r"--classifier_inputs is image; the data has no images"):
+        finetune.main([*texts, "--classifier_inputs", "image", "--output_dir", str(tmp_path / "b")])
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--global_batch_size", "7", "--classifier_dropout", "0"]
+    alone = finetune.main([*flags, "--output_dir", str(tmp_path / "one")])
+    script, config = str(ROOT / "scripts/finetune.py"), str(ROOT / "accelerate_configs/two_processes.yaml")
+    arguments = [
+        "--config_file",
+        config,
+        script,
+        *flags,
+        "--micro_batch_size",
+        "2",
+        "--output_dir",
+        str(tmp_path / "two"),
+    ]
+    two = launch(arguments, tmp_path, ACCELERATE_USE_CPU="true")
+    assert two.returncode == 0, two.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert json.loads((tmp_path / "two/results.json").read_text())["eval_roc_auc"] == pytest.approx(
+        alone["eval_roc_auc"], abs=0.1
+    )

@@ -18,9 +18,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.metrics import Embeddings, Evaluate, RetrievalEvaluator
+from mm_utils.metrics import Evaluate, RetrievalEvaluator
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives import MATCH_PRIOR_ENTROPY
+from mm_utils.objectives.matching import MATCH_PRIOR_ENTROPY
+from mm_utils.split_embeddings import Embeddings
 
 logger = logging.getLogger(__name__)
 

@@ -413,7 +413,7 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 def _compute(trainer: Trainer, flops: FlopCounts, length: float) -> dict[str, float]:
     """Parameters, and the model FLOPs of a training step by pair, in 10^9, the fusion head's among them."""
-    scored = 3 if trainer.accelerator.unwrap_model(trainer.objective).matches else 0
+    scored = trainer.accelerator.unwrap_model(trainer.objective).pairs_per_image
     tokens = round(length)
     towers = flops.training_step(1, [tokens])
     parameters = list(trainer.model.parameters())

@@ -33,11 +33,10 @@ from tqdm.auto import tqdm
 
 from mm_utils import ranks
 from mm_utils.arguments import arg
-from mm_utils.data.batches import pad_captions
 from mm_utils.data.features import SKIPPED, image_digest, to_arrow, token_digest
 from mm_utils.data.loaders import Loaders
 from mm_utils.data.order import EvaluationBatches
-from mm_utils.data.tokens import fingerprint
+from mm_utils.data.tokens import fingerprint, pad_captions
 from mm_utils.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives import Objective
 
@@ -113,7 +112,7 @@ class _Source(ABC):
         batch_size: int,
     ):
         self.rows, self.loaders, self.accelerator = rows, loaders, accelerator
-        self.model, self.matches = objective.model, objective.matches
+        self.model, self.reads_pairs, self.reads_taps = objective.model, objective.reads_pairs, objective.reads_taps
         self.batch_size, self.batches = batch_size, EvaluationBatches(len(rows), batch_size)
 
     @property
@@ -222,7 +221,7 @@ class _Vision(_Source):
 
     def depends_on(self) -> tuple:
         loaders, config = self.loaders, self.model.config
-        head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if self.matches else None
+        head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if self.reads_taps else None
         images = (loaders.image_size, list(loaders.mean), list(loaders.std), config.vision_pooling)
         return *images, head, fingerprint(self.rows), image_digest(self.rows)
 
@@ -246,7 +245,7 @@ class _Vision(_Source):
     @torch.no_grad()
     def _run(self, pixel_values: Tensor) -> list[Tensor]:
         with self.accelerator.autocast():
-            pooled, taps = self.model.vision_features(pixel_values, with_taps=self.matches)
+            pooled, taps = self.model.vision_features(pixel_values, with_taps=self.reads_taps)
         return [value.float() for value in (pooled, *taps)]
 
 
@@ -260,7 +259,8 @@ class _Text(_Source):
         return self.model.text_model
 
     def depends_on(self) -> tuple:
-        return self.model.config.text_pooling, self.matches, token_digest(self.rows)
+        config = self.model.config
+        return config.text_pooling, config.fusion_text_taps if self.reads_pairs else None, token_digest(self.rows)
 
     def blocks(self) -> Iterator[Block]:
         tokens = self.rows.select_columns(["input_ids"])
@@ -269,7 +269,7 @@ class _Text(_Source):
             pooled, states, lengths = self._run([ids for row in captions for ids in row])
             counts = [len(row) for row in captions]
             features: dict[str, tuple[Any, ...]] = {"text_pooled": (pooled, counts)}
-            if self.matches:
+            if self.reads_pairs:
                 features["text_states"] = (states, lengths, counts)
             yield features, {}
 
@@ -277,8 +277,8 @@ class _Text(_Source):
     def _run(self, captions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
         """Of t captions: pooled `[t, C]`, the states of all their tokens `[sum of L, C]`, and their lengths L."""
         if not captions:
-            none = torch.zeros(0, self.model.config.text_width)
-            return none, none, []
+            width, taps = self.model.config.text_width, len(self.model.config.fusion_text_taps)
+            return torch.zeros(0, width), torch.zeros(0, taps * width), []
         padded = pad_captions(captions, self.loaders.pad_token_id)
         input_ids, attention_mask = (part.to(self.accelerator.device) for part in padded)
         with self.accelerator.autocast():

@@ -32,6 +32,9 @@ class Quadratic(NamedTuple):
         return self.constant + self.linear * length + self.quadratic * length**2
 
 
+NOTHING = Quadratic(0, 0, 0)
+
+
 @dataclass(frozen=True)
 class FlopCounts:
     """FLOPs of one more row in a forward pass, and which towers were trained when they were counted.
@@ -42,6 +45,7 @@ class FlopCounts:
         text: text tower and projection, per text.
         pair: fusion head, per scored pair, by the length of its text; 0 without a head.
         frozen_towers_run: False where their features are cached.
+        text_side: the text's side of the fusion head, per text; 0 without a head.
     """
 
     image: int
@@ -51,6 +55,7 @@ class FlopCounts:
     vision_trained: bool
     text_trained: bool
     frozen_towers_run: bool = True
+    text_side: Quadratic = NOTHING
 
     def training_step(self, images: int, text_lengths: Iterable[int], pairs: int = 0, pair_length: int = 0) -> int:
         """FLOPs of one step; a backward pass costs two forward passes, and a frozen tower has none.
@@ -58,11 +63,13 @@ class FlopCounts:
         Args:
             images: how many there are in the batch.
             text_lengths: padded length of every text, or a `Counter` of them.
-            pairs, pair_length: how many pairs the fusion head scores, and the padded length of their texts.
+            pairs, pair_length: how many pairs of these images and as many texts the fusion head scores, and the padded length
+                of their texts.
         """
         texts = sum(count * self.text.at(length) for length, count in Counter(text_lengths).items())
         towers = images * self.image * self._passes(self.vision_trained) + texts * self._passes(self.text_trained)
-        head = images * self.keys_values + pairs * self.pair.at(pair_length) if pairs else 0
+        sides = images * (self.keys_values + self.text_side.at(pair_length))
+        head = sides + pairs * self.pair.at(pair_length) if pairs else 0
         return towers + head * self._passes(True)
 
     def _passes(self, trained: bool) -> int:
@@ -86,9 +93,9 @@ def measure_flops(
         image_side = _per_row(lambda rows: model.encode_image(pixels[:rows]))
         keys_values = model.encode_image(pixels)[1]
 
-        def text_flops(length: int) -> int:
+        def text_flops(length: int, with_states: bool = False) -> int:
             ids = ones[:, :length]
-            return _per_row(lambda rows: model.encode_text(ids[:rows], ids[:rows]))
+            return _per_row(lambda rows: model.encode_text(ids[:rows], ids[:rows], with_states))
 
         def pair_flops(length: int) -> int:
             if keys_values is None:
@@ -99,7 +106,11 @@ def measure_flops(
                 lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in keys_values), states[:rows], mask[:rows])
             )
 
-        text, pair = (_fit(lengths, [flops(length) for length in lengths]) for flops in (text_flops, pair_flops))
+        def side_flops(length: int) -> int:
+            return text_flops(length, with_states=True) - text_flops(length)
+
+        counted = (text_flops, pair_flops, side_flops)
+        text, pair, text_side = (_fit(lengths, [flops(length) for length in lengths]) for flops in counted)
     return FlopCounts(
         image,
         image_side - image,
@@ -108,6 +119,7 @@ def measure_flops(
         is_trained(model.vision_model),
         is_trained(model.text_model),
         frozen_towers_run,
+        text_side,
     )
 
 

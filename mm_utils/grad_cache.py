@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mm_utils import ranks
-from mm_utils.objectives import Batch, ContrastiveObjective, Encoded, Plan, Report
+from mm_utils.objectives import JointObjective
+from mm_utils.objectives.additive import AdditiveObjective
+from mm_utils.objectives.terms import Batch, Encoded, Plan, Report
 
 Result = TypeVar("Result")
 
@@ -65,7 +67,7 @@ def backward(
         accelerator.backward(report["loss"])
         return {name: value.detach() for name, value in report.items()}
     whole = accelerator.unwrap_model(objective)
-    if not isinstance(whole, ContrastiveObjective):
+    if not isinstance(whole, (JointObjective, AdditiveObjective)):
         raise ValueError(
             f"--micro_batch_size cuts the batch, and {type(whole).__name__} cannot be cut. Drop the flag."
         )
@@ -73,7 +75,34 @@ def backward(
         raise ValueError(
             "--micro_batch_size is set; DeepSpeed takes a step with every backward pass. Drop the flag, or use DDP or FSDP2."
         )
+    if isinstance(whole, AdditiveObjective):
+        return _accumulate(accelerator, objective, whole, batch, micro_batch_size)
     return _InParts(accelerator, objective, whole, batch, step, micro_batch_size).run()
+
+
+def _accumulate(
+    accelerator: Accelerator, objective: nn.Module, whole: AdditiveObjective, batch: Batch, micro_batch_size: int
+) -> Report:
+    """A loss that is a mean over rows needs no cache: the parts' gradients add up, over the weight of the global batch."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            "--micro_batch_size is set; FSDP trains this objective in one part only. Drop the flag, or use DDP."
+        )
+    total, device = whole.total(batch), accelerator.device
+
+    def work() -> Report:
+        sums: Report = {}
+        for cut in cuts(len(batch["rows"]), micro_batch_size):
+            with accelerator.autocast():
+                loss, of_part = whole.part(_take(batch, cut), total)
+            with accelerator.no_sync(objective):
+                accelerator.backward(loss)
+            sums = {name: value + sums.get(name, 0) for name, value in of_part.items()}
+        return sums
+
+    sums = _together(device, work)
+    ranks.average_gradients(objective.parameters())
+    return whole.report(sums, total)
 
 
 def cuts(rows: int, micro_batch_size: int | None) -> list[range]:
@@ -90,7 +119,7 @@ class _InParts:
         self,
         accelerator: Accelerator,
         objective: nn.Module,
-        whole: ContrastiveObjective,
+        whole: JointObjective,
         batch: Batch,
         step: int,
         micro_batch_size: int,
@@ -104,62 +133,72 @@ class _InParts:
             self.cuts = [ranks.share(len(batch["ids"]), part, parts) for part in range(parts)]
         self.batch, self.parts = batch, [_take(batch, cut) for cut in self.cuts]
         self.states: list[_RandomState] = []
+        self.gradients: list[dict[str, Tensor | None]] = [{} for _ in self.cuts]
 
     def run(self) -> Report:
         """Embed, decide, push."""
         embeds, kept = self._together(self._embed)
-        image_nE, text_nE = (torch.cat(column) for column in zip(*embeds, strict=True))
-        plan = self.whole.plan(replace(kept, image_nE=image_nE, text_nE=text_nE), self.batch, self.step)
+        everyone = {name: torch.cat([part[name] for part in embeds]) for name in kept.embeds}
+        plan = self.whole.plan(replace(kept, embeds=everyone), self.batch, self.step)
+        for name, gradient in plan.gradients.items():
+            rows = [len(part[name]) for part in embeds]
+            for mine, part in zip(self.gradients, gradient.split(rows) if gradient is not None else (), strict=False):
+                mine[name] = part
         sums = self._together(lambda: self._push_all(kept, plan))
         if not self.sharded:
             ranks.average_gradients(self.objective.parameters())
         return self.whole.report(plan, sums)
 
-    def _embed(self) -> tuple[list[tuple[Tensor, Tensor]], Encoded]:
+    def _embed(self) -> tuple[list[dict[str, Tensor]], Encoded]:
         """The embeddings of every part, and the last part as it was encoded, with gradient."""
         embeds = []
         for place in range(len(self.cuts) - 1):
             self.states.append(_RandomState(self.accelerator.device))
             with torch.no_grad(), _statistics_kept(self.whole):
-                encoded = self._encode(place, match=False)
-            embeds.append((encoded.image_nE, encoded.text_nE))
-        kept = self._encode(len(self.cuts) - 1, self.whole.matches)
-        return [*embeds, (kept.image_nE.detach(), kept.text_nE.detach())], kept
+                embeds.append(self._encode(place, pushing=False).embeds)
+        kept = self._encode(len(self.cuts) - 1)
+        return [*embeds, {name: value.detach() for name, value in kept.embeds.items()}], kept
 
     def _push_all(self, kept: Encoded, plan: Plan) -> Tensor:
         """Push every part's gradient through the towers; the kept part first, to have its memory back."""
         sums = self._push(kept, plan, len(self.cuts) - 1, is_last=len(self.cuts) == 1)
         for place, state in enumerate(self.states):
             with state.replayed():
-                encoded = self._encode(place, self.whole.matches)
+                encoded = self._encode(place, deciding=False)
             sums = sums + self._push(encoded, plan, place, is_last=place == len(self.states) - 1)
         return sums
 
-    def _encode(self, place: int, match: bool) -> Encoded:
+    def _encode(self, place: int, deciding: bool = True, pushing: bool = True) -> Encoded:
         # One autocast per part: weights that it casts under no_grad would be used again where a gradient is wanted.
         with self.accelerator.autocast():
-            return self.whole.encode(self.parts[place], match)
+            return self.whole.encode(self.parts[place], deciding, pushing)
 
     def _push(self, encoded: Encoded, plan: Plan, place: int, is_last: bool) -> Tensor:
         with self.accelerator.autocast():
-            loss, sums = self.whole.part(encoded, self.parts[place], plan, self.cuts[place].start, 1 / len(self.cuts))
+            loss, sums = self.whole.part(
+                encoded, self.parts[place], plan, self.gradients[place], self.cuts[place].start, 1 / len(self.cuts)
+            )
         # Sharded gradients are averaged by the very last backward pass.
         with nullcontext() if self.sharded and is_last else self.accelerator.no_sync(self.objective):
             self.accelerator.backward(loss)
         return sums
 
     def _together(self, work: Callable[[], Result]) -> Result:
-        """`work` on every rank; where one runs out of memory, all of them raise."""
-        result = None
-        try:
-            result = work()
-        except RuntimeError as error:
-            if self.sharded or not should_reduce_batch_size(error):
-                raise
-        if ranks.any_rank(result is None, self.accelerator.device):
-            raise OutOfMemoryError(here=result is None)
-        assert result is not None
-        return result
+        return _together(self.accelerator.device, work, catches=not self.sharded)
+
+
+def _together(device: torch.device, work: Callable[[], Result], catches: bool = True) -> Result:
+    """`work` on every rank; where one runs out of memory, all of them raise."""
+    result = None
+    try:
+        result = work()
+    except RuntimeError as error:
+        if not catches or not should_reduce_batch_size(error):
+            raise
+    if ranks.any_rank(result is None, device):
+        raise OutOfMemoryError(here=result is None)
+    assert result is not None
+    return result
 
 
 def _take(batch: Batch, rows: range) -> Batch:

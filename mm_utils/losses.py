@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import ranks
+from mm_utils.noise import gumbel_noise, pair_keys
 
 Sides = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """This rank's images and all texts; this rank's texts and all images."""
@@ -96,6 +97,39 @@ def sigmoid_loss(
     return _AtEmbeddings.apply(_sigmoid, batch, tile, image_nE, text_nE, scale, bias)
 
 
+def distilled_info_nce(
+    image_nE: Tensor,
+    text_nE: Tensor,
+    scale: Tensor,
+    teacher_image_nE: Tensor,
+    teacher_text_nE: Tensor,
+    batch: GlobalBatch,
+    tile: int | None = None,
+) -> Tensor:
+    """InfoNCE towards a teacher's soft targets, in both directions (ALBEF, arXiv 2107.07651), as a scalar.
+
+    loss = -1/2N sum_i [sum_j q_ij log softmax_j(scale a_i b_j) + the same of b_i a_j], q_ij = softmax_j of the teacher's
+    scale a'_i b'_j, where j runs over i itself and its negatives. No gradient goes through the teacher, nor by `scale`
+    through its softmax.
+
+    Args:
+        image_nE, text_nE: this rank's unit embeddings, with gradient.
+        scale: scalar inverse temperature (already exponentiated), of both.
+        teacher_image_nE, teacher_text_nE: the teacher's, of the same rows.
+        batch: from `gather_batch` of the same embeddings.
+        tile: rows per tile; the result does not depend on it.
+    """
+    wide = torch.stack([teacher_image_nE, teacher_text_nE], 1).detach().to(batch.image_NE.dtype)
+    teacher_NE = ranks.gather(wide, batch.sizes)
+    mine = teacher_NE[batch.offset : batch.offset + len(image_nE)]
+    teachers = ((mine[:, 0], teacher_NE[:, 1]), (mine[:, 1], teacher_NE[:, 0]))
+
+    def compute(sides: Sides, scale: Tensor, batch: GlobalBatch, total: int, tile: int) -> Any:
+        return _distilled(sides, scale, teachers, batch, total, tile)
+
+    return _AtEmbeddings.apply(compute, batch, tile, image_nE, text_nE, scale)
+
+
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
     """Neither autocast nor TF32: at a scale of 100, ten bits of mantissa leave a tenth of a logit."""
@@ -167,6 +201,40 @@ def _info_nce(
     return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
 
 
+def _distilled(
+    sides: Sides, scale: Tensor, teachers: Sides, batch: GlobalBatch, total: int, tile: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    lse_n2 = batch.image_NE.new_empty(len(sides[0][0]), 2)
+    taught_n2, loss_n2 = torch.empty_like(lse_n2), torch.empty_like(lse_n2)
+    for side, ((rows_nE, columns_NE), (teacher_nE, teachers_NE)) in enumerate(zip(sides, teachers, strict=True)):
+        given = _tiles(scale * teacher_nE, teachers_NE, batch, tile)
+        for (part, logits_TN, _), (_, teacher_TN, _) in zip(
+            _tiles(scale * rows_nE, columns_NE, batch, tile), given, strict=True
+        ):
+            lse_n2[part, side], taught_n2[part, side] = logits_TN.logsumexp(1), teacher_TN.logsumexp(1)
+            target_TN = (teacher_TN - taught_n2[part, side, None]).exp_()
+            expected = target_TN.mul_(logits_TN.masked_fill_(logits_TN == -torch.inf, 0.0)).sum(1)
+            loss_n2[part, side] = lse_n2[part, side] - expected
+    shared_N5 = ranks.gather(torch.cat([lse_n2, taught_n2, loss_n2.sum(1, keepdim=True)], 1), batch.sizes)
+    grads = []
+    for side, ((rows_nE, columns_NE), (teacher_nE, teachers_NE)) in enumerate(zip(sides, teachers, strict=True)):
+        grad_nE = torch.empty_like(rows_nE)
+        given = _tiles(scale * teacher_nE, teachers_NE, batch, tile)
+        for (part, logits_TN, _), (_, teacher_TN, _) in zip(
+            _tiles(scale * rows_nE, columns_NE, batch, tile), given, strict=True
+        ):
+            weight_TN = (logits_TN - lse_n2[part, side, None]).exp_() - (
+                teacher_TN - taught_n2[part, side, None]
+            ).exp_()
+            weight_TN += logits_TN.sub_(shared_N5[:, 1 - side]).exp_()
+            weight_TN -= teacher_TN.sub_(shared_N5[:, 3 - side]).exp_()
+            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
+        grads.append(grad_nE.div_(2 * total))
+    scale_grad = (grads[0] * sides[0][0]).sum()
+    loss = shared_N5[:, 4].sum() / (2 * total)
+    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
+
+
 def _sigmoid(
     sides: Sides, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -216,28 +284,14 @@ def hard_negatives(
     """
     total = len(keys_NE)
     tile = tile or max(1, TILE_ELEMENTS // max(1, total))
-    pair_N = _mix(_mix(batch.ids_N2[:, 0]) + batch.ids_N2[:, 1])
+    pair_N = pair_keys(batch.ids_N2)
     chosen = []
     for low in range(0, len(query_nE), tile):
         rows = torch.arange(low, min(low + tile, len(query_nE)), device=query_nE.device) + batch.offset
         with _full_precision(query_nE.device):
             logits_TN = scale.float() * query_nE[low : low + tile].float() @ keys_NE.float().T
-        logits_TN = logits_TN + _gumbel(pair_N[rows], pair_N, key)
+        logits_TN = logits_TN + gumbel_noise(pair_N[rows], pair_N, key)
         logits_TN = logits_TN.masked_fill(same_pair(batch.ids_N2[rows], batch.ids_N2), -torch.inf)
         best, index = logits_TN.max(1)
         chosen.append(index.masked_fill(best == -torch.inf, -1))
     return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.long, device=query_nE.device)
-
-
-def _gumbel(rows: Tensor, columns: Tensor, key: int) -> Tensor:
-    """Gumbel noise `[rows, columns]` as a pure function of `key` and two int64 hashes, equal on every device."""
-    bits = _mix(_mix(columns + key * 0x9E3779B1 % 2**62)[None] + _mix(rows)[:, None] * 0x2545F491)
-    uniform = ((bits & 0x7FFFFF) + 0.5) / 2**23  # 23 bits and a half are exact in fp32, so never 0 or 1
-    return -torch.log(-torch.log(uniform))
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """Scramble int64 values (the finaliser of splitmix64, with shifts that ignore the sign; products wrap around)."""
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return bits ^ ((bits >> 31) & ((1 << 33) - 1))

@@ -16,7 +16,7 @@ from torch import nn
 
 from mm_utils import ranks
 from mm_utils.grad_cache import backward
-from mm_utils.objectives import Batch
+from mm_utils.objectives.terms import Batch
 
 TRIALS = (8, 32)  # pairs
 HEADROOM = 0.1  # of the memory, for fragmentation
@@ -74,10 +74,17 @@ def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
     }
     if "text_states" in inputs:
         inputs["text_states"] = ones.new_zeros(pairs, length, batch["text_states"].shape[-1]).to(batch["text_states"])
+    regions = {
+        name: value.new_ones(pairs, *value.shape[1:]) for name, value in batch.items() if name.startswith("region_")
+    }
+    if regions:
+        regions["region_boxes"][..., :2] = 0  # or boxes were empty
     return {
         **inputs,
+        **regions,
         "input_ids": ones,
         "attention_mask": ones,
+        "rows": ones.new_zeros(pairs),
         "ids": torch.arange(2 * pairs, device=ones.device).view(pairs, 2) + 2 * pairs * ranks.rank(),
         "lengths": [length] * pairs,
     }

@@ -11,6 +11,7 @@ Shape letters: B images or texts, P pairs, C channels, N image tokens, L text to
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,23 @@ from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     VisionTextDualEncoderConfig,
     VisionTextDualEncoderModel,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
 POOLINGS = ("auto", "pooler", "mean", "cls")
+CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
+DIRECTIONS = ("text_to_image", "both")
+MOST_TAPS = 3  # hidden states of a tower that a head reads, if nobody says which
+MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
 KeysValues = tuple[Tensor, ...]
-"""One `[2, B, heads, N, D / heads]` tensor of keys and values per fusion layer."""
+"""What a fusion head keeps of B images, one tensor per block with the image as dimension 1: keys and values
+`[2, B, heads, N, D / heads]`; or, where image tokens read the text too, the tokens `[1, B, N, D]` that enter there."""
 
 
 class FusionDualEncoderConfig(PreTrainedConfig):
@@ -49,9 +57,18 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_layers: blocks of the head; 0 leaves the head out.
         fusion_dim, fusion_heads: its width, by default half the text tower's in steps of 32 and at most 512, and one head
             per 32 channels.
-        fusion_vision_taps: which of the vision tower's hidden states the head reads, as indices into `hidden_states`.
+        fusion_vision_taps: which of the vision tower's hidden states the head reads, coarse before fine, as indices into
+            `hidden_states`.
+        fusion_text_taps: which of the text tower's, as indices into its `hidden_states`; -1 is what it puts out.
+        fusion_hierarchy: block k reads the first taps only, the last block all, and the text tower anew (see `FusionHead`);
+            else every block reads every tap.
+        fusion_direction: `text_to_image`, where image tokens are never changed and can be kept, or `both`.
         fusion_tokens_per_tap: a tap with more tokens is pooled down to this many.
+        token_head, caption_head: whether there is a head that tells words from fused states, and an entrance for words
+            without their text tower, to write captions.
+        region_head: whether boxes of an image have embeddings of their own (`RegionHead`).
         freeze_batch_norm: keep the running statistics of batch norms fixed in training.
+        classifier_inputs, classifier_dropout: of `FusionDualEncoderForClassification`.
     """
 
     model_type = "fusion-dual-encoder"
@@ -76,8 +93,16 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_heads: int | None = None,
         fusion_mlp_ratio: int = 4,
         fusion_vision_taps: Sequence[int] = (-1,),
-        fusion_tokens_per_tap: int = 49,
+        fusion_text_taps: Sequence[int] = (-1,),
+        fusion_hierarchy: bool = True,
+        fusion_direction: str = "text_to_image",
+        fusion_tokens_per_tap: int = 64,
+        token_head: bool = False,
+        caption_head: bool = False,
+        region_head: bool = False,
         freeze_batch_norm: bool = False,
+        classifier_inputs: str = "fused",
+        classifier_dropout: float = 0.1,
         **kwargs: Any,
     ):
         for name, config in (("vision_config", vision_config), ("text_config", text_config)):
@@ -87,6 +112,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         for name, pooling in (("vision_pooling", vision_pooling), ("text_pooling", text_pooling)):
             if pooling not in POOLINGS:
                 raise ValueError(f"{name} is {pooling!r}; choose one of {', '.join(POOLINGS)}.")
+        if fusion_direction not in DIRECTIONS:
+            raise ValueError(f"fusion_direction is {fusion_direction!r}; choose one of {', '.join(DIRECTIONS)}.")
         fusion_dim = fusion_dim or max(32, min(512, text_width // 64 * 32))
         fusion_heads = fusion_heads or max(1, fusion_dim // 32)
         if fusion_layers and fusion_dim % (4 * fusion_heads):
@@ -106,8 +133,19 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_heads = fusion_heads
         self.fusion_mlp_ratio = fusion_mlp_ratio
         self.fusion_vision_taps = list(fusion_vision_taps)
+        self.fusion_text_taps = list(fusion_text_taps)
+        self.fusion_hierarchy = fusion_hierarchy
+        self.fusion_direction = fusion_direction
+        self.token_head = token_head
+        self.caption_head = caption_head
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
+        self.region_head = region_head
         self.freeze_batch_norm = freeze_batch_norm
+        if classifier_inputs not in CLASSIFIER_INPUTS:
+            raise ValueError(
+                f"classifier_inputs is {classifier_inputs!r}; choose one of {', '.join(CLASSIFIER_INPUTS)}."
+            )
+        self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
 
 
@@ -121,7 +159,7 @@ class FusionDualEncoderOutput(ModelOutput):
         logits_per_text: its transpose.
         text_embeds, image_embeds: `[B, E]`, of unit length.
         keys_values: the image side of the fusion head, see `FusionHead.encode_vision`.
-        text_states: `[B, L, C]` last hidden states of the text tower.
+        text_states: `[B, L, C]`, the text side of the fusion head, see `FusionHead.encode_text`.
         logit_scale: scalar log inverse temperature.
         match_logits: `[B]` logit that image b and text b belong together, when both are given.
     """
@@ -148,6 +186,16 @@ def _sincos_positions(height: int, width: int, dim: int, device: torch.device) -
     return torch.cat([rows, columns], -1).flatten(0, 1)
 
 
+def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Tokens `[B, N, C]` of a vision transformer as what stands before the patches, `[B, s, C]`, and the patches as a map
+    `[B, C, h, h]`; None instead of the map, where there is no square number of them."""
+    side = math.isqrt(tokens.shape[1])
+    special = tokens.shape[1] - side**2
+    if special > MOST_SPECIAL_TOKENS:
+        return tokens, None
+    return tokens[:, :special], tokens[:, special:].transpose(1, 2).unflatten(2, (side, side))
+
+
 class LevelAdapter(nn.Module):
     """Any hidden state, a `[B, C, h, w]` map or `[B, N, C]` tokens, as `[B, n, D]` tokens with n <= `max_tokens`."""
 
@@ -159,13 +207,16 @@ class LevelAdapter(nn.Module):
         self.level = nn.Parameter(torch.zeros(dim))
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """At most `max_tokens` of them, by averages of neighbours."""
+        """At most `max_tokens` of them, by averages of neighbours; class and register tokens stay as they are."""
+        side = int(self.max_tokens**0.5)
         if hidden.dim() == 4:
-            too_many = hidden.shape[-1] * hidden.shape[-2] > self.max_tokens
-            return F.adaptive_avg_pool2d(hidden, int(self.max_tokens**0.5)) if too_many else hidden
+            return F.adaptive_avg_pool2d(hidden, side) if hidden.shape[-1] * hidden.shape[-2] > side**2 else hidden
         if hidden.shape[1] <= self.max_tokens:
             return hidden
-        return F.adaptive_avg_pool1d(hidden.transpose(1, 2), self.max_tokens).transpose(1, 2)
+        special, grid = split_grid(hidden)
+        if grid is None:
+            return F.adaptive_avg_pool1d(hidden.transpose(1, 2), self.max_tokens).transpose(1, 2)
+        return torch.cat([special, F.adaptive_avg_pool2d(grid, side).flatten(2).transpose(1, 2)], 1)
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Project, and mark position (of maps) and level."""
@@ -202,26 +253,65 @@ class Attention(nn.Module):
 
 
 class FusionLayer(nn.Module):
-    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward; residuals kept."""
+    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward; residuals kept.
 
-    def __init__(self, dim: int, heads: int, mlp_ratio: int):
+    With `updates_image`, image tokens attend to the text after that, and have a feed-forward of their own.
+    """
+
+    def __init__(self, dim: int, heads: int, mlp_ratio: int, updates_image: bool = False):
         super().__init__()
         self.self_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.self_attention = Attention(dim, heads)
         self.cross_attention = Attention(dim, heads)
         self.gate = nn.Parameter(torch.ones(1))
-        self.mlp = nn.Sequential(nn.Linear(dim, mlp_ratio * dim), nn.GELU(), nn.Linear(mlp_ratio * dim, dim))
+        self.mlp = _mlp(dim, mlp_ratio)
+        self.image = ImageUpdate(dim, heads, mlp_ratio) if updates_image else None
 
     def encode_image(self, tokens: Tensor) -> Tensor:
         """This layer's keys and values of image tokens `[B, N, D]`."""
         return self.cross_attention.keys_values(tokens)
 
     def forward(self, tokens: Tensor, keys_values: Tensor, text_mask: Tensor) -> Tensor:
-        """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]`."""
+        """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]`, or `[P, 1, L, L]` with a row per query."""
         normed = self.self_norm(tokens)
         tokens = tokens + self.self_attention(normed, self.self_attention.keys_values(normed), text_mask)
         tokens = tokens + self.gate * self.cross_attention(self.cross_norm(tokens), keys_values)
         return tokens + self.mlp(self.mlp_norm(tokens))
+
+
+class ImageUpdate(nn.Module):
+    """Image tokens `[P, N, D]` read the text tokens of their pair `[P, L, D]`."""
+
+    def __init__(self, dim: int, heads: int, mlp_ratio: int):
+        super().__init__()
+        self.text_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.cross_attention = Attention(dim, heads)
+        self.mlp = _mlp(dim, mlp_ratio)
+
+    def forward(self, tokens: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
+        """`[P, N, D]` -> `[P, N, D]`."""
+        keys_values = self.cross_attention.keys_values(self.text_norm(text))
+        tokens = tokens + self.cross_attention(self.cross_norm(tokens), keys_values, text_mask)
+        return tokens + self.mlp(self.mlp_norm(tokens))
+
+
+def _mlp(dim: int, ratio: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(dim, ratio * dim), nn.GELU(), nn.Linear(ratio * dim, dim))
+
+
+class TextBridge(nn.Module):
+    """Layers of the text tower, mixed by learned weights (ManagerTower's static manager, arXiv 2306.00103), in D channels."""
+
+    def __init__(self, width: int, taps: int, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Parameter(torch.zeros(taps))
+        self.projection = nn.Linear(width, dim)
+
+    def forward(self, text_states: Tensor) -> Tensor:
+        """`[P, L, taps x width]` -> `[P, L, D]`."""
+        levels = self.norm(text_states.unflatten(-1, (len(self.mix), -1)))
+        return self.projection((levels * self.mix.softmax(0).to(levels)[:, None]).sum(-2))
 
 
 class FusionHead(nn.Module):
@@ -229,46 +319,174 @@ class FusionHead(nn.Module):
 
     The image never reads the text, so its side depends on the image alone and is computed once (ALBEF, BLIP and
     BridgeTower project the same image again for every candidate text).
+
+    With a hierarchy, block k attends to the taps of the vision tower up to its own, coarse ones first, and receives the text
+    tower's layers once more through a bridge (BridgeTower, arXiv 2206.08657), which begins at zero.
     """
 
     def __init__(self, config: FusionDualEncoderConfig):
         super().__init__()
-        dim = config.fusion_dim
+        dim, blocks, both = config.fusion_dim, config.fusion_layers, config.fusion_direction == "both"
         self.taps = list(config.fusion_vision_taps)
         self.adapters: Iterable[LevelAdapter] = nn.ModuleList(  # type: ignore[assignment]
             LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap) for tap in self.taps
         )
         self.vision_norm = nn.LayerNorm(dim)
-        self.text_adapter = nn.Sequential(nn.LayerNorm(config.text_width), nn.Linear(config.text_width, dim))
+        bridges = blocks if config.fusion_hierarchy else 1
+        self.bridges: Any = nn.ModuleList(
+            TextBridge(config.text_width, len(config.fusion_text_taps), dim) for _ in range(bridges)
+        )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
-        blocks = [FusionLayer(dim, config.fusion_heads, config.fusion_mlp_ratio) for _ in range(config.fusion_layers)]
-        self.layers: Iterable[FusionLayer] = nn.ModuleList(blocks)  # type: ignore[assignment]
+        self.layers: Iterable[FusionLayer] = nn.ModuleList(  # type: ignore[assignment]
+            FusionLayer(dim, config.fusion_heads, config.fusion_mlp_ratio, updates_image=both and block + 1 < blocks)
+            for block in range(blocks)
+        )
         self.output_norm = nn.LayerNorm(dim)
         self.match = nn.Linear(dim, 1)
+        self.keeps_tokens = both
+        # how many taps each block reads
+        last = len(self.taps)
+        self.reach = [-(-last * (block + 1) // blocks) if config.fusion_hierarchy else last for block in range(blocks)]
 
     def pool_taps(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tapped ones of all hidden states, each with at most `fusion_tokens_per_tap` tokens."""
         return tuple(adapter.pool(hidden_states[tap]) for adapter, tap in zip(self.adapters, self.taps, strict=True))
 
     def encode_vision(self, taps: Sequence[Tensor]) -> KeysValues:
-        """The image side: pooled taps of B images -> keys and values for every layer."""
-        tokens = torch.cat([adapter(tap) for adapter, tap in zip(self.adapters, taps, strict=True)], 1)
-        tokens = self.vision_norm(tokens)
-        return tuple(layer.encode_image(tokens) for layer in self.layers)
+        """The image side: pooled taps of B images -> keys and values for every block."""
+        levels = [adapter(tap) for adapter, tap in zip(self.adapters, taps, strict=True)]
+        if self.keeps_tokens:
+            begins = [0, *self.reach[:-1]]
+            empty = levels[0][:, :0]
+            return tuple(
+                torch.cat([empty, *levels[begin:end]], 1)[None] for begin, end in zip(begins, self.reach, strict=True)
+            )
+        tokens = self.vision_norm(torch.cat(levels, 1))
+        ends = list(itertools.accumulate(level.shape[1] for level in levels))
+        return tuple(
+            layer.encode_image(tokens[:, : ends[reach - 1]])
+            for layer, reach in zip(self.layers, self.reach, strict=True)
+        )
+
+    def encode_text(self, states: Tensor) -> Tensor:
+        """The text side: layers of the text tower `[B, L, taps x C]` -> what enters every block, `[B, L, blocks x D]`."""
+        return torch.cat([bridge(states) for bridge in self.bridges], -1)
 
     def forward(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Fused states `[P, 1 + L, D]` of P pairs, the fused `[CLS]` first; padding changes none of the others."""
-        tokens = self.text_adapter(text_states)
-        tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
+        first, *later = text_states.chunk(len(self.bridges), -1)
+        tokens = torch.cat([self.cls_token.expand(len(first), -1, -1), first], 1)
         mask = F.pad(attention_mask.bool(), (1, 0), value=True)[:, None, None]
-        for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
-            tokens = layer(tokens, layer_keys_values, mask)
-        return self.output_norm(tokens)
+        return self._run(tokens, mask, keys_values, [F.pad(states, (0, 0, 1, 0)) for states in later])
 
     def match_logits(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits `[P]` that the pairs belong together."""
         fused = self.forward(keys_values, text_states, attention_mask)
         return self.match(fused[:, 0])[:, 0]
+
+    def decode(self, keys_values: KeysValues, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        """Fused states `[P, L, D]` of `tokens` `[P, L, D]`, each of which sees those before it and the image."""
+        length = tokens.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        itself = torch.eye(length, dtype=torch.bool, device=tokens.device)  # so that padding sees something
+        mask = (causal & attention_mask.bool()[:, None, None]) | itself
+        return self._run(tokens, mask, keys_values)
+
+    def _run(self, tokens: Tensor, mask: Tensor, keys_values: KeysValues, bridged: Sequence[Tensor] = ()) -> Tensor:
+        image = None
+        for block, (layer, given) in enumerate(zip(self.layers, keys_values, strict=True)):
+            if 0 < block <= len(bridged):
+                tokens = tokens + bridged[block - 1]
+            if self.keeps_tokens:
+                image = given[0] if image is None else torch.cat([image, given[0]], 1)
+                given = layer.encode_image(self.vision_norm(image))
+            tokens = layer(tokens, given, mask)
+            if layer.image is not None:
+                image = layer.image(image, tokens, mask)
+        return self.output_norm(tokens)
+
+
+class TokenHead(nn.Module):
+    """Fused states as logits over the text tower's vocabulary, whose embeddings they are compared with."""
+
+    def __init__(self, dim: int, width: int, vocabulary: int):
+        super().__init__()
+        self.transform = nn.Sequential(nn.Linear(dim, width), nn.GELU(), nn.LayerNorm(width))
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, fused: Tensor, embeddings: Tensor) -> Tensor:
+        """`[M, D]` and `[V, W]` -> `[M, V]`."""
+        return F.linear(self.transform(fused), embeddings, self.bias)
+
+
+class CaptionAdapter(nn.Module):
+    """Word embeddings `[P, L, W]`, with their places, as tokens `[P, L, D]`: an entrance without a text tower."""
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, dim)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """Positions are those of "Attention is all you need" (arXiv 1706.03762)."""
+        tokens = self.projection(self.norm(embeddings))
+        frequency = 10000.0 ** -(torch.arange(0, tokens.shape[2], 2, device=tokens.device) / tokens.shape[2])
+        angle = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequency
+        return tokens + torch.cat([angle.sin(), angle.cos()], 1).to(tokens.dtype)
+
+
+class RegionHead(nn.Module):
+    """Boxes of an image, and the cells of its grid, in the space of the texts (X-VLM, arXiv 2111.08276).
+
+    It reads the fusion head's last tap, the finest. A box is the mean of the cells under it, weighted by the area of each
+    that it covers: exact, also for boxes smaller than a cell, and with a gradient by the cells.
+    """
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, dim, bias=False)
+
+    def forward(self, grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
+        """Unit embeddings `[R, E]` of R boxes, see `FusionDualEncoderModel.region_embeds`, of `[B, C, h, w]` maps."""
+        return self._embed(mean_in_boxes(grid, boxes, image))
+
+    def cells(self, grid: Tensor) -> Tensor:
+        """Unit embeddings `[B, h, w, E]`, each what `forward` gives of a box inside that cell."""
+        return self._embed(grid.permute(0, 2, 3, 1))
+
+    def _embed(self, pooled: Tensor) -> Tensor:
+        return F.normalize(self.projection(self.norm(pooled)), dim=-1)
+
+
+def _grid(tap: Tensor) -> Tensor:
+    """A hidden state, a map or tokens, as the map `[B, C, h, w]` that it is of the image."""
+    grid = tap if tap.dim() == 4 else split_grid(tap)[1]
+    if grid is None:
+        raise ValueError(
+            f"Regions need a map or a square grid of patches; the last of fusion_vision_taps gives {tap.shape[1]} tokens."
+        )
+    return grid
+
+
+def mean_in_boxes(grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
+    """Mean `[R, C]` of the cells under each box, by area; zeros for a box without any."""
+    weight = cells_covered(boxes, *grid.shape[-2:])
+    weight = weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-6)
+    # index_select, because the backward of indexing adds in no fixed order on CPUs
+    return torch.einsum("rhw,rchw->rc", weight.to(grid), grid.index_select(0, image))
+
+
+def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
+    """Which share of each cell of a grid lies in each box, `[R, height, width]`; boxes `[R, 4]` are left, top, right, bottom
+    in shares of the grid."""
+
+    def along(spans: Tensor, cells: int) -> Tensor:
+        begin = torch.arange(cells, device=spans.device)
+        spans = spans * cells
+        return (torch.minimum(spans[:, 1:], begin + 1) - torch.maximum(spans[:, :1], begin)).clamp(min=0)
+
+    return along(boxes[:, 1::2], height)[:, :, None] * along(boxes[:, ::2], width)[:, None]
 
 
 class FusionDualEncoderModel(PreTrainedModel):
@@ -305,6 +523,13 @@ class FusionDualEncoderModel(PreTrainedModel):
         bias = config.logit_bias_init_value
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
         self.fusion = FusionHead(config) if config.fusion_layers else None
+        self.region_head: RegionHead | None = None
+        if config.region_head:
+            self._make_region_head()
+        self.token_head: TokenHead | None = None
+        self.caption_adapter: CaptionAdapter | None = None
+        if config.token_head:
+            self.add_token_head(config.caption_head)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -314,8 +539,13 @@ class FusionDualEncoderModel(PreTrainedModel):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
         elif isinstance(module, FusionHead):
             nn.init.normal_(module.cls_token, std=0.02)
+            for bridge in module.bridges[1:]:
+                nn.init.zeros_(bridge.projection.weight)
         elif isinstance(module, LevelAdapter):
             nn.init.normal_(module.level, std=0.02)
 
@@ -324,6 +554,9 @@ class FusionDualEncoderModel(PreTrainedModel):
         cls, vision_model: PreTrainedModel, text_model: PreTrainedModel, **config: Any
     ) -> "FusionDualEncoderModel":
         """Join two backbones; `config` are fields of `FusionDualEncoderConfig`. Runs both once on zeros to measure them.
+
+        Without `fusion_vision_taps` and `fusion_text_taps`, the head reads a hidden state of each tower per block, three at
+        most: the last of each resolution, or, where there is only one, the last and others at equal distances before it.
 
         Raises:
             ValueError: if a backbone returns no hidden states, or a pooling it was asked for.
@@ -337,6 +570,9 @@ class FusionDualEncoderModel(PreTrainedModel):
             first_token_only = name == "text_pooling" and _has_bert_pooler(text_model)
             best = "mean" if pooler is None or first_token_only else "pooler"
             config[name] = best if wanted == "auto" else wanted
+        most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))
+        config.setdefault("fusion_vision_taps", _apart([_places(hidden) for hidden in vision["hidden_states"]], most))
+        config.setdefault("fusion_text_taps", _apart([1] * len(text["hidden_states"]), most))
         widths = [_channels(hidden) for hidden in vision["hidden_states"]]
         pooled = _pool(vision, config["vision_pooling"], None)
         resolved = FusionDualEncoderConfig(
@@ -347,12 +583,13 @@ class FusionDualEncoderModel(PreTrainedModel):
             text_width=text["last_hidden_state"].shape[-1],
             **config,
         )
-        for tap in resolved.fusion_vision_taps:
-            if not -len(widths) <= tap < len(widths):
-                raise ValueError(
-                    f"fusion_vision_taps holds {tap}; the vision backbone has {len(widths)} hidden states, "
-                    f"so give indices from {-len(widths)} to {len(widths) - 1}."
-                )
+        for name, states in (("vision", vision["hidden_states"]), ("text", text["hidden_states"])):
+            for tap in getattr(resolved, f"fusion_{name}_taps"):
+                if not -len(states) <= tap < len(states):
+                    raise ValueError(
+                        f"fusion_{name}_taps holds {tap}; the {name} backbone has {len(states)} hidden states, so give "
+                        f"indices from {-len(states)} to {len(states) - 1}."
+                    )
         return cls(resolved, vision_model, text_model)
 
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
@@ -394,6 +631,24 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Drop the bias, which a softmax does not see."""
         self.config.logit_bias_init_value = self.logit_bias = None
 
+    def add_token_head(self, captions: bool = False) -> None:
+        """Give the fusion head what tells words, if it has none; with `captions`, also what it needs to write them.
+
+        Raises:
+            ValueError: if captions are asked of a head whose image tokens read the text, the words to be told among it.
+        """
+        words: Any = self.text_model.get_input_embeddings()
+        dim, width = self.config.fusion_dim, words.embedding_dim
+        if self.token_head is None:
+            self.token_head = TokenHead(dim, width, words.num_embeddings).to(words.weight)
+            self.token_head.apply(self._init_weights)
+        if captions and self.config.fusion_direction != "text_to_image":
+            raise ValueError("fusion_direction is 'both'; to write captions, image tokens must not read the text.")
+        if captions and self.caption_adapter is None:
+            self.caption_adapter = CaptionAdapter(width, dim).to(words.weight)
+            self.caption_adapter.apply(self._init_weights)
+        self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
+
     def freeze(self, tower: str) -> None:
         """Stop training the `vision` or the `text` backbone; its projection goes on learning."""
         (self.vision_model if tower == "vision" else self.text_model).requires_grad_(False)
@@ -402,10 +657,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Unit embeddings `[B, E]` of normalised `[B, 3, H, W]` images, and their side of the fusion head."""
         return self.project_image(*self.vision_features(pixel_values, with_keys_values))
 
-    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit embeddings `[B, E]` and last hidden states `[B, L, C]` of tokenised texts `[B, L]`."""
-        pooled, states = self.text_features(input_ids, attention_mask)
-        return self.project_text(pooled), states
+    def encode_text(
+        self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Unit embeddings `[B, E]` of tokenised texts `[B, L]`, and their side of the fusion head."""
+        pooled, states = self.text_features(input_ids, attention_mask, with_states)
+        return self.project_text(pooled, states if with_states else None)
 
     def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """All that the model takes from the vision backbone: a vector `[B, C]`, and what the fusion head reads, pooled."""
@@ -421,20 +678,115 @@ class FusionDualEncoderModel(PreTrainedModel):
         embeds = F.normalize(self.visual_projection(pooled), dim=-1)
         return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
 
-    def text_features(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """All that the model takes from the text backbone: a vector `[B, C]`, and the last hidden states `[B, L, C]`."""
-        output = self.text_model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True)
-        return _pool(output, self.config.text_pooling, attention_mask), output.last_hidden_state
+    def text_features(
+        self, input_ids: Tensor, attention_mask: Tensor, with_taps: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """All that the model takes from the text backbone: a vector `[B, C]`, and what the fusion head reads of the hidden
+        states, `[B, L, taps x C]`; without taps, the last ones."""
+        taps = self.config.fusion_text_taps if self.fusion is not None and with_taps else (-1,)
+        output = self.text_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            output_hidden_states=any(tap != -1 for tap in taps),
+            return_dict=True,
+        )
+        # Some towers normalise what they put out once more, so that it is not the last of the hidden states.
+        states = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
+        return _pool(output, self.config.text_pooling, attention_mask), torch.cat(states, -1)
 
-    def project_text(self, pooled: Tensor) -> Tensor:
-        """The rest of `encode_text`: unit embeddings `[B, E]` of `text_features`."""
-        return F.normalize(self.text_projection(pooled), dim=-1)
+    def add_region_head(self) -> None:
+        """Give the model embeddings of boxes, if it has none.
+
+        Raises:
+            ValueError: if it has no fusion head, whose taps they are made of, or the last tap is no square grid.
+        """
+        if self.fusion is None:
+            raise ValueError(
+                "This model was built with fusion_layers=0; regions are read from the fusion head's taps."
+            )
+        tapped = _probe_vision(self.vision_model)["hidden_states"][self.config.fusion_vision_taps[-1]]
+        _grid(tapped)
+        if self.region_head is None:
+            self._make_region_head()
+        self.config.region_head = True
+
+    def _make_region_head(self) -> None:
+        width = self.config.vision_widths[self.config.fusion_vision_taps[-1]]
+        self.region_head = RegionHead(width, self.config.projection_dim).to(self.logit_scale)
+        self.region_head.apply(self._init_weights)
+
+    def region_embeds(self, taps: Sequence[Tensor], boxes: Tensor, image: Tensor) -> Tensor:
+        """Unit embeddings `[R, E]` of R boxes, which may be compared with those of texts.
+
+        Args:
+            taps: of `vision_features`.
+            boxes: `[R, 4]` left, top, right and bottom in shares of the input, each in [0, 1].
+            image: `[R]`, the place of each box's image.
+
+        Raises:
+            ValueError: if the model has no region head.
+        """
+        head, grid = self._region_grid(taps)
+        return head(grid, boxes, image)
+
+    def cell_embeds(self, taps: Sequence[Tensor]) -> Tensor:
+        """Unit embeddings `[B, h, w, E]` of all cells of the last tap, as of boxes inside them."""
+        head, grid = self._region_grid(taps)
+        return head.cells(grid)
+
+    def _region_grid(self, taps: Sequence[Tensor]) -> tuple[RegionHead, Tensor]:
+        if self.region_head is None:
+            raise ValueError("This model has no embeddings of regions. Train it with regions among --objectives.")
+        return self.region_head, _grid(taps[-1])
+
+    def project_text(self, pooled: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The rest of `encode_text`, of `text_features`; without states the vector stands in their place."""
+        embeds = F.normalize(self.text_projection(pooled), dim=-1)
+        if states is None:
+            states = pooled[:, None]
+        elif self.fusion is not None:
+            states = self.fusion.encode_text(states)
+        return embeds, states
 
     def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits `[P]` that pair p, given by its image's keys and values and its text's states, belongs together."""
         if self.fusion is None:
             raise ValueError("This model was built with fusion_layers=0; it has no head to score pairs with.")
         return self.fusion.match_logits(keys_values, text_states, attention_mask)
+
+    def token_logits(
+        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_asked: Tensor
+    ) -> Tensor:
+        """Logits `[M, V]` of the M tokens of P pairs that are asked for, bool `[P, L]`, from their fused states."""
+        assert self.fusion is not None
+        assert self.token_head is not None
+        fused = self.fusion(keys_values, text_states, attention_mask)[:, 1:]
+        return self.token_head(fused[is_asked], self.text_model.get_input_embeddings().weight)
+
+    def caption_logits(
+        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, is_asked: Tensor
+    ) -> Tensor:
+        """Logits `[M, V]` of what follows the M tokens of P captions that are asked for, bool `[P, L]`."""
+        assert self.fusion is not None
+        assert self.token_head is not None
+        assert self.caption_adapter is not None
+        words = self.text_model.get_input_embeddings()
+        fused = self.fusion.decode(keys_values, self.caption_adapter(words(input_ids)), attention_mask)
+        return self.token_head(fused[is_asked], words.weight)
+
+    @torch.no_grad()
+    def caption(self, pixel_values: Tensor, first: int, last: int, max_length: int = 32) -> Tensor:
+        """Write captions greedily: token ids `[B, L]`, from `first` to `last` (`[CLS]` and `[SEP]` of a BERT), then `last`."""
+        _, keys_values = self.encode_image(pixel_values)
+        assert keys_values is not None
+        input_ids = torch.full((len(pixel_values), 1), first, device=pixel_values.device)
+        while input_ids.shape[1] < max_length and not (input_ids[:, 1:] == last).any(1).all():
+            is_asked = torch.zeros_like(input_ids, dtype=torch.bool)
+            is_asked[:, -1] = True
+            chosen = self.caption_logits(keys_values, input_ids, torch.ones_like(input_ids), is_asked).argmax(-1)
+            ended = (input_ids[:, 1:] == last).any(1)
+            input_ids = torch.cat([input_ids, chosen.masked_fill(ended, last)[:, None]], 1)
+        return input_ids
 
     def forward(
         self,
@@ -507,6 +859,78 @@ class FusionDualEncoderModel(PreTrainedModel):
         return stock.train(self.training)
 
 
+class FusionDualEncoderForClassification(FusionDualEncoderModel):
+    """Classes of an image, of a text, or of both together; loads from a checkpoint of the base class unchanged.
+
+    `config.classifier_inputs` says what a small MLP reads: `fused`, the head's [CLS]; `pair`, both unit embeddings side by
+    side, which never look at each other; `image` or `text`, one of them, without running the other tower.
+    """
+
+    def __init__(
+        self,
+        config: FusionDualEncoderConfig,
+        vision_model: PreTrainedModel | None = None,
+        text_model: PreTrainedModel | None = None,
+    ):
+        super().__init__(config, vision_model, text_model)
+        reads = config.classifier_inputs
+        if reads == "fused" and self.fusion is None:
+            raise ValueError(
+                "classifier_inputs is 'fused'; this model was built with fusion_layers=0. Set classifier_inputs to pair."
+            )
+        width = {"fused": config.fusion_dim, "pair": 2 * config.projection_dim}.get(reads, config.projection_dim)
+        self.classifier = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Dropout(config.classifier_dropout),
+            nn.Linear(width, len(config.id2label or ())),
+        )
+        self.classifier.apply(self._init_weights)
+
+    def classify(
+        self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[B, classes]`; an input that the classifier does not read may be left out, and is not looked at.
+
+        Raises:
+            ValueError: if one that it reads is missing.
+        """
+        reads = self.config.classifier_inputs
+        missing = [
+            name
+            for name, value, other in (("pixel_values", pixel_values, "text"), ("input_ids", input_ids, "image"))
+            if value is None and reads != other
+        ]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing; classifier_inputs is {reads!r}. Pass it.")
+        keys_values, text_states, embeds = None, None, []
+        if pixel_values is not None and reads != "text":
+            embed, keys_values = self.encode_image(pixel_values, with_keys_values=reads == "fused")
+            embeds.append(embed)
+        if input_ids is not None and reads != "image":
+            attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            embed, text_states = self.encode_text(input_ids, attention_mask)
+            embeds.append(embed)
+        if self.fusion is None or keys_values is None or text_states is None or attention_mask is None:
+            return self.classifier(torch.cat(embeds, -1))
+        return self.classifier(self.fusion(keys_values, text_states, attention_mask)[:, 0])
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutput:
+        """Logits of images, texts or pairs, and with `labels` `[B]` their mean cross-entropy."""
+        logits = self.classify(pixel_values, input_ids, attention_mask)
+        return SequenceClassifierOutput(
+            loss=None if labels is None else F.cross_entropy(logits.float(), labels), logits=logits
+        )
+
+
 def _has_bert_pooler(text_model: PreTrainedModel) -> bool:
     """Whether the tower ends in BERT's pooler, tanh of a dense layer on the first token, and has BERT's layers."""
     layers = getattr(getattr(text_model, "encoder", None), "layer", None)
@@ -559,6 +983,19 @@ def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
     return {name: value.to(trained) for name, value in weights.items()}
 
 
+def _apart(sizes: Sequence[int], most: int) -> list[int]:
+    """Up to `most` of the hidden states with so many places each, from the last one back; not the embeddings."""
+    resolutions = [place for place in range(1, len(sizes)) if sizes[place : place + 2] != [sizes[place]] * 2]
+    if len(resolutions) > 1:
+        return [place - len(sizes) for place in resolutions[::-1][:most]]
+    distance = max(1, (len(sizes) - 1) // most)
+    return list(range(-1, -len(sizes), -distance))[:most] or [-1]
+
+
+def _places(hidden: Tensor) -> int:
+    return hidden.shape[-2] * hidden.shape[-1] if hidden.dim() == 4 else hidden.shape[1]
+
+
 def _channels(hidden: Tensor) -> int:
     return hidden.shape[1] if hidden.dim() == 4 else hidden.shape[-1]
 
@@ -606,7 +1043,7 @@ def _probe_vision(backbone: PreTrainedModel) -> ModelOutput:
 def _probe_text(backbone: PreTrainedModel) -> ModelOutput:
     was_training = backbone.training
     ones = torch.ones(1, 2, dtype=torch.long, device=next(backbone.parameters()).device)
-    output = backbone.eval()(input_ids=ones, attention_mask=ones, return_dict=True)
+    output = backbone.eval()(input_ids=ones, attention_mask=ones, output_hidden_states=True, return_dict=True)
     backbone.train(was_training)
     return output
 
@@ -615,3 +1052,5 @@ AutoConfig.register(FusionDualEncoderConfig.model_type, FusionDualEncoderConfig,
 AutoModel.register(FusionDualEncoderConfig, FusionDualEncoderModel, exist_ok=True)
 FusionDualEncoderConfig.register_for_auto_class()
 FusionDualEncoderModel.register_for_auto_class("AutoModel")
+AutoModelForSequenceClassification.register(FusionDualEncoderConfig, FusionDualEncoderForClassification, exist_ok=True)
+FusionDualEncoderForClassification.register_for_auto_class("AutoModelForSequenceClassification")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from mm_utils.arguments import arg
-from mm_utils.modeling_fusion_dual_encoder import POOLINGS, FusionDualEncoderModel, image_shape
+from mm_utils.modeling_fusion_dual_encoder import DIRECTIONS, POOLINGS, FusionDualEncoderModel, image_shape
 from mm_utils.wordpiece import cached_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,19 @@ class ModelArguments:
         None, "Width of the cross-attention head; default: half the text backbone's, at most 512."
     )
     fusion_heads: int | None = arg(None, "Attention heads of the cross-attention head; default: one per 32 channels.")
+    fusion_vision_taps: str = arg(
+        "auto",
+        "Hidden states of the vision backbone that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, "
+        "three at most, the last of each resolution, or layers of a transformer at equal distances.",
+    )
+    fusion_text_taps: str = arg("auto", "As --fusion_vision_taps, of the text backbone.")
+    fusion_hierarchy: bool = arg(
+        True, "Blocks of the head read the taps one after the other, and the text anew; false: all taps, all blocks."
+    )
+    fusion_direction: str = arg(
+        "text_to_image",
+        "text_to_image, or both: image tokens read the text too, and can then not be kept for many texts.",
+    )
     freeze_vision: bool = arg(False, "Do not train the vision backbone.")
     freeze_text: bool = arg(False, "Do not train the text backbone.")
     gradient_checkpointing: bool = arg(
@@ -85,6 +99,16 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if not 0 <= self.patch_dropout < 1:
             raise ValueError(f"--patch_dropout is {self.patch_dropout}; give a share of the patches in [0, 1).")
+        for name in ("fusion_vision_taps", "fusion_text_taps"):
+            taps = getattr(self, name)
+            if taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", taps):
+                raise ValueError(
+                    f"--{name} is {taps!r}; give places in the backbone's hidden states, e.g. -1,-2, or auto."
+                )
+        if self.fusion_direction not in DIRECTIONS:
+            raise ValueError(
+                f"--fusion_direction is {self.fusion_direction!r}; choose one of {', '.join(DIRECTIONS)}."
+            )
         for name in ("vision_pooling", "text_pooling"):
             if getattr(self, name) not in POOLINGS:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(POOLINGS)}.")
@@ -92,6 +116,12 @@ class ModelArguments:
             value = getattr(self, name)
             if value not in presets and not Path(value).is_file():
                 raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
+
+    @property
+    def taps(self) -> dict[str, list[int]]:
+        """Those that were given, as fields of the model's config."""
+        given = {name: getattr(self, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
+        return {name: [int(tap) for tap in taps.split(",")] for name, taps in given.items() if taps != "auto"}
 
     @property
     def pretrained(self) -> bool:
@@ -150,6 +180,9 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Fus
             fusion_layers=args.fusion_layers,
             **({"fusion_dim": args.fusion_dim} if args.fusion_dim else {}),
             **({"fusion_heads": args.fusion_heads} if args.fusion_heads else {}),
+            **args.taps,
+            fusion_hierarchy=args.fusion_hierarchy,
+            fusion_direction=args.fusion_direction,
             # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
             freeze_batch_norm=bool(args.vision_model_name_or_path),
         )
@@ -208,14 +241,20 @@ def freeze_unreached(model: FusionDualEncoderModel) -> int:
     was_training = model.training
     reached = model.eval()(input_ids=ones, pixel_values=images, return_loss=True)
     total = reached.loss if reached.match_logits is None else reached.loss + reached.match_logits.sum()
-    # A softmax does not see the logit bias; whether it is trained is the objective's to say.
-    named = ((name, parameter) for name, parameter in model.named_parameters() if name != "logit_bias")
-    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    # Whether heads and bias are trained is the objective's to say.
+    towers = (parameter for tower in (model.vision_model, model.text_model) for parameter in tower.parameters())
+    frozen = freeze_untouched(towers, total)
+    model.train(was_training)
+    return frozen
+
+
+def freeze_untouched(parameters: Iterable[torch.nn.Parameter], total: torch.Tensor) -> int:
+    """Stop training those that a scalar does not depend on; returns how many numbers they hold."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = torch.autograd.grad(total, trained, allow_unused=True) if trained else []
     unreached = [parameter for parameter, gradient in zip(trained, gradients, strict=True) if gradient is None]
     for parameter in unreached:
         parameter.requires_grad_(False)
-    model.train(was_training)
     return sum(parameter.numel() for parameter in unreached)
 
 

@@ -6,10 +6,13 @@ in language and style (`--length_bucket_window`; figures in docs/log.md). A text
 itself. So the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 """What one more pass through a tower costs, in tokens: time to start its kernels, or until they fill the device."""
@@ -40,3 +43,21 @@ def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
 def padded_tokens(lengths: Sequence[int], groups: Sequence[range]) -> int:
     """Tokens that are computed for `groups` of captions of these lengths."""
     return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
+
+
+def encode_in_groups(
+    encode_text: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:
+    """`encode_text`, which gives `[n, E]` and `[n, L, C]`, of n texts `[n, L]`; in groups if `lengths` are given."""
+    if not lengths:
+        return encode_text(input_ids, attention_mask)
+    embeds, states = [], []
+    for group in length_groups(lengths, input_ids.device.type):
+        rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
+        found = encode_text(input_ids[rows, :longest], attention_mask[rows, :longest])
+        embeds.append(found[0])
+        states.append(F.pad(found[1], (0, 0, 0, input_ids.shape[1] - longest)))
+    return torch.cat(embeds), torch.cat(states)

@@ -4,8 +4,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from mm_utils.modeling_fusion_dual_encoder import Attention, FusionDualEncoderModel, FusionHead, FusionLayer
-from mm_utils.objectives import ContrastiveObjective
+from mm_utils.modeling_fusion_dual_encoder import (
+    Attention,
+    FusionDualEncoderForClassification,
+    FusionDualEncoderModel,
+    FusionHead,
+    FusionLayer,
+    RegionHead,
+)
+from mm_utils.objectives import JointObjective
 
 
 def without_scalars(objective: nn.Module) -> None:
@@ -18,11 +25,17 @@ def without_scalars(objective: nn.Module) -> None:
 def register_forward_methods(objective: nn.Module) -> None:
     """Tell FSDP2 which methods besides `forward` use a module's weights, so that it gathers them there too."""
     methods = {
-        ContrastiveObjective: ("encode", "part"),
-        FusionDualEncoderModel: ("encode_image", "encode_text", "project_image", "project_text", "match_pairs"),
-        FusionHead: ("encode_vision", "match_logits"),
+        JointObjective: ("encode", "part"),
+        FusionDualEncoderModel: (
+            *("encode_image", "encode_text", "vision_features", "text_features", "project_image", "project_text"),
+            "match_pairs",
+            *("token_logits", "caption_logits", "region_embeds", "cell_embeds"),
+        ),
+        FusionDualEncoderForClassification: ("classify",),
+        FusionHead: ("encode_vision", "encode_text", "match_logits", "decode"),
         FusionLayer: ("encode_image",),
         Attention: ("keys_values",),
+        RegionHead: ("cells",),
     }
     for module in objective.modules():
         for kind, names in methods.items():

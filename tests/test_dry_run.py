@@ -15,7 +15,7 @@ import torch
 from mm_utils import dry_run, sandbox
 from mm_utils.finish import finish_run
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives import ContrastiveObjective
+from mm_utils.objectives import JointObjective
 from mm_utils.run import RunError
 from scripts import pretrain
 from tests.conftest import write_corpus
@@ -195,13 +195,13 @@ def test_a_checkpoint_that_holds_something_else_is_refused(tiny_flags, tmp_path,
 
 
 def test_a_loss_that_is_not_finite_ends_it(tiny_flags, tmp_path, monkeypatch):
-    forward = ContrastiveObjective.forward
+    forward = JointObjective.forward
 
     def broken(self, batch, step):
         report = forward(self, batch, step)
         return {**report, "loss": report["loss"] * float("nan")}
 
-    monkeypatch.setattr(ContrastiveObjective, "forward", broken)
+    monkeypatch.setattr(JointObjective, "forward", broken)
     with pytest.raises(FloatingPointError, match="loss is nan in step 1 of the dry run"):
         rehearse(tiny_flags, tmp_path)
 

@@ -37,14 +37,15 @@ def bert(length: int) -> int:
 
 
 def head(length: int) -> int:
-    """Per pair: the text adapter, then self-attention, queries and outputs of cross-attention, and a 4 x wide MLP."""
+    """Per pair and layer: self-attention, queries and outputs of cross-attention, and a 4 x wide MLP."""
     tokens = length + 1
-    cross = 2 * linear(tokens, WIDTH, WIDTH) + attention(tokens, TOKENS)
-    return linear(length, WIDTH, WIDTH) + LAYERS * (layer(tokens, 4 * WIDTH) + cross) + linear(1, WIDTH, 1)
+    cross = sum(2 * linear(tokens, WIDTH, WIDTH) + attention(tokens, (block + 1) * TOKENS) for block in range(LAYERS))
+    return LAYERS * layer(tokens, 4 * WIDTH) + cross + linear(1, WIDTH, 1)
 
 
 VIT = linear(PATCHES, 3 * 8 * 8, WIDTH) + LAYERS * layer(TOKENS) + linear(1, WIDTH, WIDTH) + linear(1, WIDTH, EMBED)
-IMAGE_SIDE = linear(TOKENS, WIDTH, WIDTH) + LAYERS * linear(TOKENS, WIDTH, 2 * WIDTH)
+# One tap per block; block k has keys and values of the first k.
+IMAGE_SIDE = LAYERS * linear(TOKENS, WIDTH, WIDTH) + (1 + 2) * linear(TOKENS, WIDTH, 2 * WIDTH)
 
 
 def test_vit_bert_and_head_by_hand():
@@ -54,6 +55,7 @@ def test_vit_bert_and_head_by_hand():
     for length in (3, 8, 24, 64, 512):
         assert counts.text.at(length) == bert(length)
         assert counts.pair.at(length) == head(length)
+        assert counts.text_side.at(length) == LAYERS * linear(length, WIDTH, WIDTH)
 
 
 def test_convolutions_by_hand():
@@ -84,7 +86,7 @@ def test_every_text_tower_is_quadratic_in_the_length(text):
         for rows in (3, 4):
             ids = torch.ones(rows, length, dtype=torch.long)
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                model.encode_text(ids, ids)
+                model.encode_text(ids, ids, with_states=False)
             totals.append(counter.get_total_flops())
         assert counts.text.at(length) == totals[1] - totals[0]
 
@@ -93,7 +95,7 @@ def test_every_text_tower_is_quadratic_in_the_length(text):
 def test_no_text_is_longer_than_asked_for(max_seq_length, monkeypatch):
     model = build()
     encode, lengths = model.encode_text, set()
-    monkeypatch.setattr(model, "encode_text", lambda ids, mask: lengths.add(ids.shape[1]) or encode(ids, mask))
+    monkeypatch.setattr(model, "encode_text", lambda ids, *given: lengths.add(ids.shape[1]) or encode(ids, *given))
     assert measure_flops(model, 32, max_seq_length).text.at(100) == bert(100)
     assert len(lengths) == 3
     assert max(lengths) <= max_seq_length

@@ -10,7 +10,7 @@ from torch import nn
 
 from mm_utils import ranks
 from mm_utils.grad_cache import OutOfMemoryError, backward, cuts
-from mm_utils.objectives import ContrastiveObjective, Objective
+from mm_utils.objectives import JointObjective, Objective
 from tests.test_objectives import KINDS, PAIRS, global_batch, share_of, tiny_objective
 from tests.test_ranks import run_on_ranks
 
@@ -47,7 +47,7 @@ def assert_same(found: dict[str, Any], right: dict[str, Any]) -> None:
 def test_parts_give_the_gradient_of_the_whole(kind, micro_batch_size):
     whole = step(tiny_objective(kind), global_batch(), None)
     assert_same(step(tiny_objective(kind), global_batch(), micro_batch_size), whole)
-    assert whole["gradients"]["model.logit_scale"].abs() > 1e-3
+    assert whole["gradients"]["model.logit_scale"].abs() > 1e-4
 
 
 def on_this_rank(micro_batch_size: int) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def test_no_activation_outlives_its_part():
 def test_an_objective_that_cannot_be_cut_says_so():
     class Plain(Objective):
         def forward(self, batch, step):
-            return {"loss": self.encode(batch, match=False).image_nE.sum()}
+            return {"loss": self.model.encode_image(batch["pixel_values"])[0].sum()}
 
     plain = Plain(tiny_objective("contrastive").model)
     assert backward(ALONE, plain, global_batch(), 0, None)["loss"].isfinite()
@@ -124,7 +124,7 @@ def test_a_part_is_padded_to_its_own_longest_caption():
     assert widths == [(3, 11), (3, 7), (3, 4), (3, 11), (3, 7)]
 
 
-def with_batch_norm() -> ContrastiveObjective:
+def with_batch_norm() -> JointObjective:
     objective = tiny_objective("contrastive")
     objective.model.vision_model.register_module("norm", nn.BatchNorm2d(3, dtype=torch.double))
     objective.model.vision_model.register_forward_pre_hook(
@@ -175,19 +175,19 @@ def test_what_is_gathered_does_not_grow_with_the_number_of_parts(kind):
 class Full:
     """Runs out of memory when more than `most` pairs are embedded with gradient, in the `fails`-th such pass or later."""
 
-    def __init__(self, objective: ContrastiveObjective, most: int, fails: int = 0):
+    def __init__(self, objective: JointObjective, most: int, fails: int = 0):
         self.encode, self.most, self.left = objective.encode, most, fails
         objective.encode = self  # type: ignore[method-assign]
 
-    def __call__(self, batch: dict[str, Any], match: bool) -> Any:
+    def __call__(self, batch: dict[str, Any], *given: bool) -> Any:
         if torch.is_grad_enabled() and len(batch["ids"]) > self.most:
             self.left -= 1
             if self.left < 0:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return self.encode(batch, match)
+        return self.encode(batch, *given)
 
 
-def until_it_fits(objective: ContrastiveObjective, batch: dict[str, Any], size: int) -> dict[str, Any]:
+def until_it_fits(objective: JointObjective, batch: dict[str, Any], size: int) -> dict[str, Any]:
     """Halve and repeat, as the trainer does."""
     sizes = [size]
     while True:
@@ -226,7 +226,7 @@ def test_one_rank_without_memory_makes_all_repeat_the_step(fails):
 
 def test_other_errors_stay_what_they_are():
     objective = tiny_objective("contrastive")
-    objective.encode = lambda batch, match: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))
+    objective.encode = lambda *given: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         step(objective, global_batch(), 4)
 

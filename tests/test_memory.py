@@ -17,6 +17,17 @@ from tests.test_grad_cache import ALONE
 from tests.test_objectives import global_batch, tiny_objective
 
 
+def test_trials_have_regions_where_batches_do() -> None:
+    objective, batch = tiny_objective("regions"), global_batch()
+    tried = memory._synthetic(batch, 5, 7)
+    assert {name: len(value) for name, value in tried.items()} == dict.fromkeys(tried, 5)
+    assert {name for name in tried if name.startswith("region_")} == {
+        name for name in batch if name.startswith("region_")
+    }
+    assert all(value.isfinite() for value in objective(tried, 0).values())
+    assert not any(name.startswith("region_") for name in memory._synthetic({"input_ids": batch["input_ids"]}, 5, 7))
+
+
 @given(
     fixed=st.integers(0, 10**10),
     per_pair=st.integers(1, 10**8),

@@ -3,6 +3,7 @@
 import ast
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -400,7 +401,7 @@ def test_padding_test_sees_a_tower_that_lost_its_attention_implementation():
 def test_fusion_head_honours_the_mask_by_itself():
     model = build()
     batch = batch_for(model)
-    states = torch.randn(4, 9, 32)
+    states = torch.randn(4, 9, model.config.fusion_layers * model.config.fusion_dim)
     with torch.no_grad():
         _, keys_values = model.encode_image(batch["pixel_values"])
         before = model.match_pairs(keys_values, states, batch["attention_mask"])
@@ -444,7 +445,7 @@ def test_residuals_are_kept():
     _, keys_values = model.encode_image(batch["pixel_values"])
     _, states = model.encode_text(batch["input_ids"], batch["attention_mask"])
     fused = head(keys_values, states, batch["attention_mask"])
-    tokens = torch.cat([head.cls_token.expand(4, -1, -1), head.text_adapter(states)], 1)
+    tokens = torch.cat([head.cls_token.expand(4, -1, -1), states.chunk(len(head.bridges), -1)[0]], 1)
     assert torch.equal(fused, head.output_norm(tokens))
 
 
@@ -460,13 +461,95 @@ def test_gate_is_the_only_way_from_the_image_to_the_match():
 
 
 @pytest.mark.parametrize(
-    ("vision", "taps", "tokens"), [("resnet", (-1, -2, 1), 1 + 4 + 9), ("vit", (0, -1), 18), ("swin", (-1,), 9)]
+    ("vision", "taps", "tokens"),
+    [("resnet", (-1, -2, 1), (1, 4, 9)), ("vit", (0, -1), (1 + 9, 1 + 9)), ("swin", (-1,), (9,))],
 )
-def test_taps_become_at_most_so_many_tokens_each(vision, taps, tokens):
-    model = build(vision, fusion_vision_taps=taps, fusion_tokens_per_tap=9, fusion_dim=32, fusion_heads=2)
+@pytest.mark.parametrize("hierarchy", [True, False])
+def test_blocks_read_the_taps_up_to_their_own(vision, taps, tokens, hierarchy):
+    """Coarse ones first, each pooled to at most 9 tokens besides the class token."""
+    shape = {"fusion_tokens_per_tap": 9, "fusion_dim": 32, "fusion_heads": 2, "fusion_layers": len(taps)}
+    model = build(vision, fusion_vision_taps=taps, fusion_hierarchy=hierarchy, **shape)
     _, keys_values = model.encode_image(batch_for(model)["pixel_values"])
-    assert len(keys_values) == model.config.fusion_layers
-    assert {tuple(layer.shape) for layer in keys_values} == {(2, 4, 2, tokens, 16)}
+    reached = [sum(tokens[: block + 1]) if hierarchy else sum(tokens) for block in range(len(taps))]
+    assert [tuple(layer.shape) for layer in keys_values] == [(2, 4, 2, count, 16) for count in reached]
+
+
+def test_fewer_blocks_than_taps_and_more():
+    taps = (-1, -2, -3)
+    for blocks, reach in ((1, [3]), (2, [2, 3]), (5, [1, 2, 2, 3, 3])):
+        model = build("resnet", fusion_vision_taps=taps, fusion_layers=blocks, fusion_dim=32, fusion_heads=2)
+        assert model.fusion.reach == reach
+
+
+def test_a_hierarchy_begins_without_its_bridges():
+    """So it is never worse at the start than a head that reads the last layer of the text tower alone."""
+    model = build(fusion_layers=3)
+    batch = batch_for(model)
+    before = outputs(model, batch)["match_logits"]
+    for bridge in model.fusion.bridges[1:]:
+        torch.nn.init.normal_(bridge.norm.weight)
+    assert torch.equal(outputs(model, batch)["match_logits"], before)
+    torch.nn.init.normal_(model.fusion.bridges[-1].projection.weight)
+    assert not torch.equal(outputs(model, batch)["match_logits"], before)
+
+
+@torch.no_grad()
+def test_a_bridge_mixes_the_layers_of_the_text_tower():
+    model = build(fusion_text_taps=(-1, 0))
+    batch, bridge = batch_for(model), model.fusion.bridges[0]
+    _, states = model.text_features(batch["input_ids"], batch["attention_mask"])
+    output = model.text_model(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
+    last, first = output.last_hidden_state, output.hidden_states[0]
+    torch.testing.assert_close(states, torch.cat([last, first], -1))
+    bridge.mix.copy_(torch.tensor([0.0, math.log(3.0)]))
+    expected = bridge.projection(0.25 * bridge.norm(last) + 0.75 * bridge.norm(first))
+    torch.testing.assert_close(bridge(states), expected)
+
+
+def test_image_tokens_that_read_the_text_too():
+    """Then pairs, not images, decide what later blocks see; padding still changes nothing."""
+    shape = {"fusion_vision_taps": (-1, -2), "fusion_layers": 2, "fusion_dim": 32, "fusion_heads": 2}
+    model = build("resnet", fusion_direction="both", **shape)
+    batch = batch_for(model)
+    kept = model.encode_image(batch["pixel_values"])[1]
+    assert [layer.shape[0] for layer in kept] == [1, 1]
+    longer = {name: F.pad(batch[name], (0, 3)) for name in ("input_ids", "attention_mask")}
+    found = outputs(model, batch)["match_logits"]
+    torch.testing.assert_close(outputs(model, {**batch, **longer})["match_logits"], found)
+    torch.nn.init.zeros_(model.fusion.layers[0].image.cross_attention.output.weight)
+    assert not torch.allclose(outputs(model, batch)["match_logits"], found)
+    model(**batch).match_logits.sum().backward()
+    unused = [name for name, value in model.fusion.named_parameters() if value.grad is None]
+    assert unused == []
+    with pytest.raises(ValueError, match="to write captions, image tokens must not read the text"):
+        model.add_token_head(captions=True)
+
+
+def test_patches_are_pooled_in_two_dimensions():
+    """A token of the pooled map is the mean of the patches it covers; the class token stays."""
+    adapter = modeling.LevelAdapter(1, 4, max_tokens=4)
+    tokens = torch.arange(17.0)[None, :, None]
+    grid = torch.arange(1.0, 17.0).view(4, 4)
+    quarters = [grid[row : row + 2, column : column + 2].mean() for row in (0, 2) for column in (0, 2)]
+    torch.testing.assert_close(adapter.pool(tokens)[0, :, 0], torch.stack([torch.tensor(0.0), *quarters]))
+    assert modeling.split_grid(torch.zeros(1, 201, 3))[0].shape == (1, 5, 3)
+    assert modeling.split_grid(torch.zeros(1, 1500, 3))[1] is None
+    assert modeling.split_grid(torch.zeros(1, 49, 3))[0].shape == (1, 0, 3)
+
+
+@pytest.mark.parametrize("captions", [True, False])
+def test_word_heads_are_saved_and_loaded(captions, tmp_path):
+    model = build()
+    model.add_token_head(captions=captions)
+    model.save_pretrained(tmp_path)
+    loaded = FusionDualEncoderModel.from_pretrained(tmp_path)
+    assert (loaded.token_head is not None, loaded.caption_adapter is not None) == (True, captions)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+    before = loaded.token_head
+    loaded.add_token_head(captions=True)
+    assert loaded.token_head is before
+    assert loaded.caption_adapter is not None
 
 
 def test_positions_tell_every_place_of_a_map_apart():
@@ -502,7 +585,8 @@ def test_text_poolings(text):
     for pooling in ("mean", "cls", "pooler"):
         model = build(text=text, text_pooling=pooling)
         batch = batch_for(model)
-        embeds, states = model.encode_text(batch["input_ids"], batch["attention_mask"])
+        embeds, _ = model.encode_text(batch["input_ids"], batch["attention_mask"])
+        states = model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)[1]
         rows = [states[row, : int(length)] for row, length in enumerate(batch["attention_mask"].sum(1))]
         if pooling == "pooler":
             pooled = [row[-1] for row in rows] if text == "clip" else model.text_model.pooler(states)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mm_utils import ranks
 from mm_utils.grad_cache import backward
-from mm_utils.objectives import ContrastiveObjective
+from mm_utils.objectives import JointObjective
 from mm_utils.sharding import register_forward_methods, whole, without_scalars
 from tests.test_grad_cache import assert_same, step
 from tests.test_objectives import global_batch, share_of, tiny_objective
@@ -42,7 +42,7 @@ SHARDED = SimpleNamespace(
 )
 
 
-def sharded(objective: ContrastiveObjective) -> ContrastiveObjective:
+def sharded(objective: JointObjective) -> JointObjective:
     without_scalars(objective)
     objective.groups_texts = False
     mesh = init_device_mesh("cpu", (ranks.world_size(),))

@@ -32,7 +32,12 @@ from tests.test_ranks import run_on_ranks
 
 WORLDS = (1, 2, 4)
 PARTS = (1, 2, 4)
-OBJECTIVES = ("contrastive", "contrastive,matching", "sigmoid", "sigmoid,matching")
+OBJECTIVES = (
+    "contrastive",
+    "sigmoid",
+    "contrastive,matching",
+    "sigmoid,matching,masked_lm:0.5,captioning:0.5,self_distillation:0.4",
+)
 STEPS, STOP, BATCH = 6, 3, 16
 GOES_ON = {1: 4, 2: 1, 4: 2}  # number of processes: that of the run it goes on from
 TOLERANCE = 1e-5
@@ -110,10 +115,11 @@ def train(
         micro_batch_size=None if parts == 1 else str(BATCH // ranks.world_size() // parts),
         max_steps=STEPS,
         save_steps=STOP,
+        ema_decay=0.9 if "self_distillation" in objective else 0.0,
     )
     torch.manual_seed(args.seed)
     model = build_model(model_args, processor.tokenizer)
-    trained = build_objective(model, ObjectiveArguments(objective), args.seed)
+    trained = build_objective(model, ObjectiveArguments(objective), args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
     order = global_order(rows, args.batch_sizes, args.seed, 4)
     watched: list[Watched] = []

@@ -1,0 +1,145 @@
+"""`--objectives`: terms by name, each with its weight."""
+
+import importlib
+import itertools
+import math
+import os
+import sys
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils.arguments import arg
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
+from mm_utils.objectives.distillation import SelfDistillation
+from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.language import Captioning, MaskedLanguageModelling
+from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.regions import RegionPointing
+from mm_utils.objectives.terms import Term
+
+CONTRASTIVE = (InfoNCE, PairwiseSigmoid)
+OTHERS = (Matching, MaskedLanguageModelling, Captioning, RegionPointing, SelfDistillation)
+NAMES = [term.name for term in (*CONTRASTIVE, *OTHERS)]
+HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
+"""Parts of the model that only some terms train."""
+
+
+@dataclass
+class ObjectiveArguments:
+    """What is optimised, and how much each term counts."""
+
+    objectives: str = arg(
+        "contrastive:1,matching:1",
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head tells pairs); masked_lm and "
+        "captioning (it tells words); regions (phrases point into their boxes); self_distillation (soft targets of "
+        "averaged weights, needs --ema_decay); or module.Class, a term of your own.",
+    )
+    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false = uniformly.")
+    mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.")
+    whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.")
+    max_logit_scale: float = arg(100.0, "The inverse temperature is kept at or below this.")
+
+    def __post_init__(self) -> None:
+        self.weights  # noqa: B018  (complain now, not after the data is loaded)
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError(f"--mlm_probability is {self.mlm_probability}; give a share of the tokens in (0, 1).")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The terms by name."""
+        weights = {}
+        for term in self.objectives.split(","):
+            name, _, weight = term.strip().partition(":")
+            try:
+                weights[name] = float(weight or 1)
+            except ValueError:
+                raise ValueError(f"--objectives has {term!r}; write name:weight, e.g. matching:0.5.") from None
+        contrastive = [term.name for term in CONTRASTIVE if weights.get(term.name)]
+        unknown = [name for name in weights if name not in NAMES and "." not in name]
+        if unknown:
+            raise ValueError(
+                f"--objectives has {unknown[0]!r}; there is no such term. Choose of {', '.join(NAMES)}, or write module.Class."
+            )
+        if len(contrastive) != 1 or not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ValueError(
+                f"--objectives is {self.objectives!r}; give contrastive:W or sigmoid:W with W above 0, and others with W of at "
+                "least 0."
+            )
+        return {name: weight for name, weight in weights.items() if weight}
+
+    @property
+    def reads_regions(self) -> bool:
+        """Whether batches have to hold regions (`mm_utils.data.regions`)."""
+        return RegionPointing.name in self.weights
+
+    def check(self, streaming: bool, cache_features: bool, patch_dropout: float) -> None:
+        """Refuse what regions cannot be had from, with a ValueError of one line."""
+        reasons = {
+            "streaming": streaming and "reads no boxes",
+            "cache_features": cache_features and "keeps no boxes",
+            "patch_dropout": patch_dropout and "leaves no grid of patches",
+        }
+        for flag, reason in reasons.items():
+            if self.reads_regions and reason:
+                raise ValueError(f"--objectives asks for regions, and --{flag} {reason}. Drop one of them.")
+
+
+def build_objective(
+    model: FusionDualEncoderModel,
+    args: ObjectiveArguments,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> JointObjective:
+    """The objective that the arguments name. The model is given what its terms need; what none of them trains is frozen.
+
+    Raises:
+        ValueError: if a term needs what the model cannot have, such as a fusion head; or is not found.
+    """
+    weights = {_term(name, args, seed, tokenizer): weight for name, weight in args.weights.items()}
+    if not any(isinstance(term, PairwiseSigmoid) for term in weights):
+        model.remove_logit_bias()
+    for term in weights:
+        if term.pairs_per_image and model.fusion is None:
+            raise ValueError(
+                f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0."
+            )
+        term.prepare(model)
+    objective = JointObjective(model, weights)
+    if model.fusion is not None:
+        model.fusion.requires_grad_(objective.reads_pairs)
+    trained = {head for term in weights for head in term.heads}
+    # What nothing trains is frozen, as DDP would wait for its gradients.
+    for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
+        if name in HEADS:
+            part.requires_grad_(name in trained)
+    return objective
+
+
+def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> Term:
+    if name == Matching.name:
+        return Matching(seed, hard=args.hard_negatives)
+    if name == MaskedLanguageModelling.name:
+        assert tokenizer is not None
+        return MaskedLanguageModelling(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
+    known = {term.name: term for term in (*CONTRASTIVE, Captioning, RegionPointing, SelfDistillation)}
+    return (known.get(name) or _own_term(name))(seed)
+
+
+def _own_term(path: str) -> type[Term]:
+    """A class given as module.Class; the module lies in the current folder or is installed."""
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"--objectives has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class {name}."
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not (isinstance(found, type) and issubclass(found, Term)):
+        raise ValueError(f"--objectives has {path}; that is no subclass of mm_utils.objectives.Term. Make it one.")
+    found.name = found.name or name
+    return found

@@ -1,0 +1,23 @@
+"""Self-distillation: the average of the model's own past weights says which pairs are alike, and how much."""
+
+from torch import Tensor
+
+from mm_utils.losses import GlobalBatch, distilled_info_nce
+from mm_utils.objectives.terms import EmbeddingTerm, Leaves
+
+
+class SelfDistillation(EmbeddingTerm):
+    """InfoNCE towards the soft targets of a teacher, the average of the weights (momentum distillation, ALBEF, arXiv
+    2107.07651). Captions of web pairs often fit other images too; a hard target calls all of those wrong.
+
+    ALBEF's weights are contrastive:0.6,self_distillation:0.4 with an `--ema_decay` of 0.995. It costs a forward pass of both
+    towers.
+    """
+
+    name = "self_distillation"
+    needs_teacher = True
+
+    def loss(self, own: Leaves, batch: GlobalBatch) -> Tensor:
+        """In tiles, each rank its own rows."""
+        teacher = (own.embeds["teacher_image"], own.embeds["teacher_text"])
+        return distilled_info_nce(own.embeds["image"], own.embeds["text"], own.scale, *teacher, batch)

@@ -1,0 +1,144 @@
+"""Image-text matching: the fusion head tells pairs that belong together from pairs that nearly do."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mm_utils import ranks
+from mm_utils.losses import GlobalBatch, hard_negatives
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.objectives.terms import Batch, Encoded, Report, RowPlan, RowTerm
+
+MATCH_PRIOR_ENTROPY = 0.6365  # of one positive to two negatives: a matching loss that stays here has learnt nothing
+
+
+@dataclass
+class MatchingPlan(RowPlan):
+    """The pairs to score on this rank.
+
+    Attributes:
+        image_P, text_P, is_match_P: local image, global text, and whether they match.
+        input_ids, attention_mask: of all texts of the global batch.
+    """
+
+    image_P: Tensor
+    text_P: Tensor
+    is_match_P: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+class Matching(RowTerm):
+    """Binary cross-entropy over pairs, with hard negatives of the global batch (ALBEF, arXiv 2107.07651).
+
+    Each image is paired with a text, and each text with an image, that are not theirs, drawn by similarity. A pair is
+    scored with its image, on the rank and in the part of the batch that owns it; only token ids travel, so the result
+    depends neither on the number of ranks nor on that of the parts.
+
+    Args:
+        seed: of the draws.
+        hard: draw negatives by similarity, else uniformly.
+    """
+
+    name = "matching"
+    heads = ("fusion.match", "fusion.bridges", "fusion.cls_token")
+    pairs_per_image = 3
+
+    def __init__(self, seed: int = 0, hard: bool = True):
+        super().__init__(seed)
+        self.hard = hard
+
+    def plan(
+        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
+    ) -> MatchingPlan:
+        """The pairs to score, drawn by noise keyed by `step`."""
+        return MatchingPlan(
+            *self._draw_pairs(shared, scale if self.hard else torch.zeros_like(scale), step),
+            ranks.gather_ragged(batch["input_ids"], shared.sizes),
+            ranks.gather_ragged(batch["attention_mask"], shared.sizes),
+        )
+
+    def part(
+        self,
+        model: FusionDualEncoderModel,
+        encoded: Encoded,
+        batch: Batch,
+        plan: MatchingPlan,
+        shared: GlobalBatch,
+        low: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The pairs whose image is in this part of the batch."""
+        here = (plan.image_P >= low) & (plan.image_P < low + len(encoded))
+        image_P, text_P, is_match_P = plan.image_P[here] - low, plan.text_P[here], plan.is_match_P[here]
+        states, mask, text_P = _texts(model, text_P, batch, encoded, plan, shared.offset + low)
+        logits_P = _score(model, encoded.keys_values, states, mask, image_P, text_P).float()
+        losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
+        return losses_P.sum(), ((logits_P > 0) == is_match_P).sum()
+
+    def figures(self, loss: Tensor, accuracy: Tensor) -> Report:
+        """And how far the loss is below what the share of matches alone gives."""
+        return {**super().figures(loss, accuracy), "matching_lift": MATCH_PRIOR_ENTROPY - loss}
+
+    def _draw_pairs(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The number of pairs of all ranks, and those whose image this rank owns: local image, global text, whether
+        they match."""
+        mine = slice(shared.offset, shared.offset + shared.sizes[ranks.rank()])
+        key = 2 * (self.seed * 1_000_003 + step)
+        chosen_texts = hard_negatives(shared.image_NE[mine], shared.text_NE, scale, shared, key)
+        chosen_images = hard_negatives(shared.text_NE[mine], shared.image_NE, scale, shared, key + 1)
+        text_N, image_N = ranks.gather(torch.stack([chosen_texts, chosen_images], 1), shared.sizes).unbind(1)
+        own = torch.arange(mine.start, mine.stop, device=text_N.device)
+        with_text = own[chosen_texts >= 0]
+        here = ((image_N >= mine.start) & (image_N < mine.stop)).nonzero()[:, 0]
+        image_P = torch.cat([own, with_text, image_N[here]]) - mine.start
+        text_P = torch.cat([own, text_N[with_text], here])
+        is_match_P = torch.arange(len(image_P), device=own.device) < len(own)
+        total = len(text_N) + (text_N >= 0).sum() + (image_N >= 0).sum()
+        return total.clamp(min=1), image_P, text_P, is_match_P
+
+
+def _texts(
+    model: FusionDualEncoderModel, text_P: Tensor, batch: Batch, encoded: Encoded, plan: MatchingPlan, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """States and mask of this part's own texts, which begin at text `first` of all, and of those it needs from elsewhere;
+    and `text_P` as places in them."""
+    own = len(encoded)
+    place_P = text_P - first
+    foreign = (place_P < 0) | (place_P >= own)
+    if own == len(plan.input_ids):
+        return encoded.text_states, batch["attention_mask"], place_P
+    # Every rank encodes at least one foreign text, because FSDP's ranks must run the same modules.
+    any_text = text_P.new_zeros(1), text_P[:0]
+    wanted, position = text_P[foreign].unique(return_inverse=True) if foreign.any() else any_text
+    wanted_mask = plan.attention_mask[wanted]
+    longest = max(1, int(wanted_mask.sum(1).max()))
+    wanted_mask = wanted_mask[:, :longest]
+    pooled, foreign_states = model.text_features(plan.input_ids[wanted, :longest], wanted_mask)
+    if "text_states" in batch:  # rounded as this rank's own are, which were stored
+        foreign_states = foreign_states.to(batch["text_states"].dtype).to(pooled)
+    _, foreign_states = model.project_text(pooled, foreign_states)
+    width = max(longest, encoded.text_states.shape[1])
+    parts = ((encoded.text_states[:own], batch["attention_mask"]), (foreign_states, wanted_mask))
+    states = torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _ in parts])
+    mask = torch.cat([F.pad(mask, (0, width - mask.shape[1])) for _, mask in parts])
+    return states, mask, place_P.masked_scatter(foreign, own + position)
+
+
+def _score(
+    model: FusionDualEncoderModel,
+    keys_values: KeysValues,
+    states: Tensor,
+    mask: Tensor,
+    image_P: Tensor,
+    text_P: Tensor,
+) -> Tensor:
+    """Match logits `[P]`; a rank without pairs scores one and drops it."""
+    pairs = len(image_P)
+    if not pairs:
+        image_P = text_P = image_P.new_zeros(1)
+        mask = mask.new_ones(1, states.shape[1])
+    # index_select, because the backward of indexing adds in no fixed order on CPUs, and runs would not repeat
+    keys_values = tuple(layer.index_select(1, image_P) for layer in keys_values)
+    return model.match_pairs(keys_values, states.index_select(0, text_P), mask[text_P])[:pairs]

@@ -14,10 +14,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from mm_utils.checkpoints import checkpoint_path
 from mm_utils.data.images import open_image
 from mm_utils.hub import HubPusher
-from mm_utils.metrics import Embeddings, RetrievalEvaluator
+from mm_utils.metrics import RetrievalEvaluator
 from mm_utils.model_card import CardInfo, write_model_card
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reporting import RetrievalExample, draw_retrieval, plot_training
+from mm_utils.split_embeddings import Embeddings
 
 logger = logging.getLogger(__name__)
 QUERIES, HITS = 6, 5
@@ -150,6 +151,7 @@ def _say_what_is_where(
         ("README.md", "the model card"),
         ("training.png", "curves"),
         ("retrieval.png", "what some captions find"),
+        ("regions.png", "where some phrases point"),
         ("metrics.jsonl", "every figure that was logged"),
         ("config.yaml", "the arguments, to run it again"),
     )

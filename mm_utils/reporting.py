@@ -148,6 +148,14 @@ def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
     small_legend(ax, loc="best")
 
 
+def _draw_accuracy(ax: Axes, series: dict[str, Points]) -> None:
+    known = ("train_accuracy", "eval_accuracy", "eval_macro_f1")
+    for name, color in zip(known, (CYAN, BLUE, ORANGE), strict=True):
+        if name in series:
+            _plot(ax, series[name], color, name.replace("train_", "training ").removeprefix("eval_").replace("_", " "))
+    small_legend(ax, loc="lower right")
+
+
 def _draw_throughput(ax: Axes, series: dict[str, Points]) -> None:
     _plot_noisy(ax, series["pairs_per_second"], CYAN, "pairs per second")
     ax.set_ylim(0, 1.3 * max(series["pairs_per_second"][1]) or 1)
@@ -166,6 +174,7 @@ def _draw_throughput(ax: Axes, series: dict[str, Points]) -> None:
 PANELS = (
     ("Loss", r"(.*_)?loss", _draw_losses),
     ("Recall", r"eval_(.+_)?recall@\d+", _draw_recall),
+    ("Accuracy", "eval_accuracy", _draw_accuracy),
     ("Learning rate", "learning_rate", lambda ax, series: _plot(ax, series["learning_rate"], GREEN)),
     ("Temperature", "temperature", lambda ax, series: _plot(ax, series["temperature"], PURPLE)),
     ("Logit scale", "logit_scale", lambda ax, series: _plot(ax, series["logit_scale"], PURPLE)),
@@ -193,11 +202,11 @@ def draw_retrieval(queries: list[RetrievalExample], out_path: Path) -> None:
     for row, query in enumerate(queries):
         ax = figure.add_subplot(grid[row, 0])
         ax.set_axis_off()
-        _draw_text(ax, 0, 0.5, _wrap(query.caption, 30, 5), va="center", fontsize=10)
+        draw_text(ax, 0, 0.5, wrap(query.caption, 30, 5), va="center", fontsize=10)
         for rank, (image, score, hit) in enumerate(zip(query.images, query.scores, query.correct, strict=True)):
             if rank < 5:
                 _draw_image(figure.add_subplot(grid[row, rank + 1]), image, score, hit)
-    with _missing_glyphs_allowed():
+    with missing_glyphs_allowed():
         FigureCanvasAgg(figure).print_png(str(out_path))
 
 
@@ -238,7 +247,7 @@ def draw_contact_sheet(tiles: list[Tile], out_path: Path, columns: int = 6, grou
         bottom = height - gap - (row + 1) * (side + below)
         ax = figure.add_axes((left / width, bottom / height, side / width, (side + below) / height))
         _draw_tile(ax, tile, side, below, round(side * dpi))
-    with _missing_glyphs_allowed():
+    with missing_glyphs_allowed():
         FigureCanvasAgg(figure).print_jpg(str(out_path), pil_kwargs={"quality": 75, "optimize": True})
 
 
@@ -250,8 +259,8 @@ def _draw_tile(ax: Axes, tile: Tile, side: float, below: float, pixels: int) -> 
     ax.imshow(np.asarray(picture), extent=(0, side, 0, side))
     ax.set(xlim=(0, side), ylim=(-below, side))
     title = tile.title if len(tile.title) <= 28 else f"{tile.title[:13]}…{tile.title[-14:]}"
-    _draw_text(ax, 0, -0.05, _wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
-    _draw_text(ax, 0, -0.19, _wrap(tile.text, 24, 5), va="top", fontsize=7.5, clip_on=True)
+    draw_text(ax, 0, -0.05, wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
+    draw_text(ax, 0, -0.19, wrap(tile.text, 24, 5), va="top", fontsize=7.5, clip_on=True)
 
 
 def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], out_path: Path) -> None:
@@ -259,9 +268,9 @@ def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], o
 
     Up to 50 classes as a matrix, a row a class; of more, the 40 most frequent mistakes as bars.
     """
-    names = [_wrap(name if len(name) <= 24 else f"{name[:23]}…", 24, 1) for name in classes]
+    names = [wrap(name if len(name) <= 24 else f"{name[:23]}…", 24, 1) for name in classes]
     figure = _confusion_matrix(counts, names) if len(classes) <= _MOST_CELLS else _confusion_bars(counts, names)
-    with _missing_glyphs_allowed():
+    with missing_glyphs_allowed():
         FigureCanvasAgg(figure).print_png(str(out_path))
 
 
@@ -307,12 +316,13 @@ def _tick_look() -> dict[str, Any]:
     return {"fontsize": 7.5, "color": INK, "family": _font_families(), "parse_math": False}
 
 
-def _wrap(text: str, width: int, lines: int) -> str:
+def wrap(text: str, width: int, lines: int) -> str:
+    """At most so many lines of about `width` letters; what cannot be printed is a blank."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …"))
 
 
-def _draw_text(ax: Axes, x: float, y: float, text: str, **kwargs: Any) -> None:
+def draw_text(ax: Axes, x: float, y: float, text: str, **kwargs: Any) -> None:
     """Text that others wrote: two $ in it are no formula, and a script that the first font lacks is looked for."""
     ax.text(x, y, text, parse_math=False, family=_font_families(), **{"color": INK, **kwargs})
 
@@ -324,7 +334,7 @@ def _font_families() -> list[str]:
 
 
 @contextlib.contextmanager
-def _missing_glyphs_allowed() -> Iterator[None]:
+def missing_glyphs_allowed() -> Iterator[None]:
     """A script that no font has shows as boxes, without a warning for every letter."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

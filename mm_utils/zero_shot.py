@@ -10,7 +10,6 @@ L tokens, H width of the text tower, E embedding width.
 
 import csv
 import logging
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,20 +24,19 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import ranks
 from mm_utils.arguments import arg
-from mm_utils.data.batches import pad_captions
 from mm_utils.data.labelled import LabelledImages
 from mm_utils.data.raw.specs import TEMPLATES
-from mm_utils.data.tokens import encode_captions
-from mm_utils.metrics import PAIRS
+from mm_utils.data.tokens import encode_captions, pad_captions
+from mm_utils.intervals import wilson_interval
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.reporting import draw_confusion
+from mm_utils.reranking import PAIRS
 from mm_utils.sharding import whole
 
 logger = logging.getLogger(__name__)
 
 TEXTS = 256  # embedded at a time
 _SHOWN = 10  # classes in the log
-_NORMAL_95 = 1.959964  # 97.5 % of a normal distribution lie below
 
 
 @dataclass
@@ -218,14 +216,6 @@ def accuracy_metrics(found: Predictions, classes: int, prefix: str = "") -> dict
     if classes > 5:
         metrics["accuracy@5"] = (found.rank <= 5).double().mean().item()
     return {f"{prefix}{name}": value for name, value in metrics.items()}
-
-
-def wilson_interval(right: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927, doi 10.2307/2276774), sound for few images and shares near 0 or 1."""
-    share, width = right / total, _NORMAL_95**2 / total
-    half = _NORMAL_95 * math.sqrt(share * (1 - share) / total + width / (4 * total))
-    low, high = (share + width / 2 - half) / (1 + width), (share + width / 2 + half) / (1 + width)
-    return max(0.0, low), min(1.0, high)
 
 
 def class_figures(found: Predictions, classes: list[str]) -> list[ClassFigures]:

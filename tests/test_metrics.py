@@ -1,8 +1,6 @@
-"""Recalls and ranks against a full matrix, hand-made figures, the `evaluate` metric, and other numbers of processes."""
+"""Recalls and ranks against a full matrix, hand-made figures, and the `evaluate` metric."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import evaluate
@@ -10,27 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils import metrics, ranks
-from mm_utils.data.batches import Collator
-from mm_utils.data.order import EvaluationBatches
-from mm_utils.metrics import Embeddings, RetrievalEvaluator, embed_split, retrieval_metrics, summarise_ranks
-from tests.test_ranks import run_on_ranks
+from mm_utils import metrics, ranking
+from mm_utils.metrics import EvaluationArguments, RetrievalEvaluator, retrieval_metrics
+from mm_utils.ranking import summarise_ranks
+from mm_utils.split_embeddings import Embeddings, embed_split
+from tests.truthful_model import ACCELERATOR, TruthfulModel, in_languages, split_of
 
-ACCELERATOR: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=False, autocast=nullcontext)
 DIRECTIONS = ("text_to_image", "image_to_text")
 FIGURES = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
-
-
-def split_of(image: Tensor, text: Tensor, owner: list[int]) -> Embeddings:
-    """A split of which text t belongs to image `owner[t]`."""
-    keys = 1000 + 7 * torch.arange(len(image))
-    nothing = torch.zeros(len(text), 1, dtype=torch.long)
-    return Embeddings(
-        image, text, keys, keys[torch.tensor(owner)], torch.arange(len(image)), None, range(0), nothing, nothing
-    )
 
 
 def split_with_scores(scores: list[list[float]], owner: list[int]) -> Embeddings:
@@ -38,18 +25,11 @@ def split_with_scores(scores: list[list[float]], owner: list[int]) -> Embeddings
     return split_of(torch.eye(len(scores[0])), torch.tensor(scores), owner)
 
 
-def in_languages(split: Embeddings, languages: list[str]) -> Embeddings:
-    """As `embed_split` gives it for captions of these languages."""
-    sizes = ranks.gather_sizes(len(languages), torch.device("cpu"))
-    split.languages = metrics._gather_languages([*languages], sizes, torch.device("cpu"))
-    return split
-
-
 def full_matrix(split: Embeddings) -> dict[str, float]:
     """The definition: sort every row, wrong items before right ones of the same score."""
     scores = split.text_TE @ split.image_ME.T
     right = split.caption_key_T[:, None] == split.image_key_M
-    found = {}
+    found: dict[str, float] = {}
     for direction, matrix, is_right in (("text_to_image", scores, right), ("image_to_text", scores.T, right.T)):
         places = []
         for row, hits in zip(matrix.tolist(), is_right.tolist(), strict=True):
@@ -96,7 +76,7 @@ def test_equals_the_full_matrix(
 ) -> None:
     split = random_split(images, captions, width, seed, levels)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "BLOCK", block)
+        patch.setattr(ranking, "BLOCK", block)
         found = retrieval_metrics(split)
     assert found.pop("text_to_image_chance@1") == 1 / images
     assert found == pytest.approx(full_matrix(split))
@@ -228,75 +208,7 @@ def test_names_of_languages_suit_every_tracker() -> None:
     assert list(split.languages) == ["-" * 35, "a-b-c", "zh_Hant"]
 
 
-# -- through a loader and a head ----------------------------------------------------------------------------------------
-
-
-LANGUAGES_OF_TEXTS = ("en", "de-DE", "en", "", "zh/Hant")
-
-
-class TruthfulModel:
-    """Looks embeddings up by the number that an image shows and a caption says; its head knows which belong together.
-
-    The number of image i fills its pixels; caption t is the tokens [1, t, image of t].
-    """
-
-    config = SimpleNamespace(projection_dim=6)
-    logit_scale = torch.tensor(2.0)
-    fusion: Any = True
-
-    def __init__(self, images: int = 23, truth: float = 1000.0, owner: list[int] | None = None):
-        generator = torch.Generator().manual_seed(9)
-        counts = torch.randint(1, 4, (images,), generator=generator)
-        self.owner = torch.repeat_interleave(torch.arange(images), counts).tolist()
-        self.image, self.text = (
-            normalize(torch.randn(count, 6, generator=generator), dim=1) for count in (images, len(self.owner))
-        )
-        self.truth, self.scored = truth, 0
-
-    def encode_image(self, pixel_values: Tensor, with_keys_values: bool) -> tuple[Tensor, Any]:
-        number = pixel_values[:, 0, 0, 0].round().long()
-        keys_values = (number.float()[None, :, None, None, None].expand(2, -1, 1, 1, 1),)
-        return self.image[number], keys_values if with_keys_values else None
-
-    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        assert (attention_mask[:, :3] == 1).all()
-        return self.text[input_ids[:, 1]], input_ids[:, :, None].float()
-
-    def match_pairs(self, keys_values: tuple[Tensor, ...], text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        assert len(text_states) == len(attention_mask) == keys_values[0].shape[1]
-        self.scored += len(text_states)
-        same = keys_values[0][0, :, 0, 0, 0] == text_states[:, 2, 0]
-        return torch.where(same, self.truth, -self.truth)
-
-    def batches(self, batch_size: int, unreadable: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-        """This rank's share, as `Loaders.evaluation` gives it."""
-        examples = []
-        for number in range(len(self.image)):
-            texts = [text for text, image in enumerate(self.owner) if image == number]
-            examples.append(
-                {"skipped": f"image {number}: broken"}
-                if number in unreadable
-                else {
-                    "row": number,
-                    "image_id": str(number),
-                    "image_key": 10**12 + number,
-                    "pixel_values": torch.full((3, 2, 2), number, dtype=torch.uint8),
-                    "input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts],
-                    "caption_keys": texts,
-                    "languages": [self.language_of(text) for text in texts],
-                }
-            )
-        collate = Collator(pad_token_id=0, image_size=2)
-        return [
-            collate([examples[row] for row, _ in draws]) for draws in EvaluationBatches(len(self.image), batch_size)
-        ]
-
-    def language_of(self, text: int) -> str:
-        return LANGUAGES_OF_TEXTS[text % len(LANGUAGES_OF_TEXTS)]
-
-    def split(self) -> Embeddings:
-        split = split_of(self.image, self.text, self.owner)
-        return in_languages(split, list(map(self.language_of, range(len(self.owner)))))
+# -- through a loader --------------------------------------------------------------------------------------------------
 
 
 def test_evaluator_sees_what_the_loader_gives() -> None:
@@ -332,99 +244,15 @@ def test_unreadable_images_leave_with_their_captions() -> None:
         embed_split(model, model.batches(4, unreadable=tuple(range(23))), ACCELERATOR)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 10, 1000])
-@pytest.mark.parametrize("pairs", [3, 256])
-def test_a_head_that_knows_the_truth(top_k: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything it may look at is put right; what lies below the first k keeps its rank."""
-    monkeypatch.setattr(metrics, "PAIRS", pairs)
-    monkeypatch.setattr(metrics, "BLOCK", 7)
-    model: Any = TruthfulModel()
-    found = RetrievalEvaluator(top_k)(model, model.batches(5), ACCELERATOR)
-    scores = model.text @ model.image.T
-    right = torch.tensor(model.owner)[:, None] == torch.arange(23)
-    for direction, matrix, is_right in (("text_to_image", scores, right), ("image_to_text", scores.T, right.T)):
-        best = matrix.masked_fill(~is_right, -torch.inf).amax(1, keepdim=True)
-        place = 1 + ((matrix >= best) & ~is_right).sum(1)
-        reached = (matrix > best).sum(1) < top_k
-        expected = summarise_ranks(torch.where(reached, 1, place), f"rerank_{direction}_")
-        assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert found["rerank_text_to_image_recall@1"] >= found["text_to_image_recall@1"]
-
-
-def test_the_head_is_measured_by_language_without_further_scores() -> None:
-    model: Any = TruthfulModel()
-    found = RetrievalEvaluator(1000)(model, model.batches(5), ACCELERATOR)
-    names = {name for name in found if name.startswith("rerank") and "recall_" in name}
-    assert names == {
-        f"rerank_text_to_image_recall_{code}@{k}" for code in ("en", "de-DE", "zh-Hant") for k in (1, 5, 10)
-    }
-    assert {found[name] for name in names} == {1.0}
-    assert model.scored == len(model.image) * len(model.text)
-
-
-def test_a_head_that_lies() -> None:
-    model: Any = TruthfulModel(truth=-1000.0)
-    found = RetrievalEvaluator(10)(model, model.batches(5), ACCELERATOR)
-    assert found["rerank_text_to_image_recall@1"] == 0
-
-
-def test_a_head_without_an_opinion_changes_nothing() -> None:
-    model: Any = TruthfulModel(truth=0.0)
-    found = RetrievalEvaluator(4)(model, model.batches(5), ACCELERATOR)
-    for direction in DIRECTIONS:
-        for figure in FIGURES:
-            assert found[f"rerank_{direction}_{figure}"] == pytest.approx(found[f"{direction}_{figure}"])
-
-
-def test_ties_count_against_the_head_too() -> None:
-    model: Any = TruthfulModel(truth=0.0)
-    model.image = torch.eye(6)[torch.arange(23) % 6]
-    model.text = model.image[torch.tensor(model.owner)]
-    found = RetrievalEvaluator(1000)(model, model.batches(5), ACCELERATOR)
-    assert found["text_to_image_recall@1"] == found["rerank_text_to_image_recall@1"] == 0
-    assert found["image_to_text_mean_rank"] == found["rerank_image_to_text_mean_rank"] > 4
-
-
-def test_every_pair_is_scored_once() -> None:
-    model: Any = TruthfulModel()
-    RetrievalEvaluator(5)(model, model.batches(5), ACCELERATOR)
-    by_text = (model.text @ model.image.T).topk(5, 1).indices
-    by_image = (model.image @ model.text.T).topk(5, 1).indices
-    pairs = {(int(image), text) for text, images in enumerate(by_text) for image in images}
-    pairs |= {(image, int(text)) for image, texts in enumerate(by_image) for text in texts}
-    assert model.scored == len(pairs)
-
-
-def test_reranking_is_left_out_where_it_cannot_be() -> None:
-    model: Any = TruthfulModel()
-    model.fusion = None
-    assert not any(name.startswith("rerank") for name in RetrievalEvaluator(5)(model, model.batches(5), ACCELERATOR))
-
-
-# -- between processes --------------------------------------------------------------------------------------------------
-
-CASES: list[dict[str, Any]] = [
-    {"images": 23, "batch_size": 5},
-    {"images": 23, "batch_size": 5, "unreadable": (0, 1, 2, 3, 12)},
-    {"images": 23, "batch_size": 3, "unreadable": tuple(range(12))},  # nothing left for the first of two
-    {"images": 1, "batch_size": 4},  # nothing for some rank from the beginning
-    {"images": 2, "batch_size": 1},
-]
-
-
-def evaluate_cases() -> list[dict[str, float]]:
-    found = []
-    for case in CASES:
-        model: Any = TruthfulModel(case["images"], truth=1.0)
-        batches = model.batches(case["batch_size"], case.get("unreadable", ()))
-        found.append(RetrievalEvaluator(4)(model, batches, ACCELERATOR))
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_number_of_processes_changes_nothing(world: int) -> None:
-    assert ranks.world_size() == 1
-    alone = evaluate_cases()
-    for found in run_on_ranks(world, evaluate_cases):
-        for case, expected in zip(found, alone, strict=True):
-            assert case == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"rerank_top_k": -1}, "--rerank_top_k is -1"),
+        ({"rerank_weight": -0.5}, "--rerank_weight is -0.5"),
+        ({"rerank_weight": float("nan")}, "--rerank_weight is nan"),
+        ({"rerank_cache_gb": 0.0}, "--rerank_cache_gb is 0.0"),
+    ],
+)
+def test_mistakes_in_the_flags(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvaluationArguments(**flags)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -78,12 +78,13 @@ def load_checkpoint(accelerator: Accelerator, path: Path) -> TrainerState:
     return TrainerState.load_from_json(str(path / STATE_FILE))
 
 
-def remove_old_checkpoints(output_dir: Path, limit: int | None, best: str | None) -> None:
-    """Keep the newest `limit` checkpoints, and the best one besides."""
+def remove_old_checkpoints(output_dir: Path, limit: int | None, best: Collection[int]) -> None:
+    """Keep the newest `limit` checkpoints, and those of the steps `best` besides."""
     if limit is None:
         return
+    kept = {checkpoint_path(output_dir, step) for step in best}
     for path in list_checkpoints(output_dir)[:-limit]:
-        if str(path) != best:
+        if path not in kept:
             shutil.rmtree(path)
 
 

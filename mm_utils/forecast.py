@@ -100,7 +100,7 @@ def forecast_disk(args: TrainingArguments, measured: Measured) -> dict[str, floa
     """
     count = _checkpoints(args, args.total_steps(measured.total["train"]))
     if args.save_total_limit is not None:
-        count = min(count, args.save_total_limit + 1 + bool(args.eval_steps))
+        count = min(count, args.save_total_limit + 1 + max(args.save_best_limit, bool(args.load_best_model_at_end)))
     captions = sum(measured.total.values()) / sum(measured.sampled.values())
     images = measured.total["train"] / measured.sampled["train"]
     return {

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from mm_utils import ranks
+from mm_utils import adapters, ranks
 from mm_utils.averaging import WeightAverage
 from mm_utils.checkpoints import (
     checkpoint_path,
@@ -100,10 +100,11 @@ class Trainer:
         self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // num_rows)
         self.control = TrainerControl()
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
+        objective.teacher = self.average
         self.max_seq_length = max_seq_length
         self.micro_batch_size: int | None = None
         self.skipped, self.nonfinite_steps, self._evaluated_at = 0, 0, -1
-        self._throughput = Throughput(accelerator.device, flops, 3 if objective.matches else 0, args.peak_tflops)
+        self._throughput = Throughput(accelerator.device, flops, objective.pairs_per_image, args.peak_tflops)
         if accelerator.distributed_type.value in ("NO", "MULTI_GPU", "MULTI_CPU"):
             accelerator.register_save_state_pre_hook(self._save_weights)
             accelerator.register_load_state_pre_hook(self._load_weights)
@@ -223,13 +224,20 @@ class Trainer:
         return False
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate now, log, and tell the callbacks. With an average of the weights, it is the average that is measured."""
+        """Evaluate now, log, and tell the callbacks.
+
+        With an average of the weights, which is what will be saved, `eval_*` are its figures, and `eval_raw_*` those of the
+        weights as they are.
+        """
         if self.evaluate_model is None or self.eval_loader is None:
             raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
         self.objective.eval()
+        # What is saved comes last: evaluators keep their last findings, for the pictures.
+        raw = self.evaluate_model(self.model, self.eval_loader, self.accelerator) if self.average is not None else {}
         with self.average.applied() if self.average is not None else nullcontext():
             found = self.evaluate_model(self.model, self.eval_loader, self.accelerator)
         metrics = {f"eval_{name}": value for name, value in found.items()}
+        metrics |= {f"eval_raw_{name}": value for name, value in raw.items()}
         self._evaluated_at = self.state.global_step
         self._log(metrics)
         # Callbacks compare with the best so far, so that changes after them.
@@ -241,8 +249,15 @@ class Trainer:
             )
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-            self.control.should_save |= self.args.load_best_model_at_end
+        self.control.should_save |= self.state.global_step in self._best_steps()
         return metrics
+
+    def _best_steps(self) -> list[int]:
+        """Of all evaluations, the steps of those whose checkpoints are kept for being the best."""
+        name, sign = f"eval_{self.args.metric_for_best_model}", 1 if self.args.greater_is_better else -1
+        evaluated = {int(row["step"]): sign * row[name] for row in self.state.log_history if name in row}
+        limit = max(self.args.save_best_limit, int(self.args.load_best_model_at_end))
+        return sorted(evaluated, key=lambda step: (-evaluated[step], step))[:limit]
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 
@@ -255,7 +270,7 @@ class Trainer:
             self.state.best_model_checkpoint = str(path)
         save_checkpoint(self.accelerator, self.output_dir, self.state, self._write_extras)
         if self.accelerator.is_main_process:
-            remove_old_checkpoints(self.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            remove_old_checkpoints(self.output_dir, self.args.save_total_limit, self._best_steps())
         self._event("on_save")
         return path
 
@@ -269,24 +284,26 @@ class Trainer:
             }
             if self.average is not None:
                 weights |= self.average.values
-            self.model.save_pretrained(self.output_dir, state_dict=weights)
+            self.model.save_pretrained(self.output_dir, state_dict=adapters.merged(weights))
             self.processor.save_pretrained(self.output_dir)
-            save_dual_encoder(self.output_dir, self.processor)
+            if type(self.model) is FusionDualEncoderModel:  # what classes were told by finds no images any more
+                save_dual_encoder(self.output_dir, self.processor)
         self.accelerator.wait_for_everyone()
 
     def _write_extras(self, folder: Path) -> None:
         self.processor.save_pretrained(folder)
+        adapters.save_adapters(self.model.state_dict(), folder)
         if self.average is not None:
             self.average.save(folder)
 
     def _save_weights(self, models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
         if self.accelerator.is_main_process:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=adapters.merged(self.model.state_dict()))
         weights.clear()
 
     def _load_weights(self, models: list[nn.Module], folder: str) -> None:
         models.clear()
-        self.model.load_state_dict(FusionDualEncoderModel.from_pretrained(folder).state_dict())
+        adapters.load_weights(self.model, Path(folder))
 
     def _resume(self, path: Path) -> None:
         state = load_checkpoint(self.accelerator, path)

@@ -30,7 +30,8 @@ class TrainingArguments:
     logging_steps: int = arg(10, "Log every N steps.")
     eval_steps: int = arg(0, "Evaluate every N steps; 0 = only at the end.")
     save_steps: int = arg(500, "Save a resumable checkpoint every N steps; 0 = never.")
-    save_total_limit: int | None = arg(2, "Keep this many checkpoints, and the best one besides.")
+    save_total_limit: int | None = arg(2, "Keep this many checkpoints, and the best ones besides.")
+    save_best_limit: int = arg(0, "Save after an evaluation that is among the best N so far, and keep those N.")
     metric_for_best_model: str = arg("text_to_image_recall@1", "Decides early stopping and which checkpoint is best.")
     greater_is_better: bool = arg(True, "Whether more of that metric is better.")
     peak_tflops: float | None = arg(
@@ -57,9 +58,11 @@ class TrainingArguments:
             raise ValueError(f"--max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
-        if (self.early_stopping_patience or self.load_best_model_at_end) and not self.eval_steps:
+        if (
+            self.early_stopping_patience or self.load_best_model_at_end or self.save_best_limit
+        ) and not self.eval_steps:
             raise ValueError(
-                "--early_stopping_patience and --load_best_model_at_end need evaluations: set --eval_steps."
+                "--early_stopping_patience, --load_best_model_at_end and --save_best_limit need evaluations: set --eval_steps."
             )
 
     @property

@@ -27,9 +27,10 @@ from mm_utils.arguments import parse_args, to_dict
 from mm_utils.callbacks import ProgressBar, TemperatureClamp
 from mm_utils.checkpoints import find_checkpoint
 from mm_utils.data.loaders import LoaderArguments, Loaders
+from mm_utils.data.regions import tokenize_pairs
 from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
 from mm_utils.data.stream.stream import StreamingArguments, open_stream
-from mm_utils.data.tokens import fingerprint, global_order, tokenize_splits
+from mm_utils.data.tokens import fingerprint, global_order
 from mm_utils.diagnosis import CollapseWarning, with_health
 from mm_utils.dry_run import Rehearsal
 from mm_utils.feature_cache import FeatureCacheArguments, cache_features
@@ -41,9 +42,11 @@ from mm_utils.models import ModelArguments, build_model, image_geometry, load_pr
 from mm_utils.monitor import LoaderAdvice
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.optim import OptimizerArguments, build_optimizer
+from mm_utils.regions import PointingEvaluator, report_pointing, with_pointing
 from mm_utils.run import RunArguments, run_script, start_run
 from mm_utils.trainer import Trainer
 from mm_utils.training_arguments import TrainingArguments
+from mm_utils.word_order import order_texts
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parsed = parse_args(*data, *learning, HubArguments, RunArguments, argv=argv, doc=__doc__)
     data_args, stream_args, loader_args, cache_args, *others = parsed
     model_args, objective_args, optimizer_args, args, eval_args, hub_args, run_args = others
-    stream_args.check(loader_args.length_bucket_window, cache_args.cache_features)
+    stream_args.check(loader_args.length_bucket_window, loader_args.look_alikes, cache_args.cache_features)
+    objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
     accelerator = start_run("pretrain", args, *parsed, report_to=run_args.report_to, dry_run=run_args.dry_run)
     rehearsal = Rehearsal(accelerator, args, hub_args) if run_args.dry_run else None
 
@@ -67,15 +71,25 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         processor = load_processor(model_args, stream.captions() if stream else iterate_captions(pairs["train"]))
         if rehearsal:
             pairs, stream = rehearsal.sample(stream or pairs, processor, loader_args.max_seq_length), None
-        pairs = tokenize_splits(
-            pairs, processor.tokenizer, loader_args.max_seq_length, data_args.preprocessing_num_workers
+        pairs = tokenize_pairs(
+            pairs,
+            processor.tokenizer,
+            loader_args.max_seq_length,
+            data_args.preprocessing_num_workers,
+            regions=objective_args.reads_regions,
         )
-    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
+    loaders = Loaders(
+        loader_args,
+        accelerator.device,
+        processor.tokenizer.pad_token_id,
+        *image_geometry(processor),
+        regions=objective_args.reads_regions,
+    )
     logger.info("%s", ", ".join(f"{name}: {len(split):,} images" for name, split in pairs.items()))
 
     # 3. Model, objective, optimizer.
     model = build_model(model_args, processor.tokenizer)
-    objective = build_objective(model, objective_args, args.seed)
+    objective = build_objective(model, objective_args, args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=accelerator.device)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info("%s parameters, %s of them trained", f"{model.num_parameters():,}", f"{trained:,}")
@@ -88,16 +102,23 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     else:
         rows = pairs["train"]
         trained_on = (len(rows), fingerprint(rows))
-        order = global_order(rows, args.batch_sizes, args.seed, loader_args.length_bucket_window)
+        order = global_order(
+            rows, args.batch_sizes, args.seed, loader_args.length_bucket_window, loader_args.look_alikes
+        )
         rows = cache_features(cache_args, rows, objective, loaders, accelerator, args.per_device_eval_batch_size)
         train_batches = partial(loaders.train, rows, order)
-    evaluator, pusher = RetrievalEvaluator(eval_args.rerank_top_k), HubPusher(hub_args, args.output_dir)
-    callbacks = [ProgressBar(), TemperatureClamp(objective_args.max_logit_scale), HubCallback(pusher)]
-    callbacks.append(CollapseWarning(optimizer_args.warmup_ratio, objective_args.max_logit_scale))
+    order_pairs = order_texts(pairs["validation"], processor.tokenizer, loader_args.max_seq_length)
+    evaluator, pusher = RetrievalEvaluator(eval_args, order_pairs), HubPusher(hub_args, args.output_dir)
+    pointing = PointingEvaluator() if loaders.regions else None
+    callbacks = [
+        ProgressBar(),
+        TemperatureClamp(objective_args.max_logit_scale),
+        HubCallback(pusher),
+        CollapseWarning(optimizer_args.warmup_ratio, objective_args.max_logit_scale),
+        *([rehearsal] if rehearsal else []),
+    ]
     if not cache_args.cache_features:
         callbacks.append(LoaderAdvice(lambda: loaders.workers))
-    if rehearsal:
-        callbacks.append(rehearsal)
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
     trainer = Trainer(
@@ -110,7 +131,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_batches=train_batches,
         num_rows=trained_on[0],
         eval_loader=loaders.evaluation(pairs["validation"], args.per_device_eval_batch_size),
-        evaluate=with_health(evaluator),
+        evaluate=with_pointing(with_health(evaluator), pointing),
         callbacks=callbacks,
         max_seq_length=loader_args.max_seq_length,
         flops=flops,
@@ -118,6 +139,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 
     # 5. Finish: pictures, model card, push, and what one would want next.
+    report_pointing(accelerator, pointing, pairs["validation"], args.output_dir)
     finish_run(accelerator, args.output_dir, model, pairs, evaluator, metrics, to_dict(*parsed), pusher, trained_on)
     if rehearsal:
         metrics = rehearsal.forecast(trainer, flops)

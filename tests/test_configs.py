@@ -8,7 +8,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 ROOT = Path(__file__).parents[1]
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+GRIDS = sorted((ROOT / "recipes").glob("ablation_*.yaml"))
+RECIPES = sorted({*(ROOT / "recipes").glob("*.yaml")} - {*GRIDS})
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mm_utils.models import ModelArguments, build_model
+from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.wordpiece import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -46,24 +47,24 @@ def test_files_that_the_readme_names_exist():
         assert not heading or f"## {heading}\n" in (ROOT / file).read_text(encoding="utf-8").lower(), name
 
 
-def test_the_readmes_objective_trains():
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "Objective" in block)
+def test_the_readmes_term_trains(tmp_path, monkeypatch):
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "EmbeddingTerm" in block)
     assert len(code.strip().splitlines()) <= 20
-    namespace: dict = {}
-    exec(code, namespace)
-    objective = namespace["UniformContrastive"](
-        build_model(ModelArguments(image_size=32), train_tokenizer(["a b"], 50))
-    )
-    ids = torch.arange(8).view(4, 2)
+    (tmp_path / "my_terms.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    [objectives] = re.findall(r"--objectives (\S+my_terms\S+)", README)
+    tokenizer = train_tokenizer(["a b"], 50)
+    model = build_model(ModelArguments(image_size=32), tokenizer)
+    objective = build_objective(model, ObjectiveArguments(objectives), 0, tokenizer)
     batch = {
         "pixel_values": torch.randn(4, 3, 32, 32),
         "input_ids": torch.randint(5, 7, (4, 8)),
         "attention_mask": torch.ones(4, 8, dtype=torch.long),
-        "ids": ids,
+        "ids": torch.arange(8).view(4, 2),
     }
     report = objective(batch, 0)
     report["loss"].backward()
-    assert torch.isfinite(report["uniformity"])
+    assert torch.isfinite(report["Uniformity_loss"])
     assert objective.model.visual_projection.weight.grad.abs().sum() > 0
 
 

@@ -19,9 +19,10 @@ from transformers import (
 )
 
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives import ContrastiveObjective
+from mm_utils.objectives import JointObjective
 from mm_utils.run import RunError
 from scripts import eval_retrieval, pretrain
+from tests.conftest import write_corpus
 from tests.data.stream.numbered_shards import write_shards
 from tests.test_hub import server  # noqa: F401
 
@@ -132,9 +133,9 @@ def test_config_yaml_reruns_the_run(finished, tmp_path):
 def test_evaluation_script_gives_the_figures_of_the_run(finished, corpus, tmp_path):
     folder, metrics = finished
     flags = ["--model_name_or_path", str(folder), "--train_file", str(corpus), "--rerank_top_k", "4"]
-    again = eval_retrieval.main([*flags, "--output_file", str(tmp_path / "figures.json")])
+    again = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])
     assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(metrics, rel=1e-4)
-    assert json.loads((tmp_path / "figures.json").read_text()) == again
+    assert json.loads((tmp_path / "out/metrics.json").read_text()) == again
 
 
 def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):
@@ -147,12 +148,27 @@ def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):
     name = "visual_projection.weight"
     torch.testing.assert_close(weights(tmp_path / "a")[name], weights(tmp_path / "b")[name])
     assert not torch.equal(weights(tmp_path / "a")[name], weights(tmp_path / "c")[name])
+    rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    [measured] = [row for row in rows if "eval_text_to_image_mean_rank" in row]
+    assert {name.replace("eval_", "eval_raw_") for name in measured if "eval_t" in name} <= set(measured)
 
 
 def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags, tmp_path):
     still = ["--learning_rate", "0", "--max_steps", "20", "--eval_steps", "2", "--early_stopping_patience", "1"]
     pretrain.main([*tiny_flags, *still, "--load_best_model_at_end", "--output_dir", str(tmp_path)])
     assert max(losses(tmp_path)) < 20
+
+
+def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path, monkeypatch):
+    """Besides the newest; ties go to the earlier one."""
+    values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0])
+    monkeypatch.setattr(
+        pretrain, "with_health", lambda evaluator: lambda *given: evaluator(*given) | {"quality": next(values)}
+    )
+    flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "0", "--save_best_limit", "2"]
+    kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
+    pretrain.main([*tiny_flags, *flags, *kept])
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_parts_of_the_batch_learn_what_the_whole_learns(finished, tiny_flags, tmp_path):
@@ -223,6 +239,27 @@ def test_contrastive_alone(tiny_flags, tmp_path):
     assert "matching_loss" not in rows_of(tmp_path)[0]
 
 
+def test_regions_are_trained_measured_drawn_and_cut(tiny_flags, tmp_path):
+    """Also in parts of the batch, from which nothing else is learnt; and a later run goes on with the head."""
+    pairs, folder = write_corpus(tmp_path), tmp_path / "out"
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    for row in rows:
+        colour, shape, _ = Path(row["image"]).stem.split("-")
+        row["regions"] = [{"box": [10, 10, 20, 20], "phrase": f"{colour} {shape}"}]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [*tiny_flags, "--train_file", str(pairs), "--objectives", "contrastive:1,regions:0.5"]
+    metrics = pretrain.main([*flags, "--output_dir", str(folder)])
+    assert 0 <= metrics["eval_pointing_accuracy_low"] <= metrics["eval_pointing_accuracy"] <= 1
+    assert 0.1 < metrics["eval_pointing_chance"] < 0.3
+    assert (folder / "regions.png").stat().st_size > 0
+    assert 0 <= rows_of(folder)[0]["regions_accuracy"] <= 1
+    pretrain.main([*flags, "--micro_batch_size", "3", "--output_dir", str(tmp_path / "parts")])
+    assert losses(tmp_path / "parts") == pytest.approx(losses(folder), rel=1e-4)
+    pretrain.main([*flags, "--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "later")])
+    head = "region_head.projection.weight"
+    assert not torch.equal(weights(folder)[head], weights(tmp_path / "later")[head])
+
+
 def test_a_run_is_pushed_and_a_hub_that_fails_loses_nothing(tiny_flags, tmp_path, server, caplog):  # noqa: F811
     flags = [*tiny_flags, "--max_steps", "2", "--push_to_hub", "--hub_model_id", "tester/run", "--hub_private_repo"]
     pretrain.main([*flags, "--output_dir", str(tmp_path / "a")])
@@ -288,14 +325,14 @@ def test_the_micro_batch_is_found_and_changes_nothing(finished, tiny_flags, tmp_
 
 def test_a_step_without_memory_is_repeated_in_halves(finished, tiny_flags, tmp_path, caplog, monkeypatch):
     folder, _ = finished
-    encode, most = ContrastiveObjective.encode, 2
+    encode, most = JointObjective.encode, 2
 
-    def full(self, batch, match):
+    def full(self, batch, *given):
         if torch.is_grad_enabled() and len(batch["ids"]) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return encode(self, batch, match)
+        return encode(self, batch, *given)
 
-    monkeypatch.setattr(ContrastiveObjective, "encode", full)
+    monkeypatch.setattr(JointObjective, "encode", full)
     pretrain.main([*tiny_flags, "--micro_batch_size", "8", "--output_dir", str(tmp_path)])
     assert "Step 1 ran out of memory with 8 pairs at a time; it is repeated with 4" in caplog.text
     assert "Step 1 ran out of memory with 4 pairs at a time; it is repeated with 2" in caplog.text
@@ -314,7 +351,7 @@ def test_a_step_without_memory_is_repeated_in_halves(finished, tiny_flags, tmp_p
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_steps_that_are_not_finite_change_nothing_and_are_written_down(what, tiny_flags, tmp_path, monkeypatch):
-    forward = ContrastiveObjective.forward
+    forward = JointObjective.forward
 
     def broken(self, batch, step):
         report = forward(self, batch, step)
@@ -325,7 +362,7 @@ def test_steps_that_are_not_finite_change_nothing_and_are_written_down(what, tin
             report["loss"] = report["loss"] + poison
         return report
 
-    monkeypatch.setattr(ContrastiveObjective, "forward", broken)
+    monkeypatch.setattr(JointObjective, "forward", broken)
     pretrain.main([*tiny_flags, "--save_steps", "1", "--save_total_limit", "9", "--output_dir", str(tmp_path)])
     written = [json.loads(line) for line in (tmp_path / "nonfinite_steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in written] == [2, 3]

@@ -305,11 +305,13 @@ class TextBridge(nn.Module):
     def __init__(self, width: int, taps: int, dim: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.mix = nn.Parameter(torch.zeros(taps))
+        self.mix = nn.Parameter(torch.zeros(taps)) if taps > 1 else None
         self.projection = nn.Linear(width, dim)
 
     def forward(self, text_states: Tensor) -> Tensor:
         """`[P, L, taps x width]` -> `[P, L, D]`."""
+        if self.mix is None:
+            return self.projection(self.norm(text_states))
         levels = self.norm(text_states.unflatten(-1, (len(self.mix), -1)))
         return self.projection((levels * self.mix.softmax(0).to(levels)[:, None]).sum(-2))
 
@@ -660,7 +662,8 @@ class FusionDualEncoderModel(PreTrainedModel):
     def encode_text(
         self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Unit embeddings `[B, E]` of tokenised texts `[B, L]`, and their side of the fusion head."""
+        """Unit embeddings `[B, E]` of tokenised texts `[B, L]`, and their side of the fusion head; without states, of no
+        tokens."""
         pooled, states = self.text_features(input_ids, attention_mask, with_states)
         return self.project_text(pooled, states if with_states else None)
 
@@ -740,10 +743,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         return self.region_head, _grid(taps[-1])
 
     def project_text(self, pooled: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The rest of `encode_text`, of `text_features`; without states the vector stands in their place."""
+        """The rest of `encode_text`, of `text_features`; without states there are no tokens, `[B, 0, C]`."""
         embeds = F.normalize(self.text_projection(pooled), dim=-1)
         if states is None:
-            states = pooled[:, None]
+            states = pooled[:, None][:, :0]
         elif self.fusion is not None:
             states = self.fusion.encode_text(states)
         return embeds, states

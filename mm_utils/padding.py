@@ -51,7 +51,8 @@ def encode_in_groups(
     attention_mask: Tensor,
     lengths: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """`encode_text`, which gives `[n, E]` and `[n, L, C]`, of n texts `[n, L]`; in groups if `lengths` are given."""
+    """`encode_text`, which gives `[n, E]` and `[n, L, C]` or `[n, 0, C]`, of n texts `[n, L]`; in groups if `lengths` are
+    given."""
     if not lengths:
         return encode_text(input_ids, attention_mask)
     embeds, states = [], []
@@ -59,5 +60,6 @@ def encode_in_groups(
         rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
         found = encode_text(input_ids[rows, :longest], attention_mask[rows, :longest])
         embeds.append(found[0])
-        states.append(F.pad(found[1], (0, 0, 0, input_ids.shape[1] - longest)))
+        missing = input_ids.shape[1] - longest if found[1].shape[1] else 0
+        states.append(F.pad(found[1], (0, 0, 0, missing)))
     return torch.cat(embeds), torch.cat(states)

@@ -70,7 +70,11 @@ def test_checkpoints_take_their_time_and_at_most_the_limit_and_one_more_on_disk(
     args = arguments(save_steps=10, save_total_limit=2)
     assert forecast_time(args, MEASURED)["checkpoint_hours"] * 3600 == pytest.approx(10 * 3 + 7)
     assert forecast_disk(args, MEASURED)["checkpoints_gb"] == 3
-    assert forecast_disk(arguments(save_steps=10, eval_steps=10), MEASURED)["checkpoints_gb"] == 4  # and the best
+    assert forecast_disk(arguments(save_steps=10, eval_steps=10), MEASURED)["checkpoints_gb"] == 3
+    best = arguments(save_steps=10, eval_steps=10, load_best_model_at_end=True)
+    assert forecast_disk(best, MEASURED)["checkpoints_gb"] == 4
+    best.save_best_limit = 3
+    assert forecast_disk(best, MEASURED)["checkpoints_gb"] == 6
     assert forecast_disk(arguments(save_steps=60), MEASURED)["checkpoints_gb"] == 1
     assert forecast_disk(arguments(save_steps=10, save_total_limit=None), MEASURED)["checkpoints_gb"] == 10
     assert forecast_disk(arguments(), MEASURED)["checkpoints_gb"] == 0

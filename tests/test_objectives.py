@@ -448,17 +448,17 @@ def test_self_distillation_learns_from_the_average() -> None:
 
 
 def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_terms.py").write_text(
+    (tmp_path / "terms_of_mine.py").write_text(
         "from mm_utils.objectives import EmbeddingTerm\n"
         "class Mine(EmbeddingTerm):\n"
         "    def of_batch(self, image_NE, text_NE, scale, batch):\n"
         "        return (image_NE - text_NE).square().sum(1).mean()\n"
     )
     monkeypatch.chdir(tmp_path)
-    objective = build_objective(tiny_model(), ObjectiveArguments("contrastive,my_terms.Mine:2"), 0)
+    objective = build_objective(tiny_model(), ObjectiveArguments("contrastive,terms_of_mine.Mine:2"), 0)
     report = step(objective, global_batch(), 0)["report"]
     assert report["loss"] == pytest.approx(report["contrastive_loss"] + 2 * report["Mine_loss"])
-    for path in ("my_terms.Other", "nowhere.Mine", "os.path"):
+    for path in ("terms_of_mine.Other", "nowhere.Mine", "os.path"):
         with pytest.raises(ValueError, match=f"--objectives has {path}"):
             build_objective(tiny_model(), ObjectiveArguments(f"contrastive,{path}"), 0)
 

@@ -1,0 +1,133 @@
+"""The script: what it lists, leaves and says; the grids that are there; and one real ablation."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mm_utils.ablation import plan, read_grid
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.models import ModelArguments, build_model
+from mm_utils.run import RunError
+from mm_utils.wordpiece import train_tokenizer
+from scripts import ablate, pretrain
+from tests.test_ablation import launcher, started, write_grid  # noqa: F401
+
+GRIDS = sorted((Path(__file__).parents[2] / "recipes").glob("ablation_*.yaml"))
+GRID = "common: {max_steps: 2}\nvariants: {base: , better: {recall: 0.75}}\n"
+
+
+def test_a_dry_run_lists_the_commands(tmp_path, capsys):
+    assert (
+        ablate.main(["--grid", write_grid(tmp_path, GRID), "--dry_run", "--output_dir", str(tmp_path / "out")]) == {}
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert {"--recall=0.75", "--seed=0", "--max_steps=2"} <= set(shlex.split(lines[1]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_and_a_picture_are_left_behind(tmp_path, launcher, capsys):  # noqa: F811
+    flags = ["--grid", write_grid(tmp_path, GRID), "--seeds", "2", "--output_dir", str(tmp_path / "out")]
+    flags += ["--launcher", launcher, "--metrics", "recall@1,matching_lift,absent"]
+    found = ablate.main(flags)
+    assert found["better/recall@1"] == pytest.approx(0.755)
+    assert found["base/matching_lift"] == 0.2
+    table = (tmp_path / "out/ablation.md").read_text()
+    assert "| better | **+0.250 ± 0.000** | +0.000 ± 0.000 |" in table
+    assert capsys.readouterr().out.strip() in table
+    content = json.loads((tmp_path / "out/ablation.json").read_text())
+    assert content["variants"]["better"]["metrics"]["recall@1"]["values"] == {"0": 0.75, "1": 0.76}
+    assert (tmp_path / "out/ablation.png").stat().st_size > 0
+    assert ablate.main(flags) == found
+    assert len(started(tmp_path / "out")) == 4
+
+
+def test_a_failed_run_is_in_the_end_an_error_beside_the_table(tmp_path, launcher):  # noqa: F811
+    grid = "common: {max_steps: 2}\nvariants: {base: , broken: {fails: 1}}\n"
+    flags = ["--grid", write_grid(tmp_path, grid), "--seeds", "1", "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(RunError, match=r"1 of 2 runs failed: .*broken-seed0"):
+        ablate.main([*flags, "--launcher", launcher, "--metrics", "recall@1"])
+    assert "| base |" in (tmp_path / "out/ablation.md").read_text()
+    [why] = json.loads((tmp_path / "out/ablation.json").read_text())["failed"].values()
+    assert "no memory" in why
+
+
+def test_where_all_runs_fail_there_is_no_table(tmp_path, launcher):  # noqa: F811
+    grid = write_grid(tmp_path, "common: {max_steps: 2, fails: 1}\nvariants: {base: }\n")
+    with pytest.raises(RunError, match="All 3 runs failed"):
+        ablate.main(["--grid", grid, "--output_dir", str(tmp_path / "out"), "--launcher", launcher])
+
+
+def test_metrics_that_no_run_has(tmp_path, launcher):  # noqa: F811
+    flags = ["--grid", write_grid(tmp_path, GRID), "--seeds", "1", "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(RunError, match="--metrics is loss; no run has any of them"):
+        ablate.main([*flags, "--launcher", launcher, "--metrics", "loss"])
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match="--launcher"):
+        ablate.main(["--grid", write_grid(tmp_path, GRID)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--grid is missing"),
+        (["--grid", "g", "--seeds", "0"], "--seeds is 0"),
+        (["--grid", "g", "--max_steps", "0"], "the budget is {'max_steps': 0}; give one of them, above 0"),
+        (["--grid", "g", "--max_steps", "1", "--num_train_epochs", "1"], "give one of them"),
+    ],
+)
+def test_bad_flags(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        ablate.main(flags)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_training_takes_all_flags_of_a_grid(path, monkeypatch):
+    class Parsed(Exception):
+        pass
+
+    def stop(name, *parsed, **kwargs):
+        raise Parsed
+
+    monkeypatch.setattr(pretrain, "start_run", stop)
+    common, variants = read_grid(str(path))
+    assert path.read_text().startswith(f"# python scripts/ablate.py --grid recipes/{path.name} ")
+    for run in plan(common, variants, 1, "out"):
+        with pytest.raises(Parsed):
+            pretrain.main(run.command("python")[2:])
+
+
+def test_flat_and_hierarchical_heads_are_of_one_size():
+    common, variants = read_grid(str(GRIDS[0].parent / "ablation_fusion.yaml"))
+    tokenizer = train_tokenizer(["a b"], 50)
+
+    def head(variant: str) -> int:
+        flags = {name: value for name, value in (common | variants[variant]).items() if name.startswith("fusion_")}
+        model = build_model(ModelArguments(**flags), tokenizer)
+        assert isinstance(model, FusionDualEncoderModel)
+        return sum(parameter.numel() for parameter in model.fusion.parameters())
+
+    assert head("flat") == pytest.approx(head("hierarchical"), rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_real_ablation(tmp_path, tiny_flags, capsys):
+    flags = [f"{name[2:]}: {value}" for name, value in zip(tiny_flags[::2], tiny_flags[1::2], strict=True)]
+    common = "common:\n" + "".join(f"  {flag}\n" for flag in flags)
+    variants = "variants:\n  fused: {}\n  towers: {objectives: 'contrastive:1', fusion_layers: 0}\n"
+    grid = write_grid(tmp_path, common + variants)
+    arguments = ["--grid", grid, "--seeds", "2", "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
+    found = ablate.main(arguments)
+    assert 0 <= found["fused/rerank_text_to_image_recall@1"] <= 1
+    assert "towers/rerank_text_to_image_recall@1" not in found
+    content = json.loads((tmp_path / "out/ablation.json").read_text())["variants"]
+    assert content["towers"]["parameters"] < content["fused"]["parameters"]
+    values = content["fused"]["metrics"]["matching_lift"]["values"]
+    assert values["0"] != values["1"]
+    assert ablate.main(arguments) == found

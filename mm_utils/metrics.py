@@ -21,7 +21,7 @@ from torch import Tensor
 from mm_utils.arguments import arg
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.ranking import Keyed, cosine_ranks, recalls, summarise_ranks
-from mm_utils.reranking import DirectionRanks, MatchScores, Reranking, cosine_directions, match_logits
+from mm_utils.reranking import SCORES, DirectionRanks, MatchScores, Reranking, cosine_directions, match_logits
 from mm_utils.sharding import whole
 from mm_utils.split_embeddings import Embeddings, Texts, embed_split
 from mm_utils.word_order import order_accuracy, order_by_cosine, order_by_match, order_numbers
@@ -38,8 +38,13 @@ class EvaluationArguments:
     rerank_top_k: int = arg(
         10, "Also measure with the fusion head ordering the first K of every query anew; 0 = do not."
     )
+    rerank_score: str = arg(
+        "match",
+        "What the head says of a pair: its match logit, or, of a model trained with captioning, how likely the caption is; or "
+        "both, summed.",
+    )
     rerank_weight: float = arg(
-        1.0, "The head's score is match logit + weight x scaled cosine; 0 = the match logit alone."
+        1.0, "The score is what the head says + weight x scaled cosine; 0 = what the head says alone."
     )
     rerank_cache_gb: float = arg(
         8.0, "Keys and values of images kept for the head, per process; those of further images are computed twice."
@@ -49,6 +54,8 @@ class EvaluationArguments:
         """Refuse what cannot be meant, with a ValueError of one line."""
         if self.rerank_top_k < 0:
             raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of candidates, or 0 for none.")
+        if self.rerank_score not in SCORES:
+            raise ValueError(f"--rerank_score is {self.rerank_score}; choose one of {', '.join(SCORES)}.")
         if not 0 <= self.rerank_weight < math.inf:
             raise ValueError(f"--rerank_weight is {self.rerank_weight}; give a finite number from 0 on.")
         if not self.rerank_cache_gb > 0:
@@ -102,7 +109,16 @@ class RetrievalEvaluator:
         asked = [plan.pairs, choices.flatten()]
         if order is not None:
             asked.append(order_numbers(split, len(texts)).flatten())
-        self.match = match = match_logits(model, split, texts, torch.cat(asked), loader, accelerator)
+        score = self.args.rerank_score
+        if score != "match" and model.caption_adapter is None:
+            raise ValueError(
+                f"--rerank_score is {score}; the model was not trained to write captions. Train it with captioning among "
+                "--objectives, or take match."
+            )
+        match = match_logits(model, split, texts, torch.cat(asked), loader, accelerator, score)
+        if score != "match":
+            match = match.less_priors(plan.text_pairs_TK, len(texts))
+        self.match = match
         scale = whole(model.logit_scale.detach()).float().exp().item()
         self.directions = plan.ranks(split, match, self.args.rerank_weight * scale)
         found = {}

@@ -777,6 +777,14 @@ class FusionDualEncoderModel(PreTrainedModel):
         fused = self.fusion.decode(keys_values, self.caption_adapter(words(input_ids)), attention_mask)
         return self.token_head(fused[is_asked], words.weight)
 
+    def caption_scores(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Log probabilities `[P]` that image p is captioned by text p, all tokens after its first one."""
+        is_told = attention_mask.bool() & (torch.arange(input_ids.shape[1], device=input_ids.device) > 0)
+        before = F.pad(is_told[:, 1:], (0, 1))  # the places whose next token is told
+        logits = self.caption_logits(keys_values, input_ids, attention_mask, before).float()
+        told = -F.cross_entropy(logits, input_ids[is_told], reduction="none")
+        return torch.zeros_like(is_told, dtype=told.dtype).masked_scatter(is_told, told).sum(1)
+
     @torch.no_grad()
     def caption(self, pixel_values: Tensor, first: int, last: int, max_length: int = 32) -> Tensor:
         """Write captions greedily: token ids `[B, L]`, from `first` to `last` (`[CLS]` and `[SEP]` of a BERT), then `last`."""

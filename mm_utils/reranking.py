@@ -1,13 +1,16 @@
 """Re-ranking: the fusion head orders the first K candidates of every query anew, and the others keep their place.
 
-The score is match logit + weight x inverse temperature x cosine. Weight 1 is BLIP's sum (arXiv 2201.12086, section 4.2)
-with the learned temperature, weight 0 the match logit alone (ALBEF, arXiv 2107.07651, section 3.2). A pair that was not
-scored counts as minus infinity. Each pair is scored once, however many queries and cut-offs ask for it, on the rank that
+The score is what the head says + weight x inverse temperature x cosine. The head says a match logit: with weight 1 this is
+BLIP's sum (arXiv 2201.12086, section 4.2) with the learned temperature, with weight 0 the logit alone (ALBEF, arXiv
+2107.07651, section 3.2). Or, of a model trained to write captions, the log probability of the caption (arXiv 2306.01879), less
+that of the caption without an image, which is estimated by its mean over the images that are the caption's candidates. A
+pair that was not scored counts as minus infinity. Each pair is scored once, however many queries and cut-offs ask for it, on the rank that
 owns its image; texts are encoded once for all their candidates of a share of images (`mm_utils.split_embeddings`).
 
 Shape letters: M images, T texts, Q queries, K candidates, P pairs.
 """
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +26,7 @@ from mm_utils.ranking import Candidates, Keyed, cosine_ranks, reranked, top_cand
 from mm_utils.split_embeddings import Embeddings, Texts, image_shares, size_in_bytes
 
 PAIRS = 256  # pairs scored by the head at a time
+SCORES = ("match", "caption", "both")  # what the head says of a pair
 
 
 @dataclass
@@ -46,7 +50,7 @@ class DirectionRanks:
 
 
 class MatchScores:
-    """Match logits `[P]` of pairs, each given as image x T + text: a look-up by that number.
+    """What the head says of pairs `[P]`, each given as image x T + text: a look-up by that number.
 
     Attributes:
         seconds: that scoring took, with encoding the texts and, of a split that does not fit, the images.
@@ -59,8 +63,17 @@ class MatchScores:
         self.pairs, self.logits = pairs[order], logits[order]
         self.seconds, self.length, self.image_bytes = seconds, length, image_bytes
 
+    def less_priors(self, text_pairs_TK: Tensor, texts: int) -> "MatchScores":
+        """Less the log of the mean probability of each text over K images; texts beyond the T have no prior taken off."""
+        prior_T = self(text_pairs_TK).logsumexp(1) - math.log(text_pairs_TK.shape[1])
+        prior = prior_T.new_zeros(texts)
+        prior[: len(prior_T)] = prior_T
+        return MatchScores(
+            self.pairs, self.logits - prior[self.pairs % texts], self.seconds, self.length, self.image_bytes
+        )
+
     def __call__(self, wanted: Tensor) -> Tensor:
-        """The logits of these pairs, in their shape; minus infinity for one that was not scored."""
+        """The scores of these pairs, in their shape; minus infinity for one that was not scored."""
         place = torch.searchsorted(self.pairs, wanted).clamp(max=len(self.pairs) - 1)
         return self.logits[place].where(self.pairs[place] == wanted, -torch.inf)
 
@@ -135,8 +148,9 @@ def match_logits(
     pairs: Tensor,
     loader: Iterable,
     accelerator: Accelerator,
+    score: str = "match",
 ) -> MatchScores:
-    """Score pairs given as image x T + text, each once, for all ranks.
+    """Score pairs given as image x T + text, each once, for all ranks; `score` is one of `SCORES`.
 
     Every rank scores the pairs of its own images, a share of them at a time; pairs are sorted by text, so that a text is
     encoded once for all its candidates in a share. `split` gives up its keys and values.
@@ -156,7 +170,7 @@ def match_logits(
         for low in steps:
             block = mine[low : low + PAIRS] if low < len(mine) else mine[:1]
             with accelerator.autocast():
-                logits_P, length = _score_block(model, texts, block, keys_values, images.start)
+                logits_P, length = _score_block(model, texts, block, keys_values, images.start, score)
             scored.append(logits_P)
             if low < len(mine):
                 tokens += length * len(block)
@@ -172,14 +186,19 @@ def match_logits(
 
 
 def _score_block(
-    model: FusionDualEncoderModel, texts: Texts, block: Tensor, keys_values: KeysValues, first_image: int
+    model: FusionDualEncoderModel, texts: Texts, block: Tensor, keys_values: KeysValues, first_image: int, score: str
 ) -> tuple[Tensor, int]:
-    """Match logits of pairs of images held here, and the padded length of their texts."""
+    """Scores of pairs of images held here, and the padded length of their texts."""
     if not len(block):  # a rank without images
         return torch.empty(0, device=block.device), 0
     text, place = (block % len(texts)).unique(return_inverse=True)
     read = texts.take(text)
-    _, states = model.encode_text(read.input_ids, read.attention_mask)
     local = block // len(texts) - first_image
     own = tuple(layer[:, local] for layer in keys_values)
-    return model.match_pairs(own, states[place], read.attention_mask[place]).float(), read.input_ids.shape[1]
+    scores = torch.zeros(len(block), device=block.device)
+    if score != "caption":
+        _, states = model.encode_text(read.input_ids, read.attention_mask)
+        scores = scores + model.match_pairs(own, states[place], read.attention_mask[place]).float()
+    if score != "match":
+        scores = scores + model.caption_scores(own, read.input_ids[place], read.attention_mask[place]).float()
+    return scores, read.input_ids.shape[1]

@@ -53,7 +53,8 @@ def report_retrieval(
         costs["gflop_per_text"], costs["gflop_per_image"], f"{costs['keys_values_bytes_per_image'] / 1000:,.0f}",
     )  # fmt: skip
     if folder is not None:
-        settings = {"weight": evaluator.args.rerank_weight, "top_k": evaluator.args.rerank_top_k}
+        args = evaluator.args
+        settings = {"score": args.rerank_score, "weight": args.rerank_weight, "top_k": args.rerank_top_k}
         text = json.dumps({**settings, **found, "costs": costs}, indent=2) + "\n"
         Path(folder, "reranking.json").write_text(text, encoding="utf-8")
         draw_reranking(found, Path(folder, "reranking.png"))
@@ -83,7 +84,7 @@ def direction_figures(of: DirectionRanks) -> dict[str, Any]:
 def scoring_costs(match: MatchScores, flops: FlopCounts) -> dict[str, float]:
     """What re-ranking took: pairs of all processes and how many a second, with all that was computed for them.
 
-    FLOPs are counted by running the head (`mm_utils.flops`): of a pair at the mean padded length of the scored texts, of a
+    FLOPs are counted by running the head for match logits (`mm_utils.flops`): of a pair at the mean padded length of the scored texts, of a
     text once for all its candidates, and of an image's keys and values, once for all its texts.
     """
     length = round(match.length)

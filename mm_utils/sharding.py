@@ -29,7 +29,7 @@ def register_forward_methods(objective: nn.Module) -> None:
         FusionDualEncoderModel: (
             *("encode_image", "encode_text", "vision_features", "text_features", "project_image", "project_text"),
             "match_pairs",
-            *("token_logits", "caption_logits", "region_embeds", "cell_embeds"),
+            *("token_logits", "caption_logits", "caption_scores", "region_embeds", "cell_embeds"),
         ),
         FusionDualEncoderForClassification: ("classify",),
         FusionHead: ("encode_vision", "encode_text", "match_logits", "decode"),

@@ -412,6 +412,9 @@ def test_captioning_sees_what_came_before_and_nothing_else() -> None:
             losses.append(torch.nn.functional.cross_entropy(logits, ids[row, place][None]))
     report = step(objective, batch, 0)["report"]
     assert report["captioning_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    each = torch.stack(losses).split([length - 1 for length in batch["lengths"]])
+    scores = model.caption_scores(keys_values, ids, mask)
+    assert scores.tolist() == pytest.approx([-part.sum().item() for part in each], rel=1e-5)
 
 
 def test_captions_end() -> None:

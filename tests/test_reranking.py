@@ -238,6 +238,46 @@ def test_a_pair_costs_what_cached_keys_and_values_allow(hierarchy: bool) -> None
     assert 0.9e9 < counter.get_total_flops() / 3 <= 1.1e9
 
 
+# -- captions -----------------------------------------------------------------------------------------------------------
+
+
+class Writer(TruthfulModel):
+    """Its captions are as likely as `said` `[M, T]` says."""
+
+    caption_adapter = True
+
+    def caption_scores(self, keys_values: tuple[Tensor, ...], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        assert attention_mask.shape == input_ids.shape
+        return self.said[keys_values[0][0, :, 0, 0, 0].long(), input_ids[:, 1]]
+
+
+@pytest.mark.parametrize("score", ["caption", "both"])
+def test_captions_are_scored_less_what_they_are_without_an_image(score: str) -> None:
+    model: Any = Writer(23)
+    generator = torch.Generator().manual_seed(3)
+    texts = len(model.owner)
+    model.logits = torch.randn(23, texts, generator=generator)
+    model.said = 4 * torch.randn(23, texts, generator=generator) - 30 * torch.rand(texts, generator=generator)
+    measure = evaluator(texts, rerank_score=score, rerank_weight=0.0)
+    measure(model, model.batches(5), ACCELERATOR)
+    prior = (model.said + (model.logits if score == "both" else 0)).logsumexp(0)
+    matrix = model.said + (model.logits if score == "both" else 0) - prior
+    right = torch.tensor(model.owner)[:, None] == torch.arange(23)
+    nothing = torch.zeros(texts, 23)
+    expected = by_sorting(nothing, matrix.T, right, texts, 0.0), by_sorting(nothing.T, matrix, right.T, texts, 0.0)
+    for direction, ranks_Q in zip(DIRECTIONS, expected, strict=True):
+        assert measure.directions[direction].reranked_Q.tolist() == ranks_Q
+
+
+def test_only_a_model_that_writes_captions_is_asked_for_them() -> None:
+    model: Any = Writer(5)
+    model.caption_adapter = None
+    with pytest.raises(ValueError, match="--rerank_score is caption; the model was not trained to write captions"):
+        evaluator(3, rerank_score="caption")(model, model.batches(5), ACCELERATOR)
+    with pytest.raises(ValueError, match="--rerank_score is likelihood; choose one of match, caption, both"):
+        evaluator(3, rerank_score="likelihood")
+
+
 # -- between processes --------------------------------------------------------------------------------------------------
 
 CASES: list[dict[str, Any]] = [

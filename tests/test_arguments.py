@@ -25,7 +25,11 @@ ALL = (
     TrainingArguments,
     EvaluationArguments,
 )
-RECIPES = sorted(Path(__file__).parents[1].glob("recipes/*.yaml"))
+RECIPES = [
+    path
+    for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+    if not path.stem.startswith("ablation_")
+]
 
 
 @dataclass

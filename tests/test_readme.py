@@ -44,7 +44,9 @@ def test_files_that_the_readme_names_exist():
     for name in names:
         file, _, heading = name.partition("#")
         assert (ROOT / file).exists(), name
-        assert not heading or f"## {heading}\n" in (ROOT / file).read_text(encoding="utf-8").lower(), name
+        assert (
+            not heading or f"## {heading.replace('-', ' ')}\n" in (ROOT / file).read_text(encoding="utf-8").lower()
+        ), name
 
 
 def test_the_readmes_term_trains(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ from mm_utils.flops import measure_flops
 from mm_utils.grad_cache import backward
 from mm_utils.memory import peak_bytes
 from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
-from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
+from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from mm_utils.optim import OptimizerArguments, build_optimizer
 from mm_utils.run import make_accelerator
 
@@ -253,7 +253,7 @@ def pad(batch: Batch, width: int, pad_token_id: int) -> Batch:
 def two_pass(bench: Bench, parts: int) -> Steps:
     """Gradient caching as published; the same seed for both passes of a part makes its dropout the same."""
     model = bench.model
-    objective, optimizer = Objective(model), bench.optimizer_of(model)
+    objective, optimizer = JointObjective(model, {}), bench.optimizer_of(model)
     bench.count_tokens_of(model.text_model)
     cuts = [ranks.share(bench.task.batch_size, part, parts) for part in range(parts)]
 

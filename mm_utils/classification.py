@@ -20,7 +20,7 @@ from mm_utils.modeling_fusion_dual_encoder import (
     FusionDualEncoderModel,
     image_shape,
 )
-from mm_utils.models import freeze_untouched, load_model
+from mm_utils.models import freeze_untouched, load_model, recompute_activations
 from mm_utils.objectives.additive import AdditiveObjective
 from mm_utils.objectives.joint import blank_pair
 from mm_utils.objectives.terms import Batch, Report
@@ -84,9 +84,7 @@ def build_classifier(
     model.vision_model.to(memory_format=torch.channels_last)  # type: ignore[call-arg]
     _freeze_unread(model)
     if args.gradient_checkpointing:
-        # transformers 6 knows the first name alone, early releases of 5 the second
-        renamed = getattr(model, "activation_checkpointing_enable", None)
-        (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        recompute_activations(model)
     return model
 
 

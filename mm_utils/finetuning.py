@@ -24,6 +24,7 @@ from mm_utils import ranks
 from mm_utils.arguments import arg
 from mm_utils.data.labelled_pairs import LabelledTask
 from mm_utils.data.tokens import fingerprint
+from mm_utils.finish import what_is_in
 from mm_utils.hub import HubPusher
 from mm_utils.intervals import wilson_interval
 from mm_utils.model_card import CardInfo, write_model_card
@@ -221,7 +222,6 @@ def _say_what_is_where(
             lines.append(f"{line}   most frequent class {metrics[f'{prefix}majority']:.3f}")
     if "eval_wise_ft_alpha" in metrics:
         lines.append(f"  saved with alpha {metrics['eval_wise_ft_alpha']:g} between the start and the end")
-    lines += ["", f"Everything is in {folder}:"]
     contents = (
         ("model.safetensors", "the model, with config.json and its processor"),
         ("README.md", "the model card"),
@@ -232,7 +232,5 @@ def _say_what_is_where(
         ("results.json", "the figures above"),
         ("config.yaml", "the arguments, to run it again"),
     )
-    lines += [f"  {name:<20}{what}" for name, what in contents if (folder / name).exists()]
-    if pushed:
-        lines.append(f"  pushed to {pushed}")
+    lines += what_is_in(folder, contents, pushed)
     logger.info("\n".join(lines))

@@ -3,6 +3,7 @@
 import logging
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,13 @@ def _hardware(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
+def what_is_in(folder: Path, contents: Sequence[tuple[str, str]], pushed: str | None) -> list[str]:
+    """Lines that name a run's folder and, of `contents`, what is there; and the repository that it was pushed to."""
+    lines = ["", f"Everything is in {folder}:"]
+    lines += [f"  {name:<20}{what}" for name, what in contents if (folder / name).exists()]
+    return [*lines, f"  pushed to {pushed}"] if pushed else lines
+
+
 def _say_what_is_where(
     folder: Path, metrics: dict[str, float], settings: dict[str, Any], has_test: bool, pushed: str | None
 ) -> None:
@@ -144,7 +152,6 @@ def _say_what_is_where(
                 lines.append(f"{name:<48}R@1 {recalls[0]:.3f}   R@5 {recalls[1]:.3f}   R@10 {recalls[2]:.3f}")
     if "eval_text_to_image_chance@1" in metrics:
         lines.append(f"  {'chance, text to image:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
-    lines += ["", f"Everything is in {folder}:"]
     contents = (
         ("model.safetensors", "the model, with config.json and its processor"),
         ("dual_encoder", "the two towers for stock transformers"),
@@ -155,9 +162,7 @@ def _say_what_is_where(
         ("metrics.jsonl", "every figure that was logged"),
         ("config.yaml", "the arguments, to run it again"),
     )
-    lines += [f"  {name:<20}{what}" for name, what in contents if (folder / name).exists()]
-    if pushed:
-        lines.append(f"  pushed to {pushed}")
+    lines += what_is_in(folder, contents, pushed)
     data = next(
         (f"--{n} {settings[n]} " for n in ("dataset_name", "train_file", "dataset_dir") if settings.get(n)), ""
     )

@@ -779,8 +779,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def caption_scores(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Log probabilities `[P]` that image p is captioned by text p, all tokens after its first one."""
-        is_told = attention_mask.bool() & (torch.arange(input_ids.shape[1], device=input_ids.device) > 0)
-        before = F.pad(is_told[:, 1:], (0, 1))  # the places whose next token is told
+        is_told, before = told_tokens(attention_mask)
         logits = self.caption_logits(keys_values, input_ids, attention_mask, before).float()
         told = -F.cross_entropy(logits, input_ids[is_told], reduction="none")
         return torch.zeros_like(is_told, dtype=told.dtype).masked_scatter(is_told, told).sum(1)
@@ -1005,6 +1004,12 @@ def _apart(sizes: Sequence[int], most: int) -> list[int]:
 
 def _places(hidden: Tensor) -> int:
     return hidden.shape[-2] * hidden.shape[-1] if hidden.dim() == 4 else hidden.shape[1]
+
+
+def told_tokens(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens of captions are told from those before them, all but the first, bool `[P, L]`; and the places before."""
+    is_told = attention_mask.bool() & (torch.arange(attention_mask.shape[1], device=attention_mask.device) > 0)
+    return is_told, F.pad(is_told[:, 1:], (0, 1))
 
 
 def _channels(hidden: Tensor) -> int:

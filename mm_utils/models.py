@@ -192,15 +192,20 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Fus
     freeze_unreached(model)
     model.vision_model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if args.gradient_checkpointing:
-        # transformers 6 knows the first name alone, early releases of 5 the second
-        renamed = getattr(model, "activation_checkpointing_enable", None)
-        (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        recompute_activations(model)
     if args.patch_dropout:
         drop_patches(model.vision_model, args.patch_dropout)
     if args.torch_compile:
         model.vision_model.compile()
         model.text_model.compile(dynamic=True)  # one graph for all lengths
     return model
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep no activations for the backward pass (gradient checkpointing)."""
+    # transformers 6 knows the first name alone, early releases of 5 the second
+    renamed = getattr(model, "activation_checkpointing_enable", None)
+    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def drop_patches(vision_model: PreTrainedModel, share: float) -> None:

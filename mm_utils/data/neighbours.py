@@ -10,15 +10,8 @@ import pyarrow as pa
 
 from mm_utils.data.order import scramble
 
-ROUNDS = (
-    16,
-    12,
-    8,
-    6,
-    4,
-    3,
-    2,
-)  # hashes that must agree; a half of all pairs with 96 % of their weight in common agree in 16
+# How many hashes must agree. Half of the pairs with 96 % of their weight in common agree in 16.
+ROUNDS = (16, 12, 8, 6, 4, 3, 2)
 TRIES = 4  # of each number of hashes
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import ranks
 from mm_utils.losses import GlobalBatch
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, told_tokens
 from mm_utils.noise import pair_keys, uniform_noise
 from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
 from mm_utils.padding import encode_in_groups
@@ -139,8 +139,7 @@ class Captioning(RowTerm):
         input_ids, mask = batch["input_ids"], batch["attention_mask"]
         if not len(encoded):
             input_ids, mask = input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
-        is_told = mask.bool() & (torch.arange(mask.shape[1], device=mask.device) > 0)
-        before = F.pad(is_told[:, 1:], (0, 1))  # the places whose next token is to be told
+        is_told, before = told_tokens(mask)
         logits = model.caption_logits(encoded.keys_values, input_ids, mask, before)
         return _told(logits, input_ids[is_told])
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mm_utils.arguments import arg
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.sharding import load_whole
 
 FILE = "adapters.safetensors"
 _ADAPTER, _BASE = ".lora_", ".base_layer."
@@ -101,13 +102,16 @@ def save_adapters(weights: Mapping[str, Tensor], folder: Path) -> None:
 def load_weights(model: FusionDualEncoderModel, folder: Path) -> None:
     """Take up a checkpoint: all weights, or, of a model with adapters, all but those under them, and the adapters.
 
+    Called on all ranks.
+
     Raises:
-        ValueError: if the model has adapters and the checkpoint has not.
+        ValueError: if the model has adapters and the checkpoint has not, or is of another model.
     """
-    stored, own = type(model).from_pretrained(folder).state_dict(), model.state_dict()
+    stored = dict(type(model).from_pretrained(folder, use_safetensors=True).state_dict())
+    own = model.state_dict()
     if any(_ADAPTER in name for name in own):
         if not (folder / FILE).is_file():
             raise ValueError(f"{folder} holds no {FILE}; it was written without --lora_rank. Resume it without, too.")
         kept = {name: value for name, value in own.items() if _BASE in name}
         stored = {name: value for name, value in stored.items() if name in own} | kept | load_file(folder / FILE)
-    model.load_state_dict(stored)
+    load_whole(model, stored)

@@ -5,14 +5,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-FILE = "ema.safetensors"
+from mm_utils.sharding import like
 
 
 class WeightAverage:
     """Follows the parameters of `model`: average <- decay x average + (1 - decay) x parameter, after every step."""
+
+    file = "ema.safetensors"  # in a checkpoint
 
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
@@ -33,20 +35,16 @@ class WeightAverage:
         finally:
             self._swap()
 
-    def save(self, folder: Path) -> None:
-        """Write the average beside the weights it follows."""
-        save_file({name: value.contiguous() for name, value in self.values.items()}, folder / FILE)
-
     def load(self, folder: Path) -> None:
-        """Take up what `save` wrote.
+        """Take up the average in a checkpoint. Called on all ranks.
 
         Raises:
             ValueError: if the checkpoint was written without an average.
         """
-        if not (folder / FILE).is_file():
-            raise ValueError(f"{folder} holds no {FILE}; it was written without --ema_decay. Resume it without, too.")
-        for name, value in load_file(folder / FILE).items():
-            self.values[name].copy_(value)
+        if not (folder / self.file).is_file():
+            raise ValueError(f"{folder} holds no {self.file}; it was written without --ema_decay. Resume it so, too.")
+        for name, value in load_file(folder / self.file).items():
+            self.values[name].copy_(like(value, self.values[name]))
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -1,20 +1,34 @@
-"""Checkpoints: a folder `checkpoint-N` that is a loadable model and holds all that a resumed run needs.
+"""Checkpoints: folders `checkpoint-N` that are complete or not there, and of which it can be told whether they are whole.
 
-A checkpoint is written beside its final name and renamed when it is complete, so a killed run never leaves half of one
-under that name; old ones are removed only after the new one stands.
+One is written beside its final name, with a manifest of its files' sizes and SHA-256; files, manifest and folder reach the
+disk before it is renamed, and older ones are removed only after that. So a run that is killed at any instant leaves no half
+of one under that name. What happens to a folder later, on a disk or in a copy, its manifest tells: the newest checkpoint is
+the newest that verifies.
+
+To see what a run has: python scripts/verify_checkpoints.py --output_dir outputs/mine
 """
 
+import errno
+import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
-from accelerate import Accelerator
-from transformers import TrainerState
+from accelerate.utils import broadcast_object_list
 
-STATE_FILE = "trainer_state.json"
+from mm_utils import ranks
+from mm_utils.snapshot import STATE_FILE
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_BLOCK = 2**22
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
@@ -22,70 +36,183 @@ def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     return Path(output_dir) / f"checkpoint-{step}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step in its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def checkpoint_folders(output_dir: Path) -> list[Path]:
     """Folders of a run that are named as a checkpoint, oldest step first."""
     found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
-def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return [path for path in checkpoint_folders(output_dir) if (path / STATE_FILE).is_file()]
+# -- writing ------------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
+    """Make the folder `final`, named `checkpoint-N`, of what `write` puts into the folder that it is given.
+
+    When this returns, the checkpoint is on the disk; when it raises, whatever was there before is there still.
+    """
+    temporary, old = (final.parent / f".{final.name}.{ending}" for ending in ("tmp", "old"))
+    _remove(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        files = {str(path.relative_to(temporary)): _recorded(path) for path in _files(temporary)}
+        manifest = {"format": _FORMAT, "step": step_of(final), "files": files}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for path in (temporary / MANIFEST, *(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+            _sync(path)
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        _sync(final.parent)
+    except BaseException:
+        _remove(temporary)
+        raise
+    _remove(old)
+
+
+def remove_unfinished(output_dir: Path) -> None:
+    """Remove what a killed run had begun to write or to remove."""
+    for ending in ("tmp", "old", "removed"):
+        for path in output_dir.glob(f".checkpoint-*.{ending}"):
+            _remove(path)
+
+
+def remove_old_checkpoints(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
+    """Keep the newest `limit` complete checkpoints, and those of the steps `keep` besides.
+
+    Call it after a checkpoint was written: that one is among the newest. What cannot be removed is left with a warning.
+    """
+    for path in _surplus(output_dir, limit, keep):
+        _discard(path)
+
+
+def make_room(output_dir: Path, needed: int, limit: int | None, keep: Collection[int]) -> None:
+    """See that there is room for a checkpoint of `needed` bytes before it is begun.
+
+    Where there is not, what `remove_old_checkpoints` would remove after it goes now, but never the newest that verifies.
+
+    Raises:
+        OSError: ENOSPC, if there is still not enough.
+    """
+    surplus = _surplus(output_dir, None if limit is None else max(1, limit - 1), keep)
+    if shutil.disk_usage(output_dir).free < needed and surplus:
+        newest, _ = newest_checkpoint(output_dir)
+        for path in surplus:
+            if path != newest and shutil.disk_usage(output_dir).free < needed:
+                _discard(path)
+    free = shutil.disk_usage(output_dir).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"the disk of {output_dir} is full: {free / 2**20:,.0f} MiB are free, a checkpoint takes "
+            f"{needed / 2**20:,.0f} MiB. Make room, lower --save_total_limit, or give another --output_dir",
+        )
+
+
+def _surplus(output_dir: Path, limit: int | None, keep: Collection[int]) -> list[Path]:
+    if limit is None:
+        return []
+    complete = [path for path in checkpoint_folders(output_dir) if not _misfits(path)]
+    return [path for path in complete[: -max(1, limit)] if step_of(path) not in keep]
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint such that no half of it is seen under its name."""
+    try:
+        removed = path.rename(path.parent / f".{path.name}.removed")
+        shutil.rmtree(removed)
+    except OSError as error:
+        logger.warning("%s is old, and cannot be removed: %s. Remove it by hand", path, error.strerror)
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, one line per file; nothing if it is whole. Every byte is read."""
+    misfits = _misfits(path)
+    if misfits:
+        return misfits
+    wrong = []
+    for name, recorded in _manifest(path)["files"].items():
+        try:
+            if _digest(path / name) != recorded["sha256"]:
+                wrong.append(f"{name} is not what was written: its SHA-256 differs")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+    return wrong
+
+
+def newest_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The newest checkpoint that verifies, if there is one, and what is wrong with newer ones."""
+    damaged: dict[Path, list[str]] = {}
+    for path in reversed(checkpoint_folders(output_dir)):
+        wrong = verify(path)
+        if not wrong:
+            return path, damaged
+        damaged[path] = wrong
+    return None, damaged
 
 
 def find_checkpoint(name: str | None, output_dir: str | Path) -> Path | None:
-    """The checkpoint to resume from: None, a folder, or `latest` for the newest in `output_dir`, if there is one.
+    """The checkpoint to resume from: None, a folder, or `latest` for the newest that verifies in `output_dir`.
+
+    `latest` is None where there is no checkpoint yet. Called on all ranks; the main process looks.
 
     Raises:
-        ValueError: if the folder is no checkpoint.
+        ValueError: if the folder is no checkpoint, or is damaged, or if all that there are are damaged.
     """
     if name is None:
         return None
-    if name == "latest":
-        found = list_checkpoints(Path(output_dir))
-        return found[-1] if found else None
-    path = Path(name)
-    if not (path / STATE_FILE).is_file():
-        raise ValueError(f"--resume_from_checkpoint is {name}; it holds no {STATE_FILE}. Give a checkpoint-N folder.")
+    found: list[Any] = [None, None]
+    if ranks.rank() == 0:
+        try:
+            found[0] = _newest(Path(output_dir)) if name == "latest" else _given(Path(name))
+        except ValueError as error:
+            found[1] = str(error)
+    if ranks.world_size() > 1:
+        broadcast_object_list(found)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    return found[0]
+
+
+def _newest(output_dir: Path) -> Path | None:
+    path, damaged = newest_checkpoint(output_dir)
+    for each, wrong in damaged.items():
+        logger.warning("%s is damaged and passed over: %s", each, "; ".join(wrong))
+    if path is None and damaged:
+        names = ", ".join(each.name for each in damaged)
+        raise ValueError(
+            f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole ({names}). Restore one "
+            "from a copy, or start anew with --overwrite_output_dir."
+        )
     return path
 
 
-def save_checkpoint(
-    accelerator: Accelerator, output_dir: Path, state: TrainerState, write_extras: Callable[[Path], None]
-) -> Path:
-    """Write `checkpoint-N` for the state's step; called on all ranks. `write_extras` runs on the main process."""
-    final = checkpoint_path(output_dir, state.global_step)
-    temporary = output_dir / f".{final.name}.tmp"
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary))
-    if accelerator.is_main_process:
-        write_extras(temporary)
-        state.save_to_json(str(temporary / STATE_FILE))
-        _sync_folder(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        _sync(output_dir)
-    accelerator.wait_for_everyone()
-    return final
+def _given(path: Path) -> Path:
+    name = f"--resume_from_checkpoint is {path}"
+    if not (path / STATE_FILE).is_file() or not re.fullmatch(r"checkpoint-\d+", path.resolve().name):
+        raise ValueError(f"{name}; it is no checkpoint-N folder with a {STATE_FILE}. Give one, or latest.")
+    wrong = verify(path.resolve())
+    if wrong:
+        raise ValueError(f"{name}; it is damaged: {'; '.join(wrong)}. Give an older one, or latest.")
+    return path
 
 
-def load_checkpoint(accelerator: Accelerator, path: Path) -> TrainerState:
-    """Restore model, optimizer and random states into what `accelerator` prepared, and return the trainer's state."""
-    accelerator.load_state(str(path))
-    return TrainerState.load_from_json(str(path / STATE_FILE))
-
-
-def remove_old_checkpoints(output_dir: Path, limit: int | None, best: Collection[int]) -> None:
-    """Keep the newest `limit` checkpoints, and those of the steps `best` besides."""
-    if limit is None:
-        return
-    kept = {checkpoint_path(output_dir, step) for step in best}
-    for path in list_checkpoints(output_dir)[:-limit]:
-        if path not in kept:
-            shutil.rmtree(path)
+def set_aside(output_dir: Path, after: int) -> None:
+    """Rename the checkpoints of steps beyond `after`, from which a run does not go on: it will come by there again."""
+    for path in checkpoint_folders(output_dir):
+        if step_of(path) > after:
+            aside = path.parent / f"{path.name}.{'damaged' if verify(path) else 'superseded'}"
+            _remove(aside)
+            path.rename(aside)
+            logger.warning("%s is not gone on from; it is %s now", path, aside.name)
 
 
 def truncate_log(path: Path, step: int) -> None:
@@ -93,20 +220,76 @@ def truncate_log(path: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if row.get("step", 0) <= step:
+        if isinstance(row, dict) and row.get("step", 0) <= step:
             kept.append(line + "\n")
     path.write_text("".join(kept), encoding="utf-8")
 
 
-def _sync_folder(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+# -- small parts --------------------------------------------------------------------------------------------------------
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest, if it has the form of one; else a ValueError."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"its format is {manifest['format']}, this version reads {_FORMAT}")
+    if manifest["step"] != step_of(path):
+        raise ValueError(f"it is of step {manifest['step']}")
+    if STATE_FILE not in manifest["files"] or not all(
+        isinstance(each["size"], int) and isinstance(each["sha256"], str) for each in manifest["files"].values()
+    ):
+        raise ValueError("it does not name the files")
+    return manifest
+
+
+def _misfits(path: Path) -> list[str]:
+    """What is wrong with a checkpoint at first sight: no manifest, files that are missing or of another size."""
+    try:
+        files = _manifest(path)["files"]
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing; it was not written to its end"]
+    except OSError as error:
+        return [f"{MANIFEST} cannot be read: {error.strerror}"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{MANIFEST} cannot be used: {error}"]
+    wrong = []
+    for name, recorded in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+            continue
+        if size != recorded["size"]:
+            wrong.append(f"{name} has {size:,} bytes, not {recorded['size']:,}")
+    return wrong
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in it."""
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file, which is on the disk then."""
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -115,3 +298,7 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

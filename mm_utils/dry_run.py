@@ -38,19 +38,21 @@ from transformers import (
 )
 
 from mm_utils import ranks
-from mm_utils.checkpoints import checkpoint_path, find_checkpoint, load_checkpoint
+from mm_utils.checkpoints import find_checkpoint
 from mm_utils.data.preview import describe_pairs
 from mm_utils.data.stream.stream import Stream
 from mm_utils.flops import FlopCounts
 from mm_utils.forecast import Measured, Step, describe_forecast, forecast_disk, forecast_memory, forecast_time
-from mm_utils.hub import PUSH_ERRORS, HubArguments, redact
+from mm_utils.hub import HubArguments
 from mm_utils.memory import free_bytes, peak_bytes
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.models import image_geometry
 from mm_utils.run import RunError
+from mm_utils.safe_text import one_line
 from mm_utils.sandbox import Sandbox, nearest
 from mm_utils.trainer import Trainer
 from mm_utils.training_arguments import TrainingArguments
+from mm_utils.upload import PUSH_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -205,8 +207,8 @@ class Rehearsal(TrainerCallback):
         self.seconds["evaluation"] = self._lap()
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it took."""
-        self.seconds["checkpoint"], self.checkpoint = self._lap(), checkpoint_path(self.folder, state.global_step)
+        """Note how long it was waited for."""
+        self.seconds["checkpoint"], self.checkpoint = self._lap(), kwargs["checkpoint"]
 
     def _lap(self) -> float:
         """Seconds since it was called last."""
@@ -272,7 +274,7 @@ class Rehearsal(TrainerCallback):
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 _mine(parameter).fill_(math.nan)
-        load_checkpoint(self.accelerator, self.checkpoint)
+        trainer.load_checkpoint(self.checkpoint)
         after = {name: _mine(value) for name, value in trainer.model.state_dict().items()}
         problem = _difference(self.checkpoint, before, after)
         if self.accelerator.is_main_process and trainer.average is None and not _is_sharded(trainer.model):
@@ -381,7 +383,7 @@ def _ask_hub() -> None:
             HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None).whoami()
             answer.append("")
         except PUSH_ERRORS as error:
-            answer.append(redact(" ".join(f"{type(error).__name__}: {error}".split()))[:300].rstrip("."))
+            answer.append(one_line(error))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

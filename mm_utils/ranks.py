@@ -5,13 +5,17 @@ Shape letters: n this rank's rows, N all ranks' rows.
 
 import os
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
 BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
+PATIENCE = 4 * 3600.0  # seconds that processes wait for one that prepares data, draws or writes alone
 
 
 def world_size() -> int:
@@ -37,6 +41,46 @@ def processes_here() -> int:
 def cores_per_process() -> int:
     """This process's share of the cores."""
     return available_cores() // processes_here()
+
+
+def set_timeout(seconds: float) -> None:
+    """From now on, a collective that waits longer than this for another process is an error."""
+    if world_size() > 1:
+        (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether the error says no more than that another process did not take part in a collective."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo", " by peer", "Broken pipe"))
+    )
+
+
+class Board:
+    """Short texts between the processes, beside their collectives: a connection of its own to the group's store.
+
+    Any thread may call; every method raises RuntimeError once the store is gone, and waits where its keeper is stopped.
+    """
+
+    def __init__(self) -> None:
+        self._group_store = distributed_c10d._get_default_store()  # held, as its keeper serves the others
+        self._store = dist.PrefixStore("board", self._group_store.clone())
+
+    def post(self, key: str, text: str) -> None:
+        """Write a text, over what was there."""
+        self._store.set(key, text)
+
+    def post_once(self, key: str, text: str) -> str:
+        """Write a text unless there is one; returns the one that stands."""
+        return self._store.compare_set(key, "", text).decode()
+
+    def read(self, *keys: str) -> list[str | None]:
+        """The texts, None where there is none."""
+        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Add to a number that begins at 0; returns the sum."""
+        return self._store.add(key, more)
 
 
 def share(count: int, part: int, parts: int) -> range:
@@ -82,6 +126,15 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
+    """The largest of each place over the ranks."""
+    if world_size() == 1:
+        return numbers
+    most = torch.tensor(numbers, dtype=torch.long, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
 
 
 def any_rank(here: bool, device: torch.device) -> bool:

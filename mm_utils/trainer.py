@@ -8,38 +8,37 @@ of processes goes on with the same batches.
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from mm_utils import adapters, ranks
 from mm_utils.averaging import WeightAverage
-from mm_utils.checkpoints import (
-    checkpoint_path,
-    load_checkpoint,
-    remove_old_checkpoints,
-    save_checkpoint,
-    truncate_log,
-)
+from mm_utils.checkpoints import checkpoint_path, remove_unfinished, set_aside, truncate_log
 from mm_utils.data.loaders import DeviceLoader
 from mm_utils.flops import FlopCounts
+from mm_utils.fsdp import register_forward_methods, with_scalars, without_scalars
 from mm_utils.grad_cache import OutOfMemoryError, backward
+from mm_utils.interruption import Interrupted, Interruption
 from mm_utils.memory import find_micro_batch_size
 from mm_utils.metrics import Evaluate
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.monitor import Throughput
 from mm_utils.objectives import Objective
 from mm_utils.optim import LR_RULES, OptimizerArguments, schedule
-from mm_utils.sharding import register_forward_methods, without_scalars
+from mm_utils.run import RunError
+from mm_utils.saving import MOST_FAILURES, CheckpointWriter
+from mm_utils.snapshot import RUN_FILE, STATE_FILE, changes, copied, load_optimizer, read_json, take
 from mm_utils.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ class Trainer:
         callbacks: any `transformers.TrainerCallback`.
         max_seq_length: tokens of the longest caption there may be, for `--micro_batch_size auto`.
         flops: of the model, to log how fast it computes.
+        identity: of the training data, with what else decides its order; a resumed run must have the same.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Trainer:
         callbacks: Sequence[TrainerCallback] = (),
         max_seq_length: int = 64,
         flops: FlopCounts | None = None,
+        identity: Mapping[str, Any] | None = None,
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
@@ -104,15 +105,29 @@ class Trainer:
         self.max_seq_length = max_seq_length
         self.micro_batch_size: int | None = None
         self.skipped, self.nonfinite_steps, self._evaluated_at = 0, 0, -1
+        self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **(identity or {})}
+        self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
+        self.interruption, self._saved_step, self._saved_at = Interruption(), 0, time.monotonic()
         self._throughput = Throughput(accelerator.device, flops, objective.pairs_per_image, args.peak_tflops)
-        if accelerator.distributed_type.value in ("NO", "MULTI_GPU", "MULTI_CPU"):
-            accelerator.register_save_state_pre_hook(self._save_weights)
-            accelerator.register_load_state_pre_hook(self._load_weights)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from: Path | None = None) -> dict[str, float]:
-        """Run to the last step or until a callback stops it, and save the model. Returns the last metrics."""
+        """Run to the last step or until a callback stops it, and save the model. Returns the last metrics.
+
+        Raises:
+            Interrupted: if a signal asked for it (`mm_utils.interruption`); the checkpoint is written then.
+            RunError: if checkpoints cannot be written any more.
+        """
+        with Interruption() as self.interruption:
+            metrics = self._train(resume_from)
+        self._event("on_train_end")
+        self.save_model()
+        return metrics
+
+    def _train(self, resume_from: Path | None) -> dict[str, float]:
+        if self.accelerator.is_main_process:
+            remove_unfinished(self.output_dir)
         if resume_from is not None:
             self._resume(resume_from)
         metrics: dict[str, float] = {}
@@ -127,15 +142,17 @@ class Trainer:
             self._note_skipped(batch["skipped"])
             self._plan()
             self._event("on_step_end", report=report)
+            self._agree()
             metrics = self._act(report) or metrics
             if self.control.should_training_stop:
                 break
         if self.evaluate_model and self._evaluated_at != self.state.global_step:
             metrics = self.evaluate()
+        if self.saves and self._saved_step != self.state.global_step:
+            self.save_checkpoint()
+        self._complete_saving()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             metrics = self._take_best(metrics)
-        self._event("on_train_end")
-        self.save_model()
         return metrics
 
     def training_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -233,9 +250,10 @@ class Trainer:
             raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
         self.objective.eval()
         # What is saved comes last: evaluators keep their last findings, for the pictures.
-        raw = self.evaluate_model(self.model, self.eval_loader, self.accelerator) if self.average is not None else {}
+        loader = _Watched(self.eval_loader, self._leave_if_asked)
+        raw = self.evaluate_model(self.model, loader, self.accelerator) if self.average is not None else {}
         with self.average.applied() if self.average is not None else nullcontext():
-            found = self.evaluate_model(self.model, self.eval_loader, self.accelerator)
+            found = self.evaluate_model(self.model, loader, self.accelerator)
         metrics = {f"eval_{name}": value for name, value in found.items()}
         metrics |= {f"eval_raw_{name}": value for name, value in raw.items()}
         self._evaluated_at = self.state.global_step
@@ -261,72 +279,87 @@ class Trainer:
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written as time goes by."""
+        return bool(self.args.save_steps or self.args.save_minutes)
+
     def save_checkpoint(self) -> Path:
-        """Write all that a resumed run needs, as a folder that `from_pretrained` reads."""
+        """Copy all that a resumed run needs, and begin to write it as a folder that `from_pretrained` reads."""
         exported = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in exported}  # type: ignore
         path = checkpoint_path(self.output_dir, self.state.global_step)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(path)
-        save_checkpoint(self.accelerator, self.output_dir, self.state, self._write_extras)
-        if self.accelerator.is_main_process:
-            remove_old_checkpoints(self.output_dir, self.args.save_total_limit, self._best_steps())
-        self._event("on_save")
+        main, scaler = self.accelerator.is_main_process, self.accelerator.scaler
+        run = {
+            "identity": self.identity,
+            "nonfinite_steps": self.nonfinite_steps,
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        objective = self.accelerator.unwrap_model(self.objective)
+        snapshot = take(self.model, self.processor, objective, self.optimizer, self.average, self.state, run, main)
+        if main:
+            self.writer.start(self.state.global_step, snapshot, self._best_steps())
+        self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
         return path
 
     def save_model(self) -> None:
         """Write model and processor to the output folder, and the stock dual encoder to `dual_encoder/` inside it."""
-        weights = self.accelerator.get_state_dict(self.objective)
-        if self.accelerator.is_main_process:
-            weights = {name.removeprefix("model."): value for name, value in weights.items()}
-            weights |= {
-                name: value.squeeze() for name, value in weights.items() if name in ("logit_scale", "logit_bias")
-            }
-            if self.average is not None:
-                weights |= self.average.values
-            self.model.save_pretrained(self.output_dir, state_dict=adapters.merged(weights))
+        main = self.accelerator.is_main_process
+        weights = copied(self.model.state_dict(), main)
+        if self.average is not None:
+            weights |= copied(self.average.values, main)
+        if main:
+            self.model.save_pretrained(self.output_dir, state_dict=adapters.merged(with_scalars(weights)))
             self.processor.save_pretrained(self.output_dir)
             if type(self.model) is FusionDualEncoderModel:  # what classes were told by finds no images any more
                 save_dual_encoder(self.output_dir, self.processor)
         self.accelerator.wait_for_everyone()
 
-    def _write_extras(self, folder: Path) -> None:
-        self.processor.save_pretrained(folder)
-        adapters.save_adapters(self.model.state_dict(), folder)
+    def load_checkpoint(self, path: Path) -> TrainerState:
+        """Take up model, optimizer, average and counts, on all ranks, and return the trainer's state.
+
+        Raises:
+            ValueError: if it is of another model or of other data.
+        """
+        run = read_json(path / RUN_FILE)
+        changed = changes(run["identity"], self.identity)
+        if changed and not self.args.allow_changed_run:
+            raise ValueError(
+                f"--resume_from_checkpoint is {path}; since it was written, {changed}, so its steps would have other "
+                "images. Give what it had, or --allow_changed_run."
+            )
+        adapters.load_weights(self.model, path)
+        load_optimizer(self.optimizer, self.accelerator.unwrap_model(self.objective), path)
         if self.average is not None:
-            self.average.save(folder)
-
-    def _save_weights(self, models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
-        if self.accelerator.is_main_process:
-            self.model.save_pretrained(folder, state_dict=adapters.merged(self.model.state_dict()))
-        weights.clear()
-
-    def _load_weights(self, models: list[nn.Module], folder: str) -> None:
-        models.clear()
-        adapters.load_weights(self.model, Path(folder))
+            self.average.load(path)
+        if self.accelerator.scaler is not None and run["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(run["scaler"])
+        self.nonfinite_steps = run["nonfinite_steps"]
+        return TrainerState.load_from_json(str(path / STATE_FILE))
 
     def _resume(self, path: Path) -> None:
-        state = load_checkpoint(self.accelerator, path)
+        state = self.load_checkpoint(path)
         state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
         state.is_world_process_zero = self.state.is_world_process_zero
         state.is_local_process_zero = self.state.is_local_process_zero
-        self.state = state
+        self.state, self._saved_step = state, state.global_step
         exported: Any = state.stateful_callbacks or {}
         for callback in self.callbacks:
             for name, value in exported.get(type(callback).__name__, {}).get("attributes", {}).items():
                 setattr(callback, name, value)
-        if self.average is not None:
-            self.average.load(path)
         if self.accelerator.is_main_process:
+            set_aside(self.output_dir, state.global_step)
             truncate_log(self.output_dir / "metrics.jsonl", state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
 
     def _take_best(self, metrics: dict[str, float]) -> dict[str, float]:
         """Go back to the best checkpoint's weights; its metrics are those logged when it was evaluated."""
-        best = str(self.state.best_model_checkpoint)
-        self._load_weights([], best)
+        best = Path(str(self.state.best_model_checkpoint))
+        adapters.load_weights(self.model, best)
         if self.average is not None:
-            self.average.load(Path(best))
+            self.average.load(best)
         evaluated = [
             {name: value for name, value in row.items() if name.startswith("eval_")}
             for row in self.state.log_history
@@ -341,7 +374,60 @@ class Trainer:
         step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
         self.control.should_log = last or _due(step, self.args.logging_steps)
         self.control.should_evaluate = self.evaluate_model is not None and (last or _due(step, self.args.eval_steps))
-        self.control.should_save = _due(step, self.args.save_steps)
+        waited = time.monotonic() - self._saved_at
+        self.control.should_save = _due(step, self.args.save_steps) or 0 < 60 * self.args.save_minutes <= waited
+
+    def _agree(self) -> None:
+        """Let all ranks do after this step what is due on any, as signals, clocks and disks differ between them."""
+        control, writer = self.control, self.writer
+        number, evaluate, save, stop, saved, failures = ranks.max_over_ranks(
+            [
+                self.interruption.number,
+                control.should_evaluate,
+                control.should_save,
+                control.should_training_stop,
+                writer.saved(),
+                writer.failures,
+            ],
+            self.accelerator.device,
+        )
+        control.should_evaluate, control.should_save, control.should_training_stop = map(bool, (evaluate, save, stop))
+        if saved:
+            self._event("on_save", checkpoint=checkpoint_path(self.output_dir, saved))
+        if failures >= MOST_FAILURES:
+            self._give_up()
+        if number:
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        """Save and stop, as a signal asked for."""
+        step = self.state.global_step
+        if self._saved_step != step:
+            self.save_checkpoint()
+        self._complete_saving()
+        self._event("on_train_end")
+        if self.accelerator.is_main_process:
+            logger.warning("Stopped by a signal after step %d; go on with --resume_from_checkpoint latest", step)
+        raise Interrupted(number)
+
+    def _complete_saving(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self.writer.wait()
+        saved, failures = ranks.max_over_ranks([self.writer.saved(), self.writer.failures], self.accelerator.device)
+        if saved:
+            self._event("on_save", checkpoint=checkpoint_path(self.output_dir, saved))
+        if failures:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        [problem] = broadcast_object_list([self.writer.problem])
+        raise RunError(f"{problem}. Then go on with --resume_from_checkpoint latest")
+
+    def _leave_if_asked(self) -> None:
+        """Stop, on all ranks at once, if a signal asked any of them to."""
+        [number] = ranks.max_over_ranks([self.interruption.number], self.accelerator.device)
+        if number:
+            self._leave(number)
 
     def _act(self, report: dict[str, Tensor]) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -394,6 +480,21 @@ class Trainer:
             self.skipped += 1
             if self.skipped <= 10:
                 logger.warning("Skipped a pair: %s", reason)
+
+
+class _Watched:
+    """A loader, as many batches on every rank, that calls `look` before each."""
+
+    def __init__(self, loader: DeviceLoader, look: Callable[[], None]):
+        self.loader, self.look = loader, look
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.loader:
+            self.look()
+            yield batch
 
 
 def save_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:

@@ -13,7 +13,7 @@ class TrainingArguments:
     output_dir: str | None = arg(None, "Everything goes here; default: a new outputs/<script>-N.")
     overwrite_output_dir: bool = arg(False, "Start anew in an --output_dir that holds a run.")
     resume_from_checkpoint: str | None = arg(
-        None, "A checkpoint-N folder, or 'latest' (a first start if there is none)."
+        None, "A checkpoint-N folder, or 'latest': the newest that is whole (a first start if there is none)."
     )
     global_batch_size: int = arg(64, "Pairs per step, over all processes: it decides what is learnt.")
     batch_size_schedule: str | None = arg(
@@ -29,7 +29,8 @@ class TrainingArguments:
     max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
     logging_steps: int = arg(10, "Log every N steps.")
     eval_steps: int = arg(0, "Evaluate every N steps; 0 = only at the end.")
-    save_steps: int = arg(500, "Save a resumable checkpoint every N steps; 0 = never.")
+    save_steps: int = arg(500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.")
+    save_minutes: float = arg(0.0, "Save one every so many minutes, too; 0 = by steps alone.")
     save_total_limit: int | None = arg(2, "Keep this many checkpoints, and the best ones besides.")
     save_best_limit: int = arg(0, "Save after an evaluation that is among the best N so far, and keep those N.")
     metric_for_best_model: str = arg("text_to_image_recall@1", "Decides early stopping and which checkpoint is best.")
@@ -44,6 +45,15 @@ class TrainingArguments:
     )
     early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
+    max_corrupt_share: float = arg(
+        0.01, "Stop once more than this share of the training images could not be read; each is replaced by another."
+    )
+    ddp_timeout: float = arg(
+        300.0, "Seconds that processes wait for each other within a step before the run stops; the slow one is named."
+    )
+    allow_changed_run: bool = arg(
+        False, "Resume although the data, the seed or the batch sizes are others, so steps have other images."
+    )
     seed: int = arg(42, "Decides initial weights, order of data, crops, negatives and dropout.")
 
     def __post_init__(self) -> None:
@@ -56,6 +66,18 @@ class TrainingArguments:
         self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"--max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
+        if min(self.save_steps, self.save_minutes) < 0:
+            raise ValueError(
+                f"--save_steps is {self.save_steps}, --save_minutes {self.save_minutes:g}; give 0 (never) or more."
+            )
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise ValueError(
+                f"--save_total_limit is {self.save_total_limit}; the newest checkpoint is always kept. Give at least 1."
+            )
+        if not 0 <= self.max_corrupt_share <= 1:
+            raise ValueError(f"--max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
+        if self.ddp_timeout <= 0:
+            raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
         if (

@@ -30,7 +30,7 @@ from mm_utils.checkpoints import find_checkpoint
 from mm_utils.classification import ClassificationObjective, ClassifierArguments, build_classifier, weigh_classes
 from mm_utils.data.labelled_pairs import TaskArguments, load_task
 from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.tokens import global_order, tokenize_splits
+from mm_utils.data.tokens import fingerprint, global_order, tokenize_splits
 from mm_utils.finetuning import ClassificationEvaluator, FinetuningArguments, finish_finetuning
 from mm_utils.finish import HubCallback
 from mm_utils.hub import HubArguments, HubPusher
@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         evaluate=evaluator,
         callbacks=callbacks,
         max_seq_length=loader_args.max_seq_length,
+        identity={"data": fingerprint(rows), **loader_args.order},
     )
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 

@@ -135,6 +135,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         callbacks=callbacks,
         max_seq_length=loader_args.max_seq_length,
         flops=flops,
+        identity={"data": trained_on[1], **loader_args.order},
     )
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 

@@ -10,15 +10,17 @@ PACKAGE = ROOT / "mm_utils"
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 LAYERS = {
-    0: {"arguments", "ranks"},
+    0: {"arguments", "interruption", "ranks", "safe_text"},
     1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "noise", "optim", "padding"},
-    2: {"objectives", "metrics", "averaging", "sharding", "grad_cache", "feature_cache", "flops", "memory"}
-    | {"intervals", "ranking", "reranking", "split_embeddings", "word_order"}
+    2: {"objectives", "metrics", "averaging", "sharding", "fsdp", "snapshot", "grad_cache", "feature_cache", "flops", "memory"}
+    | {"intervals", "ranking", "reranking", "split_embeddings", "word_order", "skipped"}
     | {"adapters", "classification"},
-    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "reporting", "model_card", "hub", "run", "finish"}
+    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "saving", "reporting", "model_card", "hub", "run", "finish"}
     | {"monitor", "benchmarks", "forecast", "sandbox", "dry_run", "data_report", "data_pictures", "diagnosis"}
     | {"zero_shot", "retrieval_report", "regions"}
     | {"finetuning", "interpolation"}
+    | {"spool", "upload", "tracking"}
+    | {"preflight", "starting", "environment"}
     | {"ablation", "ablation_report"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

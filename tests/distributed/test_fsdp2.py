@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mm_utils import ranks
+from mm_utils.fsdp import register_forward_methods, without_scalars
 from mm_utils.grad_cache import backward
 from mm_utils.objectives import JointObjective
-from mm_utils.sharding import register_forward_methods, whole, without_scalars
+from mm_utils.sharding import whole
 from tests.test_grad_cache import assert_same, step
 from tests.test_objectives import global_batch, share_of, tiny_objective
 from tests.test_ranks import run_on_ranks

@@ -236,7 +236,7 @@ class Rehearsal(TrainerCallback):
             total=self.total,
             steps=self.steps,
             processes=ranks.world_size(),
-            micro_batch_size=trainer.micro_batch_size,
+            micro_batch_size=trainer.stepper.micro_batch_size,
             images_per_second=alone.rate,
             workers=alone.workers,
             evaluation_seconds=self.seconds["evaluation"],

@@ -5,6 +5,7 @@ import logging
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class CheckpointWriter:
         self.output_dir, self.limit = output_dir, limit
         self.failures, self.problem = 0, ""
         self._thread: threading.Thread | None = None
-        self._saved = 0
+        self._saved: deque[int] = deque()
 
     def start(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         """Begin to write the checkpoint of a step, once that before it is written; `keep`: steps that stay, for being best."""
@@ -47,9 +48,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def saved(self) -> int:
-        """The step of a checkpoint that was completed since this was asked for the last time, or 0."""
-        step, self._saved = self._saved, 0
-        return step
+        """The step of the oldest checkpoint that was completed and not yet told of, or 0."""
+        return self._saved.popleft() if self._saved else 0
 
     def wait(self) -> None:
         """Return when nothing is being written."""
@@ -68,7 +68,8 @@ class CheckpointWriter:
             if self.failures < MOST_FAILURES:
                 logger.error("%s. Older ones are as they were; training goes on", self.problem)
         else:
-            self.failures, self._saved = 0, step
+            self.failures = 0
+            self._saved.append(step)
 
     def _write(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         bad = snapshot.not_finite()

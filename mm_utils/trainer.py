@@ -7,38 +7,36 @@ of processes goes on with the same batches.
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from accelerate.utils.memory import clear_device_cache
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
 from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from mm_utils import adapters, ranks
+from mm_utils import ranks
 from mm_utils.averaging import WeightAverage
 from mm_utils.checkpoints import checkpoint_path, remove_unfinished, set_aside, truncate_log
 from mm_utils.data.loaders import DeviceLoader
 from mm_utils.flops import FlopCounts
-from mm_utils.fsdp import register_forward_methods, with_scalars, without_scalars
-from mm_utils.grad_cache import OutOfMemoryError, backward
+from mm_utils.fsdp import register_forward_methods, without_scalars
 from mm_utils.interruption import Interrupted, Interruption
-from mm_utils.memory import find_micro_batch_size
 from mm_utils.metrics import Evaluate
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.monitor import Throughput
 from mm_utils.objectives import Objective
-from mm_utils.optim import LR_RULES, OptimizerArguments, schedule
+from mm_utils.optim import OptimizerArguments
+from mm_utils.persistence import Checkpoints
 from mm_utils.run import RunError
-from mm_utils.saving import MOST_FAILURES, CheckpointWriter
-from mm_utils.snapshot import RUN_FILE, STATE_FILE, changes, copied, load_optimizer, read_json, take
+from mm_utils.saving import MOST_FAILURES
+from mm_utils.snapshot import STATE_FILE, changes
+from mm_utils.stepping import Stepper
 from mm_utils.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -79,7 +77,7 @@ class Trainer:
         flops: FlopCounts | None = None,
         identity: Mapping[str, Any] | None = None,
     ):
-        self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
+        self.args, self.accelerator = args, accelerator
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
         if accelerator.state.deepspeed_plugin is not None:
             # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
@@ -102,11 +100,21 @@ class Trainer:
         self.control = TrainerControl()
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
         objective.teacher = self.average
-        self.max_seq_length = max_seq_length
-        self.micro_batch_size: int | None = None
-        self.skipped, self.nonfinite_steps, self._evaluated_at = 0, 0, -1
+        self.stepper = Stepper(
+            args,
+            optimizer_args,
+            accelerator,
+            self.objective,
+            self.optimizer,
+            self.average,
+            self.state.max_steps,
+            max_seq_length,
+        )
+        self.skipped, self._evaluated_at = 0, -1
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **(identity or {})}
-        self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
+        self.checkpoints = Checkpoints(
+            accelerator, self.output_dir, args.save_total_limit, processor, objective, self.optimizer, self.average
+        )
         self.interruption, self._saved_step, self._saved_at = Interruption(), 0, time.monotonic()
         self._throughput = Throughput(accelerator.device, flops, objective.pairs_per_image, args.peak_tflops)
 
@@ -120,9 +128,12 @@ class Trainer:
             RunError: if checkpoints cannot be written any more.
         """
         with Interruption() as self.interruption:
-            metrics = self._train(resume_from)
+            try:
+                metrics = self._train(resume_from)
+            except _Asked as asked:
+                self._leave(asked.number)
         self._event("on_train_end")
-        self.save_model()
+        self.checkpoints.save_model()
         return metrics
 
     def _train(self, resume_from: Path | None) -> dict[str, float]:
@@ -135,10 +146,10 @@ class Trainer:
         loader = self.train_batches(self.state.global_step, self.state.max_steps)
         self._throughput.restart()
         for batch in loader:
-            report = self.training_step(batch)
+            report = self.stepper.take(batch, self.state.global_step)
             self.state.global_step += 1
             self.state.epoch = self.sizes.before(self.state.global_step) / self.num_rows
-            self._throughput.add(batch["lengths"], self.micro_batch_size, loader.wait)
+            self._throughput.add(batch["lengths"], self.stepper.micro_batch_size, loader.wait)
             self._note_skipped(batch["skipped"])
             self._plan()
             self._event("on_step_end", report=report)
@@ -148,97 +159,12 @@ class Trainer:
                 break
         if self.evaluate_model and self._evaluated_at != self.state.global_step:
             metrics = self.evaluate()
-        if self.saves and self._saved_step != self.state.global_step:
+        if (self.args.save_steps or self.args.save_minutes) and self._saved_step != self.state.global_step:
             self.save_checkpoint()
         self._complete_saving()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             metrics = self._take_best(metrics)
         return metrics
-
-    def training_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """One global batch: loss, gradient, clipping, update. Returns what the objective reports and the gradient norm."""
-        self.objective.train()
-        step, sizes = self.state.global_step, self.sizes
-        rate = schedule(step, self.state.max_steps, self.optimizer_args)
-        rate *= (sizes.at(step) / sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * rate
-        report = self._backward(batch)
-        norm = self.accelerator.clip_grad_norm_(
-            self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
-        )
-        report["grad_norm"] = torch.as_tensor(norm)
-        finite = self._is_finite(report, batch)
-        if finite or self.accelerator.scaler is not None:  # a loss scaler skips by itself, and counts on being asked
-            self.optimizer.step()
-        if finite and self.average is not None:
-            self.average.update()
-        self.optimizer.zero_grad()
-        return report
-
-    def _backward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """The gradient of the global batch, in smaller parts and once more where memory runs out."""
-        step, size = self.state.global_step, self.args.micro_batch_size
-        if self.micro_batch_size is None and size is not None:
-            self.micro_batch_size = int(size) if size != "auto" else self._fitting_micro_batch(batch)
-        while True:
-            # Dropout is a function of (seed, step, rank), so a resumed run repeats the straight one without stored states.
-            torch.manual_seed((self.args.seed * 1_000_003 + step) * ranks.world_size() + ranks.rank())
-            try:
-                return backward(self.accelerator, self.objective, batch, step, self.micro_batch_size)
-            except OutOfMemoryError as error:
-                here = error.here
-            except torch.OutOfMemoryError as error:
-                raise ValueError(
-                    f"memory ran out with {len(batch['rows'])} pairs on this process. Set --micro_batch_size auto, which "
-                    "changes nothing that is learnt, or --gradient_checkpointing."
-                ) from error
-            self.optimizer.zero_grad()
-            clear_device_cache(garbage_collection=True)
-            if here:
-                self._halve_micro_batch(len(batch["rows"]))
-
-    def _fitting_micro_batch(self, batch: dict[str, Any]) -> int:
-        largest = -(-self.sizes.sizes[-1] // ranks.world_size())
-        size = find_micro_batch_size(self.accelerator, self.objective, batch, largest, self.max_seq_length)
-        logger.info("--micro_batch_size auto: %d of %d pairs per process at a time", size, largest)
-        return size
-
-    def _halve_micro_batch(self, rows: int) -> None:
-        assert self.micro_batch_size is not None
-        held = min(self.micro_batch_size, rows)
-        if held < 2:
-            raise ValueError(
-                "memory ran out with a single pair; smaller parts there are none. Set --gradient_checkpointing, a smaller "
-                "--image_size or --max_seq_length, or take a smaller model."
-            )
-        self.micro_batch_size = held // 2
-        logger.warning(
-            "Step %d ran out of memory with %d pairs at a time; it is repeated with %d, which changes nothing else",
-            self.state.global_step + 1, held, self.micro_batch_size,
-        )  # fmt: skip
-
-    def _is_finite(self, report: dict[str, Tensor], batch: dict[str, Any]) -> bool:
-        """Whether the step may change the weights; if not, its images are written down."""
-        # An infinite gradient under a loss scaler only means that the scale was too high; the scaler skips the step.
-        decisive = ["loss"] if self.accelerator.scaler is not None else ["loss", "grad_norm"]
-        if all(math.isfinite(report[name].item()) for name in decisive):
-            return True
-        self.nonfinite_steps += 1
-        image_ids = gather_object(batch["image_ids"])
-        path, step = self.output_dir / "nonfinite_steps.jsonl", self.state.global_step + 1
-        if self.accelerator.is_main_process:
-            figures = {name: str(report[name].item()) for name in ("loss", "grad_norm")}
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **figures, "image_ids": image_ids}) + "\n")
-            logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, path)
-        if self.nonfinite_steps >= self.args.max_nonfinite_steps:
-            raise FloatingPointError(
-                f"--max_nonfinite_steps is {self.args.max_nonfinite_steps}, and as many steps had a loss or a gradient that "
-                f"is not finite, the last one step {step}. Look at the images in {path}, lower --learning_rate, or train "
-                "in bf16 or fp32."
-            )
-        return False
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now, log, and tell the callbacks.
@@ -250,7 +176,7 @@ class Trainer:
             raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
         self.objective.eval()
         # What is saved comes last: evaluators keep their last findings, for the pictures.
-        loader = _Watched(self.eval_loader, self._leave_if_asked)
+        loader = _Watched(self.eval_loader, self._look)
         raw = self.evaluate_model(self.model, loader, self.accelerator) if self.average is not None else {}
         with self.average.applied() if self.average is not None else nullcontext():
             found = self.evaluate_model(self.model, loader, self.accelerator)
@@ -279,64 +205,31 @@ class Trainer:
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 
-    @property
-    def saves(self) -> bool:
-        """Whether checkpoints are written as time goes by."""
-        return bool(self.args.save_steps or self.args.save_minutes)
-
-    def save_checkpoint(self) -> Path:
-        """Copy all that a resumed run needs, and begin to write it as a folder that `from_pretrained` reads."""
+    def save_checkpoint(self) -> None:
+        """Begin to write all that a resumed run needs, as a folder that `from_pretrained` reads."""
         exported = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in exported}  # type: ignore
-        path = checkpoint_path(self.output_dir, self.state.global_step)
         if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(path)
-        main, scaler = self.accelerator.is_main_process, self.accelerator.scaler
-        run = {
-            "identity": self.identity,
-            "nonfinite_steps": self.nonfinite_steps,
-            "scaler": None if scaler is None else scaler.state_dict(),
-        }
-        objective = self.accelerator.unwrap_model(self.objective)
-        snapshot = take(self.model, self.processor, objective, self.optimizer, self.average, self.state, run, main)
-        if main:
-            self.writer.start(self.state.global_step, snapshot, self._best_steps())
+            self.state.best_model_checkpoint = str(checkpoint_path(self.output_dir, self.state.global_step))
+        counts = {"nonfinite_steps": self.stepper.nonfinite_steps}
+        self.checkpoints.save(self.state, {"identity": self.identity, **counts}, self._best_steps())
         self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
-        return path
-
-    def save_model(self) -> None:
-        """Write model and processor to the output folder, and the stock dual encoder to `dual_encoder/` inside it."""
-        main = self.accelerator.is_main_process
-        weights = copied(self.model.state_dict(), main)
-        if self.average is not None:
-            weights |= copied(self.average.values, main)
-        if main:
-            self.model.save_pretrained(self.output_dir, state_dict=adapters.merged(with_scalars(weights)))
-            self.processor.save_pretrained(self.output_dir)
-            if type(self.model) is FusionDualEncoderModel:  # what classes were told by finds no images any more
-                save_dual_encoder(self.output_dir, self.processor)
-        self.accelerator.wait_for_everyone()
 
     def load_checkpoint(self, path: Path) -> TrainerState:
-        """Take up model, optimizer, average and counts, on all ranks, and return the trainer's state.
+        """Take up a checkpoint's weights, optimizer and counts, on all ranks, and return the trainer's state.
 
         Raises:
             ValueError: if it is of another model or of other data.
         """
-        run = read_json(path / RUN_FILE)
+        run = self.checkpoints.read(path)
         changed = changes(run["identity"], self.identity)
         if changed and not self.args.allow_changed_run:
             raise ValueError(
                 f"--resume_from_checkpoint is {path}; since it was written, {changed}, so its steps would have other "
                 "images. Give what it had, or --allow_changed_run."
             )
-        adapters.load_weights(self.model, path)
-        load_optimizer(self.optimizer, self.accelerator.unwrap_model(self.objective), path)
-        if self.average is not None:
-            self.average.load(path)
-        if self.accelerator.scaler is not None and run["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(run["scaler"])
-        self.nonfinite_steps = run["nonfinite_steps"]
+        self.checkpoints.load(path, run)
+        self.stepper.nonfinite_steps = run["nonfinite_steps"]
         return TrainerState.load_from_json(str(path / STATE_FILE))
 
     def _resume(self, path: Path) -> None:
@@ -357,9 +250,7 @@ class Trainer:
     def _take_best(self, metrics: dict[str, float]) -> dict[str, float]:
         """Go back to the best checkpoint's weights; its metrics are those logged when it was evaluated."""
         best = Path(str(self.state.best_model_checkpoint))
-        adapters.load_weights(self.model, best)
-        if self.average is not None:
-            self.average.load(best)
+        self.checkpoints.load_weights(best)
         evaluated = [
             {name: value for name, value in row.items() if name.startswith("eval_")}
             for row in self.state.log_history
@@ -379,7 +270,7 @@ class Trainer:
 
     def _agree(self) -> None:
         """Let all ranks do after this step what is due on any, as signals, clocks and disks differ between them."""
-        control, writer = self.control, self.writer
+        control, writer = self.control, self.checkpoints.writer
         number, evaluate, save, stop, saved, failures = ranks.max_over_ranks(
             [
                 self.interruption.number,
@@ -397,9 +288,15 @@ class Trainer:
         if failures >= MOST_FAILURES:
             self._give_up()
         if number:
-            self._leave(number)
+            raise _Asked(number)
 
-    def _leave(self, number: int) -> None:
+    def _look(self) -> None:
+        """Stop, on all ranks at once, if a signal asked any of them to."""
+        [number] = ranks.max_over_ranks([self.interruption.number], self.accelerator.device)
+        if number:
+            raise _Asked(number)
+
+    def _leave(self, number: int) -> NoReturn:
         """Save and stop, as a signal asked for."""
         step = self.state.global_step
         if self._saved_step != step:
@@ -411,23 +308,20 @@ class Trainer:
         raise Interrupted(number)
 
     def _complete_saving(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        self.writer.wait()
-        saved, failures = ranks.max_over_ranks([self.writer.saved(), self.writer.failures], self.accelerator.device)
-        if saved:
+        """Wait for what is being written, and tell the callbacks."""
+        self.checkpoints.writer.wait()
+        while True:
+            told = [self.checkpoints.writer.saved(), self.checkpoints.writer.failures]
+            saved, failures = ranks.max_over_ranks(told, self.accelerator.device)
+            if failures:
+                self._give_up()
+            if not saved:
+                return
             self._event("on_save", checkpoint=checkpoint_path(self.output_dir, saved))
-        if failures:
-            self._give_up()
 
-    def _give_up(self) -> None:
-        [problem] = broadcast_object_list([self.writer.problem])
+    def _give_up(self) -> NoReturn:
+        [problem] = broadcast_object_list([self.checkpoints.writer.problem])
         raise RunError(f"{problem}. Then go on with --resume_from_checkpoint latest")
-
-    def _leave_if_asked(self) -> None:
-        """Stop, on all ranks at once, if a signal asked any of them to."""
-        [number] = ranks.max_over_ranks([self.interruption.number], self.accelerator.device)
-        if number:
-            self._leave(number)
 
     def _act(self, report: dict[str, Tensor]) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -441,7 +335,7 @@ class Trainer:
                     "learning_rate": rate,
                     **self._throughput.rates(),
                     **({"skipped_images": skipped} if skipped else {}),
-                    **({"nonfinite_steps": self.nonfinite_steps} if self.nonfinite_steps else {}),
+                    **({"nonfinite_steps": self.stepper.nonfinite_steps} if self.stepper.nonfinite_steps else {}),
                 }
             )
         if self.control.should_evaluate:
@@ -482,6 +376,14 @@ class Trainer:
                 logger.warning("Skipped a pair: %s", reason)
 
 
+class _Asked(Exception):
+    """A signal asked the run to stop; raised on all ranks at once."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
 class _Watched:
     """A loader, as many batches on every rank, that calls `look` before each."""
 
@@ -495,18 +397,6 @@ class _Watched:
         for batch in self.loader:
             self.look()
             yield batch
-
-
-def save_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
-    """Write `dual_encoder/` beside a saved model, as stock transformers loads it; say why where it cannot."""
-    model = FusionDualEncoderModel.from_pretrained(folder)
-    try:
-        stock = model.to_dual_encoder()
-    except ValueError as error:
-        logger.info("No dual_encoder/ folder: %s.", error)
-        return
-    stock.save_pretrained(folder / "dual_encoder")
-    processor.save_pretrained(folder / "dual_encoder")
 
 
 def _due(step: int, every: int) -> bool:

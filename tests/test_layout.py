@@ -11,11 +11,13 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 LAYERS = {
     0: {"arguments", "interruption", "ranks", "safe_text"},
-    1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "noise", "optim", "padding"},
+    1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "noise", "optim", "padding"}
+    | {"failures"},
     2: {"objectives", "metrics", "averaging", "sharding", "fsdp", "snapshot", "grad_cache", "feature_cache", "flops", "memory"}
     | {"intervals", "ranking", "reranking", "split_embeddings", "word_order", "skipped"}
-    | {"adapters", "classification"},
-    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "saving", "reporting", "model_card", "hub", "run", "finish"}
+    | {"adapters", "classification"}
+    | {"watchdog", "stragglers"},
+    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "saving", "persistence", "stepping", "reporting", "model_card", "hub", "run", "finish"}
     | {"monitor", "benchmarks", "forecast", "sandbox", "dry_run", "data_report", "data_pictures", "diagnosis"}
     | {"zero_shot", "retrieval_report", "regions"}
     | {"finetuning", "interpolation"}

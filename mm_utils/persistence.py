@@ -1,12 +1,14 @@
 """What of a run is kept: checkpoints to go on from, and the model at its end."""
 
 import logging
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import ProcessorMixin, TrainerState
 
 from mm_utils import adapters
@@ -18,6 +20,8 @@ from mm_utils.saving import CheckpointWriter
 from mm_utils.snapshot import RUN_FILE, copied, load_optimizer, read_json, take
 
 logger = logging.getLogger(__name__)
+
+_DEEPSPEED = "deepspeed"
 
 
 class Checkpoints:
@@ -51,7 +55,10 @@ class Checkpoints:
         """Copy everything on all ranks and begin to write; `run` is any JSON, `keep` the steps not to be removed."""
         scaler, main = self.accelerator.scaler, self.accelerator.is_main_process
         run = {**run, "scaler": None if scaler is None else scaler.state_dict()}
-        snapshot = take(self.model, self.processor, self.objective, self.optimizer, self.average, state, run, main)
+        optimizer = None if self._has_deepspeed else self.optimizer
+        snapshot = take(self.model, self.processor, self.objective, optimizer, self.average, state, run, main)
+        if self._has_deepspeed:
+            snapshot.folders.append(self._save_deepspeed())
         if main:
             self.writer.start(state.global_step, snapshot, keep)
 
@@ -66,7 +73,10 @@ class Checkpoints:
             ValueError: if it is of another model.
         """
         self.load_weights(path)
-        load_optimizer(self.optimizer, self.objective, path)
+        if self._has_deepspeed:
+            self.accelerator.load_state(str(path / _DEEPSPEED))
+        else:
+            load_optimizer(self.optimizer, self.objective, path)
         if self.accelerator.scaler is not None and run["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(run["scaler"])
 
@@ -88,6 +98,21 @@ class Checkpoints:
             if type(self.model) is FusionDualEncoderModel:  # what classes were told by finds no images any more
                 save_dual_encoder(self.output_dir, self.processor)
         self.accelerator.wait_for_everyone()
+
+    @property
+    def _has_deepspeed(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    def _save_deepspeed(self) -> Path:
+        """DeepSpeed cuts the optimizer's state in pieces without names; its own files go into the checkpoint as they are."""
+        self.writer.wait()
+        folder = self.output_dir / f".{_DEEPSPEED}" / _DEEPSPEED
+        if self.accelerator.is_main_process:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(folder))
+        self.accelerator.wait_for_everyone()
+        return folder
 
 
 def save_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:

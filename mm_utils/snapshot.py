@@ -7,6 +7,8 @@ not needed, as every step seeds its own.
 
 import dataclasses
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +40,7 @@ class Snapshot:
         run: what else a resumed run wants to know, as JSON has it.
         weights: of the model, adapters included.
         tensors: file name -> tensors.
+        folders: already on the same disk, and linked into the checkpoint.
     """
 
     model: PreTrainedModel
@@ -46,6 +49,7 @@ class Snapshot:
     run: dict[str, Any]
     weights: dict[str, Tensor]
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    folders: list[Path] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +68,8 @@ class Snapshot:
         self.processor.save_pretrained(folder)
         for name, tensors in self.tensors.items():
             save_file(tensors, folder / name)
+        for source in self.folders:
+            shutil.copytree(source, folder / source.name, copy_function=os.link)
         self.state.save_to_json(str(folder / STATE_FILE))
         (folder / RUN_FILE).write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
 
@@ -76,12 +82,11 @@ def copied(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Tensor]:
     copies: dict[tuple[Any, ...], Tensor] = {}
     found = {}
     for name, value in tensors.items():
-        key = (getattr(value, "_local_tensor", value).data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() == 0 or key not in copies:
-            complete = whole(value.detach())  # all ranks together, where it is sharded
-            if main:
-                copies[key] = complete.to("cpu", copy=True).contiguous()
+        complete = whole(value.detach())  # all ranks together, where it is sharded
         if main:
+            key = (getattr(value, "_local_tensor", value).data_ptr(), value.shape, value.stride(), value.dtype)
+            if key not in copies:
+                copies[key] = complete.to("cpu", copy=True).contiguous()
             found[name] = copies[key]
     return found
 
@@ -142,14 +147,16 @@ def take(
     model: PreTrainedModel,
     processor: ProcessorMixin,
     objective: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     average: WeightAverage | None,
     state: TrainerState,
     run: dict[str, Any],
     main: bool,
 ) -> Snapshot:
     """Copy everything that training changes. Called on all ranks; the copy is the main process's."""
-    tensors = {OPTIMIZER_FILE: copied(optimizer_tensors(optimizer, objective), main)}
+    tensors = {}
+    if optimizer is not None:
+        tensors[OPTIMIZER_FILE] = copied(optimizer_tensors(optimizer, objective), main)
     if average is not None:
         tensors[average.file] = copied(average.values, main)
     weights = with_scalars(copied(model.state_dict(), main))

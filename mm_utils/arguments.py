@@ -8,11 +8,12 @@ import dataclasses
 import difflib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import yaml
 from transformers import HfArgumentParser
+
+from mm_utils.flat_yaml import read_flat_yaml
+from mm_utils.safe_text import printable, redact
 
 T = TypeVar("T")
 
@@ -20,6 +21,13 @@ T = TypeVar("T")
 def arg(default: T, help: str, **metadata: Any) -> T:
     """Declare a dataclass field together with its ``--help`` line."""
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+class _Parser(HfArgumentParser):
+    """What it complains of may hold a secret."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(redact(message)))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -39,7 +47,7 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
     dataclass's ``__post_init__`` included, ends the program with one line and exit status 2.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(arg_classes, description=doc, allow_abbrev=False, formatter_class=_Help)
+    parser = _Parser(arg_classes, description=doc, allow_abbrev=False, formatter_class=_Help)
     parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
     path = _take_config(parser, argv)
     if path is not None:
@@ -75,31 +83,31 @@ def _take_config(parser: HfArgumentParser, argv: list[str]) -> str | None:
 
 
 def _set_defaults(parser: HfArgumentParser, path: str) -> None:
-    if not Path(path).is_file():
-        parser.error(f"--config is {path}; there is no such file")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        parser.error(f"{path} is not valid YAML: {' '.join(str(error).split())}")
-    if not isinstance(values, dict):
-        parser.error(f"{path} holds a {type(values).__name__}; give flat 'flag: value' lines")
+        entries = read_flat_yaml(path)
+    except ValueError as error:
+        parser.error(str(error))
     known = _known(parser)
-    for key, value in values.items():
+    for key, (value, line) in entries.items():
+        place = f"{path}, line {line}"
         if key not in known:
-            parser.error(f"{path}: unknown key '{key}'{_did_you_mean(str(key), known)}")
-        known[key].default, known[key].required = _typed(parser, known[key], value, path), False
+            parser.error(f"{place}: unknown key '{key}'{_did_you_mean(key, known)}")
+        known[key].default, known[key].required = _typed(parser, known[key], value, place), False
 
 
-def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, path: str) -> Any:
+def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
     """YAML reads `1e-3` as a string and `1` as an int: convert by the flag's own type, as the command line does."""
     if value is None or action.type is None or (isinstance(value, list) and action.nargs == "+"):
         return value
+    expected = getattr(action.type, "__name__", "a value")
+    if isinstance(value, (list, dict)):
+        parser.error(f"{place}: {action.dest} is {str(value)[:80]}; expected {expected}")
     try:
         typed = action.type(str(value)) if callable(action.type) else value
     except (ValueError, argparse.ArgumentTypeError):
-        parser.error(f"{path}: {action.dest} is {value!r}; expected {getattr(action.type, '__name__', 'a value')}")
+        parser.error(f"{place}: {action.dest} is {value!r}; expected {expected}")
     if action.choices is not None and typed not in action.choices:
-        parser.error(f"{path}: {action.dest} is {value!r}; choose from {', '.join(map(str, action.choices))}")
+        parser.error(f"{place}: {action.dest} is {value!r}; choose from {', '.join(map(str, action.choices))}")
     return typed
 
 

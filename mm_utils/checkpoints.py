@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -65,18 +66,22 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in (temporary / MANIFEST, *(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             _sync(path)
-        if final.exists():
+        if os.path.lexists(final):
+            _remove(old)
             final.rename(old)
         temporary.rename(final)
         _sync(final.parent)
     except BaseException:
         _remove(temporary)
+        _bring_back(old)
         raise
     _remove(old)
 
 
 def remove_unfinished(output_dir: Path) -> None:
-    """Remove what a killed run had begun to write or to remove."""
+    """Remove what a killed run had begun to write or to remove; what it had not yet replaced comes back."""
+    for path in output_dir.glob(".checkpoint-*.old"):
+        _bring_back(path)
     for ending in ("tmp", "old", "removed"):
         for path in output_dir.glob(f".checkpoint-*.{ending}"):
             _remove(path)
@@ -124,8 +129,8 @@ def _surplus(output_dir: Path, limit: int | None, keep: Collection[int]) -> list
 def _discard(path: Path) -> None:
     """Remove a checkpoint such that no half of it is seen under its name."""
     try:
-        removed = path.rename(path.parent / f".{path.name}.removed")
-        shutil.rmtree(removed)
+        path = path.rename(path.parent / f".{path.name}.removed")
+        shutil.rmtree(path)
     except OSError as error:
         logger.warning("%s is old, and cannot be removed: %s. Remove it by hand", path, error.strerror)
 
@@ -219,15 +224,10 @@ def truncate_log(path: Path, step: int) -> None:
     """Drop the lines of a metrics file that a resumed run is about to write again, and a torn last line."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and row.get("step", 0) <= step:
-            kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    kept = path.with_name(f".{path.name}.kept")
+    kept.write_text("".join(line + "\n" for line in lines if _logged_step(line) <= step), encoding="utf-8")
+    kept.replace(path)
 
 
 # -- small parts --------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def _misfits(path: Path) -> list[str]:
         return [f"{MANIFEST} is missing; it was not written to its end"]
     except OSError as error:
         return [f"{MANIFEST} cannot be read: {error.strerror}"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be used: {error}"]
     wrong = []
     for name, recorded in files.items():
@@ -300,5 +300,23 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _bring_back(old: Path) -> None:
+    """Give what was to be replaced its name again, unless what replaces it has it."""
+    final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+    if os.path.lexists(old) and not os.path.lexists(final):
+        old.rename(final)
+
+
+def _logged_step(line: str) -> float:
+    """The step of a line of the log; infinite if it is none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _remove(path: Path) -> None:
+    """A folder with all in it, or a file or a link that is there in its place."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)

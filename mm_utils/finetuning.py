@@ -24,12 +24,13 @@ from mm_utils import ranks
 from mm_utils.arguments import arg
 from mm_utils.data.labelled_pairs import LabelledTask
 from mm_utils.data.tokens import fingerprint
-from mm_utils.finish import what_is_in
+from mm_utils.finish import push_at_the_end, what_is_in
 from mm_utils.hub import HubPusher
 from mm_utils.intervals import wilson_interval
 from mm_utils.model_card import CardInfo, write_model_card
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reporting import draw_confusion, plot_training
+from mm_utils.safe_text import no_formula
 from mm_utils.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -143,9 +144,10 @@ def finish_finetuning(
         report_guesses(evaluator.guesses, task.classes, folder)
         (folder / "results.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         write_model_card(folder, _card(accelerator, folder, model, task, metrics, settings, pusher))
-        pushed = pusher.push("End of training", blocking=True)
-        _say_what_is_where(folder, model, task, metrics, pusher.repo_id if pushed else None)
     accelerator.wait_for_everyone()
+    pushed = push_at_the_end(accelerator, pusher)
+    if accelerator.is_main_process:
+        _say_what_is_where(folder, model, task, metrics, pushed)
 
 
 def report_guesses(guesses: Tensor, classes: list[str], folder: Path) -> None:
@@ -157,7 +159,9 @@ def report_guesses(guesses: Tensor, classes: list[str], folder: Path) -> None:
         table = csv.writer(file)
         table.writerow(("class", "rows", "recall", "precision"))
         for name, right, rows, guessed in zip(classes, right_C, label_C, guess_C, strict=True):
-            table.writerow((name, rows, right / rows if rows else None, right / guessed if guessed else None))
+            table.writerow(
+                (no_formula(name), rows, right / rows if rows else None, right / guessed if guessed else None)
+            )
     pairs, times = known.unique(dim=0, return_counts=True)
     counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
     draw_confusion(counts, classes, folder / "confusion.png")

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.checkpoints import checkpoint_path
+from mm_utils.checkpoints import checkpoint_path, step_of
 from mm_utils.data.images import open_image
 from mm_utils.hub import HubPusher
 from mm_utils.metrics import RetrievalEvaluator
@@ -36,11 +36,31 @@ class HubCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.pusher.start()
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Push in the background."""
+    def on_save(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        checkpoint: Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Push in the background; training may be steps ahead of `checkpoint`."""
         if state.is_world_process_zero:
-            checkpoint = checkpoint_path(args.output_dir, state.global_step)
-            self.pusher.push(f"Step {state.global_step}", blocking=False, checkpoint=checkpoint)
+            checkpoint = checkpoint or checkpoint_path(args.output_dir, state.global_step)
+            self.pusher.push(f"Step {step_of(checkpoint)}", blocking=False, checkpoint=checkpoint)
+
+
+def push_at_the_end(accelerator: Accelerator, pusher: HubPusher) -> str | None:
+    """Push if asked to, and return the repository if all of it is there; called on all ranks.
+
+    The process group ends first: the others would wait for the Hub in a collective, whose time limit ends a run.
+    """
+    if not pusher.args.push_to_hub:
+        return None
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    pushed = accelerator.is_main_process and pusher.push("End of training", blocking=True)
+    return pusher.repo_id if pushed else None
 
 
 def finish_run(
@@ -58,15 +78,16 @@ def finish_run(
 
     `trained_on` is the number of training rows and their fingerprint.
     """
+    folder = Path(output_dir)
     if accelerator.is_main_process:
-        folder = Path(output_dir)
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         if evaluator.split is not None:
             draw_retrieval(_examples(pairs["validation"], evaluator.split), folder / "retrieval.png")
         write_model_card(folder, _card(accelerator, folder, model, pairs, metrics, settings, pusher, trained_on))
-        pushed = pusher.push("End of training", blocking=True)
-        _say_what_is_where(folder, metrics, settings, "test" in pairs, pusher.repo_id if pushed else None)
     accelerator.wait_for_everyone()
+    pushed = push_at_the_end(accelerator, pusher)
+    if accelerator.is_main_process:
+        _say_what_is_where(folder, metrics, settings, "test" in pairs, pushed)
 
 
 def _examples(rows: datasets.Dataset, split: Embeddings) -> list[RetrievalExample]:

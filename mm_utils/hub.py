@@ -1,41 +1,37 @@
 """Push a run's output folder to the Hugging Face Hub without ever endangering the run.
 
-A push works on hard links taken at the call, so a checkpoint that rotates away, or a file rewritten meanwhile by a
-rename, cannot spoil it, and the model and its resumable state arrive in the same commit. Call it on one process only.
+What is to be pushed is laid out on the disk first (`mm_utils.spool`) and stays there until it is on the Hub: a push that
+fails is tried again at the next save, in growing pauses meanwhile, at the end of training, and when the run is resumed.
+Each try is a process of its own (`mm_utils.upload`) with a limit on its time, so that a Hub that never answers cannot hold
+the run. Call all of it on one process only.
 """
 
+import json
 import logging
 import os
 import re
 import shlex
-import shutil
-import tempfile
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from mm_utils.arguments import arg
-from mm_utils.checkpoints import checkpoint_folders
+from mm_utils.safe_text import one_line, printable, redact
+from mm_utils.spool import Entry, Spool
 
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-# The client speaks HTTP through requests, httpx or httpx2, by version: their common error is the last base class of
-# its own error that is not a built-in.
-CLIENT_ERROR: type[Exception] = [
-    base for base in HfHubHTTPError.__mro__ if issubclass(base, Exception) and base.__module__ != "builtins"
-][-1]
-# RuntimeError wraps what a parallel upload raised; LookupError and ValueError are answers that are not the Hub's.
-PUSH_ERRORS: tuple[type[Exception], ...] = (CLIENT_ERROR, OSError, RuntimeError, ValueError, LookupError)
-HIDDEN = ("*.tmp", ".*", "__pycache__")
-RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "random_states*", "rng_state*")
-MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", "*.py")
+SLOWEST = 1e6  # bytes per second that a push may count on
+LONGEST_PAUSE = 1800.0
 
 
 @dataclass
@@ -66,193 +62,215 @@ class HubArguments:
             ) from error
 
 
+@dataclass
+class Failure:
+    """Why a push is not on the Hub, and whether trying again at once may help."""
+
+    reason: str
+    transient: bool
+
+
 class HubPusher:
     """Create the repository, push during training and at the end; report failures, never raise them."""
 
-    def __init__(self, args: HubArguments, output_dir: str | Path, retry_delays: Sequence[float] = (2.0, 8.0)) -> None:
-        """`retry_delays` are the seconds to wait before each new try after a server error or a timeout."""
+    def __init__(
+        self,
+        args: HubArguments,
+        output_dir: str | Path,
+        retry_delays: Sequence[float] = (2.0, 8.0),
+        pause: float = 60.0,
+        patience: float = 600.0,
+    ) -> None:
+        """
+        Args:
+            args: the flags.
+            output_dir: what is pushed.
+            retry_delays: seconds before each new try at the end of training, after what may pass.
+            pause: seconds before the first new try during training; each further pause is twice as long.
+            patience: seconds that a push may take, besides those for its bytes at 1 MB/s.
+        """
         self.args = args
-        self.output_dir = Path(output_dir)
-        self.retry_delays = tuple(retry_delays)
+        self.output_dir = Path(output_dir).absolute()
+        self.retry_delays, self.pause, self.patience = tuple(retry_delays), pause, patience
         self.repo_id = args.hub_model_id or _repo_name(self.output_dir)
+        self.spool = Spool(self.output_dir)
         self._repo_exists = False
-        self._background: threading.Thread | None = None
+        self._lock = threading.Lock()  # of the three below and of what is in the spool
+        self._busy: Entry | None = None
+        self._worker: threading.Thread | None = None
+        self._ending = False
+        self._wake = threading.Event()
 
     def start(self) -> bool:
-        """Create the repository now, so that a bad token shows at once; whether it can be pushed to."""
+        """Create the repository now, so that a bad token shows at once; whether it can be pushed to.
+
+        What an earlier start of this run could not push is pushed in the background.
+        """
         if not self.args.push_to_hub:
             return False
-        try:
-            self._create_repo(_api())
-        except PUSH_ERRORS as error:
+        failure = self._call(min(30.0, self.patience))
+        if failure is not None:
             logger.warning(
                 "the Hub repository is %s; it cannot be opened: %s. Training goes on and the push is tried again at "
                 "the end; check `hf auth whoami`",
                 self.repo_id,
-                _one_line(error),
+                failure.reason,
             )
-            return False
-        return True
+        with self._lock:
+            if waiting := self.spool.entries():
+                logger.info("pushing what an earlier start of this run could not: '%s'", waiting[-1].message)
+                self._go()
+        return failure is None
 
     def push(self, message: str, blocking: bool, checkpoint: Path | None = None) -> bool:
-        """Push the output folder as one commit; with `blocking`, True says that the bytes are on the Hub.
+        """Push the output folder as one commit; with `blocking`, True says that all of it is on the Hub.
 
-        `blocking=False` is for saves during training: it returns at once, True if an upload was started, False under
-        strategy "end" or while another is running. The model then comes from `checkpoint`. The strategies that push
-        checkpoints take `checkpoint`, or without it those in the output folder.
+        `blocking=False` is for saves during training: it returns at once, True if the push will be tried until it
+        succeeds, False under strategy "end" or if it could not be laid out. The model then comes from `checkpoint`. The
+        strategies that push checkpoints take `checkpoint`, or without it those in the output folder.
         """
         if not self.args.push_to_hub or (not blocking and self.args.hub_strategy == "end"):
             return False
-        if self._background is not None and self._background.is_alive():
-            if not blocking:
-                logger.info("push '%s' skipped: the one before is still running", message)
-                return False
-            self.wait()
-        try:
-            folder = self._stage(checkpoint, model_from_checkpoint=not blocking)
-        except OSError as error:
-            self._report(error)
+        if checkpoint is not None and not checkpoint.is_dir():
+            logger.warning("%s was removed before it could be pushed", checkpoint)
             return False
-        if blocking:
-            return self._upload(folder, message)
-        self._background = threading.Thread(target=self._upload, args=(folder, message), daemon=True, name="hub-push")
-        self._background.start()
-        return True
+        try:
+            with self._lock:
+                self.spool.add(message, self.args.hub_strategy, checkpoint, under_way=not blocking)
+                self.spool.tidy(self._busy)
+                if not blocking:
+                    self._go()
+            return self._push_all() if blocking else True
+        except OSError as error:
+            self._report(one_line(error))
+            return False
 
-    def wait(self) -> None:
-        """Return when no push is running any more."""
-        if self._background is not None and self._background.is_alive():
-            logger.info("waiting for the push in progress")
-            self._background.join()
+    def waiting(self) -> list[str]:
+        """Messages of the pushes that are not on the Hub yet, oldest first."""
+        with self._lock:
+            return [entry.message for entry in self.spool.entries()]
 
     def command(self) -> str:
         """The shell command that pushes the output folder by hand."""
         private = " --private" if self.args.hub_private_repo else ""
-        where = shlex.quote(str(self.output_dir))
-        return (
-            f'hf upload {self.repo_id} {where} . --exclude "checkpoint-*/*" --exclude ".*" --exclude "*.tmp"{private}'
-        )
+        left_out = " ".join(f'--exclude "{name}"' for name in ("checkpoint-*/*", ".*", "*.tmp", "tracker.json"))
+        return f"hf upload {self.repo_id} {shlex.quote(str(self.output_dir))} . {left_out}{private}"
 
-    def _create_repo(self, api: HfApi) -> None:
-        if not self._repo_exists:
-            # None, not False: an organisation whose default is private keeps it.
-            private = self.args.hub_private_repo or None
-            self.repo_id = api.create_repo(self.repo_id, private=private, exist_ok=True).repo_id
-            self._repo_exists = True
+    # -- trying -----------------------------------------------------------------------------------------------------
 
-    def _stage(self, checkpoint: Path | None, model_from_checkpoint: bool) -> Path:
-        """Lay out the repository as hard links in a hidden folder of the output folder."""
-        for leftover in self.output_dir.glob(".push-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=".push-", dir=self.output_dir))
-        try:
-            _link_tree(self.output_dir, folder, (*HIDDEN, *RESUME_STATE, "checkpoint-*"))
-            if checkpoint is not None and model_from_checkpoint:
-                for path in (path for pattern in MODEL_FILES for path in checkpoint.glob(pattern)):
-                    _link(str(path), str(folder / path.name))
-            saved = [checkpoint] if checkpoint is not None else checkpoint_folders(self.output_dir)
-            if self.args.hub_strategy == "checkpoint" and saved:
-                _link_tree(saved[-1], folder / "last-checkpoint", HIDDEN)
-            elif self.args.hub_strategy == "all_checkpoints":
-                for path in saved:
-                    _link_tree(path, folder / path.name, HIDDEN)
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return folder
+    def _go(self) -> None:
+        """Have a thread push what waits, and try again now if it is in a pause."""
+        self._wake.set()
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, daemon=True, name="hub-push")
+            self._worker.start()
 
-    def _upload(self, folder: Path, message: str) -> bool:
+    def _work(self) -> None:
+        """Push until nothing waits, or the end of training takes over."""
+        pause = self.pause
+        while True:
+            self._wake.clear()
+            try:
+                failure = self._round(deadline=None)
+            except OSError as error:
+                failure = Failure(one_line(error), transient=False)
+            with self._lock:
+                if self._ending or not self.spool.entries():
+                    self._worker = None
+                    return
+            if failure is None:
+                pause = self.pause
+                continue
+            level = logging.WARNING if pause == self.pause else logging.INFO
+            logger.log(level, "a push to %s failed: %s. It is kept and tried again", self.repo_id, failure.reason)
+            if not self._wake.wait(pause):
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _push_all(self) -> bool:
+        """Push what waits, a few times within one limit of time."""
+        with self._lock:
+            worker, self._ending = self._worker, True
+            self._wake.set()
+        if worker is not None:
+            logger.info("waiting for the push in progress")
+            worker.join()
+        self._ending = False
+        deadline = time.monotonic() + self.patience + sum(entry.size for entry in self.spool.entries()) / SLOWEST
         delays = list(self.retry_delays)
-        try:
-            while True:
-                try:
-                    self._upload_once(folder, message)
-                    return True
-                except PUSH_ERRORS as error:
-                    if not delays or not _is_transient(error):
-                        self._report(error)
-                        return False
-                    logger.info("push '%s' failed: %s; trying again in %g s", message, _one_line(error), delays[0])
-                time.sleep(delays.pop(0))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        while (failure := self._round(deadline)) is not None:
+            if not delays or not failure.transient or time.monotonic() + delays[0] > deadline:
+                self._report(failure.reason)
+                return False
+            logger.info("a push to %s failed: %s; trying again in %g s", self.repo_id, failure.reason, delays[0])
+            time.sleep(delays.pop(0))
+        return True
 
-    def _upload_once(self, folder: Path, message: str) -> None:
-        api = _api()
-        self._create_repo(api)
-        api.upload_folder(
-            repo_id=self.repo_id,
-            folder_path=folder,
-            commit_message=message,
+    def _round(self, deadline: float | None) -> Failure | None:
+        """Try each push that waits once, the newest first, as long as the Hub answers; what failed, if anything."""
+        tried: set[Path] = set()
+        failure = None
+        while failure is None or not failure.transient:
+            with self._lock:
+                self.spool.tidy(None)
+                left = [entry for entry in self.spool.entries() if entry.path not in tried]
+                if not left:
+                    break
+                self._busy = entry = left[-1]
+            tried.add(entry.path)
+            limit = self.patience + entry.size / SLOWEST
+            if deadline is not None:
+                limit = max(1.0, min(limit, deadline - time.monotonic()))
+            found = self._call(limit, entry)
+            failure = found or failure
+            with self._lock:
+                self._busy = None
+                if found is None:
+                    logger.info("pushed '%s' to %s", entry.message, self.repo_id)
+                    entry.remove()
+        return failure
+
+    def _call(self, limit: float, entry: Entry | None = None) -> Failure | None:
+        """Create the repository if need be and push `entry`, in a process that lives `limit` seconds at most."""
+        work: dict[str, Any] = {"repo_id": self.repo_id, "private": self.args.hub_private_repo, "parent": os.getpid()}
+        if entry is not None:
             # A checkpoint is replaced as a whole: files of the one before would not belong to it.
-            delete_patterns=["last-checkpoint/*"] if (folder / "last-checkpoint").is_dir() else None,
-        )
-        logger.info("pushed '%s' to %s", message, self.repo_id)
+            old = ["last-checkpoint/*"] if (entry.files / "last-checkpoint").is_dir() else None
+            work |= {"folder": str(entry.files), "message": entry.message, "delete_patterns": old}
+        package = str(Path(__file__).parents[1])
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "mm_utils.upload"],
+                input=json.dumps({**work, "create": not self._repo_exists}),
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                env={**os.environ, "PYTHONPATH": path, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+                start_new_session=True,  # Ctrl-C interrupts the training, which saves and goes; not the push
+            )
+            answer = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            return Failure(f"not done within {limit:.0f} seconds", transient=True)
+        except OSError as error:
+            return Failure(one_line(error), transient=True)
+        except ValueError:
+            last = printable(redact(done.stderr.strip().rpartition("\n")[2]))
+            return Failure(f"the client ended with status {done.returncode} {last[:200]}".rstrip(". "), transient=True)
+        self.repo_id = answer["repo_id"]
+        if "error" in answer:
+            return Failure(answer["error"], answer["transient"])
+        self._repo_exists = True
+        return None
 
-    def _report(self, error: Exception) -> None:
+    def _report(self, reason: str) -> None:
         logger.warning(
-            "the push to %s is incomplete; %s. The model is safe in %s; push it later with: %s",
+            "the push to %s is incomplete; %s. The model is safe in %s, and the push is tried again when the run is "
+            "resumed; push it later with: %s",
             self.repo_id,
-            _one_line(error),
+            reason,
             self.output_dir,
             self.command(),
         )
-
-
-_SECRET_NAME = r"[\w-]*?(?<![a-z])(?:token|secret|password|passwd|(?:api|access)[_-]?key)(?![a-z])[\w-]*"
-_VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|\S)+"""
-_REDACTIONS = [
-    (re.compile(pattern, re.IGNORECASE | re.MULTILINE), replacement)
-    for pattern, replacement in (
-        # '--password=two words', as shlex.join quotes a whole word; a quote inside is '"'"'
-        (rf"""'(--?{_SECRET_NAME}=)(?:'"'"'|[^'])*'""", r"'\1***'"),
-        # --hub_token VALUE, also over a line continued with a backslash; not --use_token --next_flag
-        (rf"(?<![\w-])(--?{_SECRET_NAME}(?:=|(?:\s|\\\n)+))(?!--){_VALUE}", r"\1***"),
-        # YAML: hub_token: VALUE WITH SPACES
-        (rf"^([ \t]*{_SECRET_NAME}:[ \t]+)\S.*$", r"\1***"),
-        # WANDB_API_KEY=VALUE and "token": "VALUE"
-        (rf"""(?<![\w-])(["']?{_SECRET_NAME}["']?[ \t]*[:=][ \t]*){_VALUE}""", r"\1***"),
-        (r"(bearer\s+)\S+", r"\1***"),
-        (r"(?<=://)[^\s/]*@", "***@"),
-        (r"(?<![a-z0-9])hf_(?:(?:oauth|jwt|app)_[\w.-]+|[a-z0-9]{10,})", "***"),
-    )
-]
-_SECRET_VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$", re.IGNORECASE)
-
-
-def redact(text: str) -> str:
-    """Replace by ``***`` whatever looks like a secret, so that `text` can be published.
-
-    Covered: Hub tokens, values of flags, variables and YAML or JSON keys named after a token, secret, password or API
-    key, credentials in URLs, bearer headers, and the values that such environment variables have right now.
-    """
-    for name, value in os.environ.items():
-        if _SECRET_VARIABLE.search(name) and len(value.strip()) >= 8:
-            text = text.replace(value.strip(), "***")
-    for pattern, replacement in _REDACTIONS:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def _api() -> HfApi:
-    """A client for the endpoint that the environment names now, not when the library was imported."""
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: a server error, too many requests, a timeout, a lost connection."""
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, OfflineModeIsEnabled) or not isinstance(error, (CLIENT_ERROR, ConnectionError, TimeoutError)):
-        return False
-    response = getattr(error, "response", None)
-    return response is None or response.status_code in (408, 429) or response.status_code >= 500
-
-
-def _one_line(error: BaseException, limit: int = 300) -> str:
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        error = error.__cause__
-    return redact(" ".join(f"{type(error).__name__}: {error}".split()))[:limit].rstrip(".")
 
 
 def _repo_name(output_dir: Path) -> str:
@@ -260,17 +278,3 @@ def _repo_name(output_dir: Path) -> str:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", output_dir.resolve().name)
     name = re.sub(r"\.git$", "", re.sub(r"--+|\.\.+", "-", name)).strip("-.")
     return name[:96].rstrip("-.") or "model"
-
-
-def _link_tree(source: Path, target: Path, ignore: Sequence[str]) -> None:
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*ignore), copy_function=_link, dirs_exist_ok=True)
-
-
-def _link(source: str, target: str) -> str:
-    """Hard-link, or copy where the file system has no links."""
-    Path(target).unlink(missing_ok=True)
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target

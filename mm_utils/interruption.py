@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
-_SAME = 2.0  # seconds; a signal that comes within them is the same one, sent on by a launcher
+_SAME = 2.0  # seconds; one that comes again within them is the same one, sent on by a launcher
 _LONGEST = 60  # seconds that a data worker lives on after a signal, for the step that is to be finished
 _NOTE = b"\nA signal asks the run to stop: it ends this step, saves and exits. Send it again to leave at once.\n"
 
@@ -55,7 +56,7 @@ class Interruption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._former.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one of C's
         self._former = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -63,9 +64,10 @@ class Interruption:
         if not self.number:
             self.number, self._since = number, now
             if os.getpid() == self._process:
-                os.write(2, _NOTE)
+                with suppress(OSError):  # the keyboard's signal may have ended the reader, such as `tee`, before
+                    os.write(2, _NOTE)
             else:
                 signal.alarm(_LONGEST)
-        elif now - self._since > _SAME:
+        elif number == self.number and now - self._since > _SAME:  # a launcher that ends has its children sent another
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mm_utils.hub import redact
+from mm_utils.safe_text import printable, redact
 
 
 @dataclass
@@ -54,7 +54,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         "library_name": "transformers",
         "pipeline_tag": card.pipeline_tag,
         "tags": [*card.tags, "custom_code"],
-        **({"base_model": card.base_models} if card.base_models else {}),
+        **({"base_model": [printable(base) for base in card.base_models]} if card.base_models else {}),
     }
     fusion = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
     results = [[_code(n), _value(v), _value(card.chance.get(n, "–"))] for n, v in card.metrics.items()]
@@ -136,17 +136,17 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _escape(value: object) -> str:
     """Text on one line that Markdown shows as it is."""
-    return re.sub(r"([\\`*_\[\]<>{}|~$#!&])", r"\\\1", " ".join(redact(str(value)).split()))
+    return re.sub(r"([\\`*_\[\]<>{}|~$#!&])", r"\\\1", " ".join(printable(redact(str(value))).split()))
 
 
 def _code(value: object) -> str:
     """A code span whose fence is longer than any run of backticks inside."""
-    text = " ".join(redact(str(value)).split()).replace("|", r"\|")
+    text = " ".join(printable(redact(str(value))).split()).replace("|", r"\|")
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text or not text else f"`{text}`"
 
 
 def _fenced(language: str, text: str) -> str:
-    text = redact(text)
+    text = printable(redact(text))
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"

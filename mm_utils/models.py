@@ -16,7 +16,6 @@ from transformers import (
     AutoModel,
     AutoTokenizer,
     CLIPImageProcessor,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     VisionTextDualEncoderConfig,
@@ -26,6 +25,7 @@ from transformers import (
 
 from mm_utils.arguments import arg
 from mm_utils.modeling_fusion_dual_encoder import DIRECTIONS, POOLINGS, FusionDualEncoderModel, image_shape
+from mm_utils.pretrained import OwnCodeError, explained, load_backbone, load_config
 from mm_utils.wordpiece import cached_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ class ModelArguments:
     torch_compile: bool = arg(
         False, "Compile both towers with torch.compile: minutes at the start, then faster steps on a GPU."
     )
-    trust_remote_code: bool = arg(False, "Allow model code from the Hub to run. Read that code first.")
+    trust_remote_code: bool = arg(
+        False, "Run the Python code that a backbone or tokenizer brings with it. Read that code first."
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.patch_dropout < 1:
@@ -141,7 +143,8 @@ def load_processor(args: ModelArguments, captions: Iterable[str]) -> VisionTextD
 
 def load_processor_of(name: str) -> VisionTextDualEncoderProcessor:
     """The processor saved with a model: a folder or a Hub id. Images become squares as in `load_processor`."""
-    processor = VisionTextDualEncoderProcessor.from_pretrained(name)
+    with explained(f"the processor of {name} is missing or damaged", name):
+        processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
     processor.image_processor = _center_square_processor(processor.image_processor)
     return processor
 
@@ -152,12 +155,19 @@ def load_model(name: str) -> FusionDualEncoderModel:
     Raises:
         ValueError: if there is none.
     """
+    title = f"{name} holds no model"
     try:
-        if AutoConfig.from_pretrained(name).model_type == VisionTextDualEncoderConfig.model_type:
-            return FusionDualEncoderModel.from_dual_encoder(VisionTextDualEncoderModel.from_pretrained(name))
-        return FusionDualEncoderModel.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} holds no model: {' '.join(str(error).split())}") from error
+        config = load_config(title, name)
+        with explained(title, name):
+            if config.model_type == VisionTextDualEncoderConfig.model_type:
+                stock = VisionTextDualEncoderModel.from_pretrained(name, use_safetensors=True)
+                return FusionDualEncoderModel.from_dual_encoder(stock)
+            return FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
+    except OwnCodeError as error:
+        raise ValueError(
+            f"{title} that can be taken as a whole; it needs Python code of its own. Read that code, then give it as "
+            "--vision_model_name_or_path or --text_model_name_or_path with --trust_remote_code."
+        ) from error
 
 
 def image_geometry(processor: VisionTextDualEncoderProcessor) -> tuple[int, list[float], list[float]]:
@@ -265,7 +275,9 @@ def freeze_untouched(parameters: Iterable[torch.nn.Parameter], total: torch.Tens
 
 def _image_processor(args: ModelArguments) -> CLIPImageProcessor:
     if args.vision_model_name_or_path:
-        own = AutoImageProcessor.from_pretrained(args.vision_model_name_or_path)
+        name = args.vision_model_name_or_path
+        with explained(f"--vision_model_name_or_path is {name}", name):
+            own = AutoImageProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
         return _center_square_processor(own, args.image_size)
     size = args.image_size or _preset(args.vision_config, VISION_PRESETS).get("image_size")
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
@@ -291,7 +303,9 @@ def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedToken
     source = args.tokenizer_name_or_path or args.text_model_name_or_path
     if not source:
         return cached_tokenizer(captions, args.vocab_size)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    flag = "--tokenizer_name_or_path" if args.tokenizer_name_or_path else "--text_model_name_or_path"
+    with explained(f"{flag} is {source}", source):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -315,14 +329,12 @@ def _text_backbone(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _pretrained(name: str, tower: str, trust_remote_code: bool) -> PreTrainedModel:
     """One backbone; of a two-tower checkpoint such as CLIP's, the tower asked for."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    config = getattr(config, tower, config)
     flag = f"--{tower.removesuffix('_config')}_model_name_or_path is {name}"
+    config = load_config(flag, name, trust_remote_code)
+    config = getattr(config, tower, config)
     if type(config) not in MODEL_MAPPING and not trust_remote_code:
         raise ValueError(f"{flag}; AutoModel knows no {config.model_type}. Choose another backbone.")
-    model, info = AutoModel.from_pretrained(
-        name, config=config, trust_remote_code=trust_remote_code, dtype="float32", output_loading_info=True
-    )
+    model, info = load_backbone(flag, name, config, trust_remote_code)
     if len(info["missing_keys"]) == len(model.state_dict()):
         raise ValueError(
             f"{flag}; it holds no weights of a {config.model_type}. Choose a checkpoint of that backbone."

@@ -51,6 +51,14 @@ class Checkpoints:
         self.objective, self.model, self.optimizer, self.average = objective, objective.model, optimizer, average
         self.writer = CheckpointWriter(output_dir, limit)
 
+    @property
+    def nbytes(self) -> int:
+        """About what a checkpoint takes on the disk, with two numbers of the optimizer for each that is trained."""
+        parameters = list(self.model.parameters())
+        weights = sum(parameter.nbytes for parameter in parameters)
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        return weights + 2 * trained + (weights if self.average is not None else 0)
+
     def save(self, state: TrainerState, run: dict[str, Any], keep: Collection[int]) -> None:
         """Copy everything on all ranks and begin to write; `run` is any JSON, `keep` the steps not to be removed."""
         scaler, main = self.accelerator.scaler, self.accelerator.is_main_process

@@ -57,14 +57,16 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class Board:
-    """Short texts between the processes, beside their collectives: a connection of its own to the group's store.
+    """Short texts between the processes, beside their collectives, on a connection of their own to the group's store.
+
+    A new group begins with an empty board, and so does every name.
 
     Any thread may call; every method raises RuntimeError once the store is gone, and waits where its keeper is stopped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._group_store = distributed_c10d._get_default_store()  # held, as its keeper serves the others
-        self._store = dist.PrefixStore("board", self._group_store.clone())
+        self._store = dist.PrefixStore(name, self._group_store.clone())
 
     def post(self, key: str, text: str) -> None:
         """Write a text, over what was there."""

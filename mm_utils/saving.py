@@ -5,7 +5,6 @@ import logging
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
@@ -39,7 +38,7 @@ class CheckpointWriter:
         self.output_dir, self.limit = output_dir, limit
         self.failures, self.problem = 0, ""
         self._thread: threading.Thread | None = None
-        self._saved: deque[int] = deque()
+        self._saved: list[int] = []  # completed, and not yet told of
 
     def start(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         """Begin to write the checkpoint of a step, once that before it is written; `keep`: steps that stay, for being best."""
@@ -49,13 +48,17 @@ class CheckpointWriter:
 
     def saved(self) -> int:
         """The step of the oldest checkpoint that was completed and not yet told of, or 0."""
-        return self._saved.popleft() if self._saved else 0
+        return self._saved.pop(0) if self._saved else 0
 
     def wait(self) -> None:
         """Return when nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def tidy(self, keep: Collection[int]) -> None:
+        """Remove what stayed for callbacks that had not been told of it."""
+        remove_old_checkpoints(self.output_dir, self.limit, keep)
 
     def _run(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         try:
@@ -78,6 +81,7 @@ class CheckpointWriter:
                 f"the weights after step {step} are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. "
                 "Resume from the newest checkpoint with a lower --learning_rate, or in bf16 or fp32."
             )
+        keep = {*keep, *self._saved.copy()}  # the Hub is sent what callbacks are told of
         make_room(self.output_dir, snapshot.nbytes, self.limit, keep)
         for pause in (*_PAUSES, None):
             try:
@@ -92,9 +96,9 @@ class CheckpointWriter:
 
     def _explained(self, error: Exception) -> str:
         if not _is_full(error) or "MiB" in str(error):  # `make_room` says it itself
-            return (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-            )
+            place = f", at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+            text = error.strerror if isinstance(error, OSError) else None
+            return f"{text or f'{type(error).__name__}: {error}'}{place}"
         free = shutil.disk_usage(self.output_dir).free / 2**20
         return (
             f"the disk of {self.output_dir} is full, or a quota is used up ({free:,.0f} MiB are free). Make room, lower "

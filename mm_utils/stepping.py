@@ -26,6 +26,7 @@ from mm_utils.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
+NONFINITE_FILE = "nonfinite_steps.jsonl"  # in the output folder: step, figures and image ids
 _LOWEST_SCALE = 2.0**-14
 
 
@@ -137,7 +138,7 @@ class Stepper:
             return True
         self.nonfinite_steps += 1
         image_ids = gather_object(batch["image_ids"])
-        path, step = Path(str(self.args.output_dir), "nonfinite_steps.jsonl"), step + 1
+        path, step = Path(str(self.args.output_dir), NONFINITE_FILE), step + 1
         if self.accelerator.is_main_process:
             figures = {name: str(report[name].item()) for name in ("loss", "grad_norm")}
             with open(path, "a", encoding="utf-8") as file:

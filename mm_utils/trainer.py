@@ -33,11 +33,17 @@ from mm_utils.monitor import Throughput
 from mm_utils.objectives import Objective
 from mm_utils.optim import OptimizerArguments
 from mm_utils.persistence import Checkpoints
+from mm_utils.preflight import agree_on, check_disk
 from mm_utils.run import RunError
 from mm_utils.saving import MOST_FAILURES
+from mm_utils.skipped import SKIPPED_FILE, SkippedImages
 from mm_utils.snapshot import STATE_FILE, changes
-from mm_utils.stepping import Stepper
+from mm_utils.starting import note_start
+from mm_utils.stepping import NONFINITE_FILE, Stepper
+from mm_utils.stragglers import Stragglers
+from mm_utils.tracking import Tracking
 from mm_utils.training_arguments import TrainingArguments
+from mm_utils.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +64,7 @@ class Trainer:
         max_seq_length: tokens of the longest caption there may be, for `--micro_batch_size auto`.
         flops: of the model, to log how fast it computes.
         identity: of the training data, with what else decides its order; a resumed run must have the same.
+        tracking: is sent what is logged.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Trainer:
         max_seq_length: int = 64,
         flops: FlopCounts | None = None,
         identity: Mapping[str, Any] | None = None,
+        tracking: Tracking | None = None,
     ):
         self.args, self.accelerator = args, accelerator
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
@@ -91,6 +99,7 @@ class Trainer:
         self.model: FusionDualEncoderModel = objective.model
         self.processor, self.train_batches, self.num_rows = processor, train_batches, num_rows
         self.eval_loader, self.evaluate_model, self.callbacks = eval_loader, evaluate, list(callbacks)
+        self.tracking = tracking
         self.state = TrainerState(
             max_steps=args.total_steps(num_rows),
             is_world_process_zero=accelerator.is_main_process,
@@ -110,11 +119,14 @@ class Trainer:
             self.state.max_steps,
             max_seq_length,
         )
-        self.skipped, self._evaluated_at = 0, -1
+        self.skipped = SkippedImages(self.output_dir, args.max_corrupt_share)
+        self._evaluated_at = -1
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **(identity or {})}
         self.checkpoints = Checkpoints(
             accelerator, self.output_dir, args.save_total_limit, processor, objective, self.optimizer, self.average
         )
+        self.watchdog = Watchdog(args.ddp_timeout, accelerator.device)
+        self.stragglers = Stragglers(accelerator.device, (self.model.vision_model, self.model.text_model))
         self.interruption, self._saved_step, self._saved_at = Interruption(), 0, time.monotonic()
         self._throughput = Throughput(accelerator.device, flops, objective.pairs_per_image, args.peak_tflops)
 
@@ -127,7 +139,7 @@ class Trainer:
             Interrupted: if a signal asked for it (`mm_utils.interruption`); the checkpoint is written then.
             RunError: if checkpoints cannot be written any more.
         """
-        with Interruption() as self.interruption:
+        with Interruption() as self.interruption, self.watchdog:
             try:
                 metrics = self._train(resume_from)
             except _Asked as asked:
@@ -137,29 +149,40 @@ class Trainer:
         return metrics
 
     def _train(self, resume_from: Path | None) -> dict[str, float]:
+        agree_on("what decides the batches", self.identity)
         if self.accelerator.is_main_process:
             remove_unfinished(self.output_dir)
         if resume_from is not None:
             self._resume(resume_from)
+        note_start(self.output_dir, self.state.global_step)
+        if self.saves:
+            limit = self.args.save_total_limit
+            kept = None if limit is None else limit + self.args.save_best_limit
+            check_disk(self.output_dir, self.checkpoints.nbytes, kept)
         metrics: dict[str, float] = {}
         self._event("on_train_begin")
         loader = self.train_batches(self.state.global_step, self.state.max_steps)
         self._throughput.restart()
+        self.stragglers.restart()
+        self.watchdog.at(self.state.global_step, "data")
         for batch in loader:
+            self.watchdog.at(self.state.global_step, "step")
             report = self.stepper.take(batch, self.state.global_step)
             self.state.global_step += 1
             self.state.epoch = self.sizes.before(self.state.global_step) / self.num_rows
             self._throughput.add(batch["lengths"], self.stepper.micro_batch_size, loader.wait)
-            self._note_skipped(batch["skipped"])
+            self.stragglers.own(loader.wait)
+            self.skipped.add(self.state.global_step, batch)
             self._plan()
             self._event("on_step_end", report=report)
             self._agree()
             metrics = self._act(report) or metrics
             if self.control.should_training_stop:
                 break
+            self.watchdog.at(self.state.global_step, "data")
         if self.evaluate_model and self._evaluated_at != self.state.global_step:
             metrics = self.evaluate()
-        if (self.args.save_steps or self.args.save_minutes) and self._saved_step != self.state.global_step:
+        if self.saves and self._saved_step != self.state.global_step:
             self.save_checkpoint()
         self._complete_saving()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
@@ -174,6 +197,7 @@ class Trainer:
         """
         if self.evaluate_model is None or self.eval_loader is None:
             raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
+        self.watchdog.at(self.state.global_step, "evaluation")
         self.objective.eval()
         # What is saved comes last: evaluators keep their last findings, for the pictures.
         loader = _Watched(self.eval_loader, self._look)
@@ -205,13 +229,20 @@ class Trainer:
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written as time goes by."""
+        return bool(self.args.save_steps or self.args.save_minutes)
+
     def save_checkpoint(self) -> None:
         """Begin to write all that a resumed run needs, as a folder that `from_pretrained` reads."""
+        self.watchdog.at(self.state.global_step, "save")
         exported = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in exported}  # type: ignore
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(checkpoint_path(self.output_dir, self.state.global_step))
-        counts = {"nonfinite_steps": self.stepper.nonfinite_steps}
+        self._settle_skipped()
+        counts = {"nonfinite_steps": self.stepper.nonfinite_steps, "skipped": self.skipped.state()}
         self.checkpoints.save(self.state, {"identity": self.identity, **counts}, self._best_steps())
         self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
 
@@ -230,6 +261,7 @@ class Trainer:
             )
         self.checkpoints.load(path, run)
         self.stepper.nonfinite_steps = run["nonfinite_steps"]
+        self.skipped.load(run["skipped"])
         return TrainerState.load_from_json(str(path / STATE_FILE))
 
     def _resume(self, path: Path) -> None:
@@ -244,7 +276,8 @@ class Trainer:
                 setattr(callback, name, value)
         if self.accelerator.is_main_process:
             set_aside(self.output_dir, state.global_step)
-            truncate_log(self.output_dir / "metrics.jsonl", state.global_step)
+            for name in ("metrics.jsonl", SKIPPED_FILE, NONFINITE_FILE):
+                truncate_log(self.output_dir / name, state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
 
     def _take_best(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -292,6 +325,7 @@ class Trainer:
 
     def _look(self) -> None:
         """Stop, on all ranks at once, if a signal asked any of them to."""
+        self.watchdog.at(self.state.global_step, "evaluation")
         [number] = ranks.max_over_ranks([self.interruption.number], self.accelerator.device)
         if number:
             raise _Asked(number)
@@ -309,6 +343,7 @@ class Trainer:
 
     def _complete_saving(self) -> None:
         """Wait for what is being written, and tell the callbacks."""
+        self.watchdog.at(self.state.global_step, "save")
         self.checkpoints.writer.wait()
         while True:
             told = [self.checkpoints.writer.saved(), self.checkpoints.writer.failures]
@@ -316,19 +351,26 @@ class Trainer:
             if failures:
                 self._give_up()
             if not saved:
-                return
+                break
             self._event("on_save", checkpoint=checkpoint_path(self.output_dir, saved))
+        if self.accelerator.is_main_process:
+            self.checkpoints.writer.tidy(self._best_steps())
 
     def _give_up(self) -> NoReturn:
         [problem] = broadcast_object_list([self.checkpoints.writer.problem])
         raise RunError(f"{problem}. Then go on with --resume_from_checkpoint latest")
 
+    def _settle_skipped(self) -> int:
+        """How many images could not be read since the first step, on all ranks; too many of them end the run."""
+        return self.skipped.settle(self.sizes.before(self.state.global_step), self.accelerator.device)
+
     def _act(self, report: dict[str, Tensor]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self.control.should_log:
+            self.stragglers.check(self.state.global_step)
             rate = self.optimizer.param_groups[0]["lr"]
             values = {name: value.item() for name, value in report.items()}
-            skipped = int(ranks.sum_over_ranks(torch.tensor([self.skipped], device=self.accelerator.device)))
+            skipped = self._settle_skipped()
             self._log(
                 {
                     **values,
@@ -344,6 +386,7 @@ class Trainer:
             self.save_checkpoint()
         if self.control.should_evaluate or self.control.should_save:
             self._throughput.restart()
+            self.stragglers.restart()
         return metrics
 
     def _log(self, values: dict[str, float]) -> None:
@@ -352,7 +395,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             with open(self.output_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        self.accelerator.log(values, step=self.state.global_step)
+        if self.tracking is not None:
+            self.tracking.log(values, self.state.global_step)
         self._event("on_log", logs=row)
 
     def _event(self, name: str, **values: Any) -> None:
@@ -368,12 +412,6 @@ class Trainer:
                 **values,
             )
             self.control = changed or self.control
-
-    def _note_skipped(self, reasons: list[str]) -> None:
-        for reason in reasons:
-            self.skipped += 1
-            if self.skipped <= 10:
-                logger.warning("Skipped a pair: %s", reason)
 
 
 class _Asked(Exception):

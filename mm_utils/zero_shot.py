@@ -31,6 +31,7 @@ from mm_utils.intervals import wilson_interval
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.reporting import draw_confusion
 from mm_utils.reranking import PAIRS
+from mm_utils.safe_text import no_formula
 from mm_utils.sharding import whole
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ def report_classes(accelerator: Accelerator, evaluator: ZeroShotEvaluator, folde
     with open(Path(folder, "classes.csv"), "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(ClassFigures._fields)
-        table.writerows(rows)
+        table.writerows([no_formula(cell) for cell in row] for row in rows)
     draw_confusion(confusions(predictions), classes, Path(folder, "confusion.png"))
 
 

@@ -39,7 +39,9 @@ from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassifica
 from mm_utils.models import image_geometry, load_processor_of
 from mm_utils.monitor import LoaderAdvice
 from mm_utils.optim import OptimizerArguments, build_optimizer
+from mm_utils.preflight import check_loading
 from mm_utils.run import run_script, start_run
+from mm_utils.tracking import Tracking
 from mm_utils.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     task_args, loader_args, classifier_args, lora_args, *others = parsed
     optimizer_args, args, interpolation_args, hub_args = others
     accelerator = start_run("finetune", args, *parsed, report_to=args.report_to)
+    tracking = Tracking(accelerator, "finetune", to_dict(*parsed), args.output_dir)
 
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(classifier_args.model_name_or_path)
@@ -64,6 +67,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
     rows = task.splits["train"]
     loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
+    check_loading(loaders, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size)
     counts = ", ".join(f"{name}: {len(split):,} rows" for name, split in task.splits.items())
     logger.info("%s; %s classes", counts, f"{len(task.classes):,}")
 
@@ -103,6 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         callbacks=callbacks,
         max_seq_length=loader_args.max_seq_length,
         identity={"data": fingerprint(rows), **loader_args.order},
+        tracking=tracking,
     )
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 
@@ -119,7 +124,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         loader = loaders.evaluation(task.splits["test"], args.per_device_eval_batch_size)
         metrics |= {f"test_{name}": value for name, value in evaluator(saved, loader, accelerator).items()}
     finish_finetuning(accelerator, folder, saved, task, evaluator, metrics, to_dict(*parsed), pusher)
-    accelerator.end_training()
+    tracking.finish()
     return metrics
 
 

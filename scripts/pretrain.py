@@ -42,8 +42,10 @@ from mm_utils.models import ModelArguments, build_model, image_geometry, load_pr
 from mm_utils.monitor import LoaderAdvice
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.optim import OptimizerArguments, build_optimizer
+from mm_utils.preflight import check_loading
 from mm_utils.regions import PointingEvaluator, report_pointing, with_pointing
 from mm_utils.run import RunArguments, run_script, start_run
+from mm_utils.tracking import Tracking
 from mm_utils.trainer import Trainer
 from mm_utils.training_arguments import TrainingArguments
 from mm_utils.word_order import order_texts
@@ -54,14 +56,18 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    data = (DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments)
-    learning = (ModelArguments, ObjectiveArguments, OptimizerArguments, TrainingArguments, EvaluationArguments)
-    parsed = parse_args(*data, *learning, HubArguments, RunArguments, argv=argv, doc=__doc__)
+    groups = (
+        *(DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments),
+        *(ModelArguments, ObjectiveArguments, OptimizerArguments, TrainingArguments, EvaluationArguments),
+        *(HubArguments, RunArguments),
+    )
+    parsed = parse_args(*groups, argv=argv, doc=__doc__)
     data_args, stream_args, loader_args, cache_args, *others = parsed
     model_args, objective_args, optimizer_args, args, eval_args, hub_args, run_args = others
     stream_args.check(loader_args.length_bucket_window, loader_args.look_alikes, cache_args.cache_features)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
     accelerator = start_run("pretrain", args, *parsed, report_to=run_args.report_to, dry_run=run_args.dry_run)
+    tracking = Tracking(accelerator, "pretrain", to_dict(*parsed), args.output_dir)
     rehearsal = Rehearsal(accelerator, args, hub_args) if run_args.dry_run else None
 
     # 2. Data: the main process fills the cache first, the others read it.
@@ -85,14 +91,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         *image_geometry(processor),
         regions=objective_args.reads_regions,
     )
+    check_loading(loaders, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size, streaming=bool(stream))
     logger.info("%s", ", ".join(f"{name}: {len(split):,} images" for name, split in pairs.items()))
 
     # 3. Model, objective, optimizer.
     model = build_model(model_args, processor.tokenizer)
     objective = build_objective(model, objective_args, args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=accelerator.device)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    logger.info("%s parameters, %s of them trained", f"{model.num_parameters():,}", f"{trained:,}")
+    counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
+    logger.info("%s parameters, %s of them trained", *counts)
     flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length, not cache_args.cache_features)
 
     # 4. Train.
@@ -136,6 +143,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         max_seq_length=loader_args.max_seq_length,
         flops=flops,
         identity={"data": trained_on[1], **loader_args.order},
+        tracking=tracking,
     )
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 
@@ -144,7 +152,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     finish_run(accelerator, args.output_dir, model, pairs, evaluator, metrics, to_dict(*parsed), pusher, trained_on)
     if rehearsal:
         metrics = rehearsal.forecast(trainer, flops)
-    accelerator.end_training()
+    tracking.finish()
     return metrics
 
 

@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     set_up_logging()
     folders = checkpoint_folders(Path(args.output_dir))
     if not folders:
-        raise ValueError(f"--output_dir is {args.output_dir}; it holds no checkpoint-N folder. Give the folder of a run.")
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; it holds no checkpoint-N folder. Give the folder of a run."
+        )
 
     # 2. Read them all.
     wrong = {folder: verify(folder) for folder in tqdm(folders, desc="Verifying", unit="checkpoint", leave=False)}

@@ -4,12 +4,15 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+CUT = 0  # for a status: the connection is closed after half of the request
 
 
 class HubServer(ThreadingHTTPServer):
@@ -30,9 +33,11 @@ class HubServer(ThreadingHTTPServer):
         self.upload_began = threading.Event()
         self.upload_may_end = threading.Event()
         self.upload_may_end.set()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
     def fail(self, path: str, status: int, times: int = 1) -> None:
-        """Answer the next `times` requests whose path matches the pattern `path` with `status`."""
+        """Answer the next `times` requests whose path matches the pattern `path` with `status`, or `CUT` them."""
         self.faults += [(path, status)] * times
 
     def take_fault(self, path: str) -> int | None:
@@ -61,6 +66,7 @@ def serve(token: str) -> Iterator[HubServer]:
         yield server
     finally:
         server.upload_may_end.set()
+        server.may_answer.set()
         server.shutdown()
         server.server_close()
 
@@ -87,8 +93,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "PUT":
             self.server.upload_began.set()
             self.server.upload_may_end.wait(30)
-        body = self._body()
+        self.server.may_answer.wait(120)
         planted = self.server.take_fault(path)
+        if planted == CUT:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)) // 2)
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        body = self._body()
         signed = path.startswith("/storage/")  # like a pre-signed URL: it carries no token
         if planted is not None:
             # Echoing the secret is the worst that a server could do: the client quotes this text in its errors.

@@ -442,7 +442,7 @@ def test_folder_without_a_model_is_named(kind, folders, tmp_path):
     folder = {"missing": str(tmp_path / "nowhere"), "backbone": folders["text"]}.get(kind, str(tmp_path))
     if kind == "broken":
         (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="holds no model: ") as caught:
+    with pytest.raises(ValueError, match="holds no model; ") as caught:
         load_model(folder)
     assert str(caught.value).startswith(folder)
     assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, Image, Value, concatenate_datasets
 from datasets import Sequence as ListOf
 
+from mm_utils.data.raw.faults import shown
 from mm_utils.data.raw.tables import Table, one_line
 from mm_utils.data.rows import Row
 
@@ -32,9 +33,9 @@ def merge_by_image(rows: Iterable[Row], table: Table) -> dict[str, list[Row]]:
     for row in rows:
         first = by_id[row.split].get(row.id)
         if first is not None and (first.path, first.size) != (row.path, row.size):
-            named = f" ({first.path}, {row.path})" if row.path else ""
+            named = shown(f" ({first.path}, {row.path})" if row.path else "")
             raise ValueError(
-                f"id is {row.id}; {table.unit}s {first.line} and {row.line} of {table.name} give it to different "
+                f"id is {shown(row.id)}; {table.unit}s {first.line} and {row.line} of {table.name} give it to different "
                 f"images{named}. Give each image its own id, or name another --id_column."
             )
         if first is None and row.path is not None:
@@ -86,7 +87,7 @@ def warn_of_overlap(splits: dict[str, list[Row]]) -> None:
             continue
         both = [row.id for row in images if row.path in paths or (row.id in ids and not row.id_from_path)]
         if both:
-            examples = ", ".join(both[:3])
+            examples = ", ".join(map(shown, both[:3]))
             logger.warning("%s images of %s are in train too, such as %s", f"{len(both):,}", split, examples)
 
 

@@ -30,6 +30,7 @@ from mm_utils.data.order import Draw, choose_captions
 from mm_utils.data.regions import collate_regions, regions_shown
 from mm_utils.data.ring import PixelRing, by_value
 from mm_utils.data.sides import names_a_side
+from mm_utils.data.substitutes import substitutes
 from mm_utils.data.tokens import pad_captions
 
 Batch = dict[str, Any]
@@ -38,10 +39,14 @@ Batch = dict[str, Any]
 class Pairs(Dataset):
     """Rows of the one schema as training or evaluation examples.
 
-    An example is a pure function of (seed, epoch, image id): which caption, which crop, colours, which way round. An image
-    that cannot be decoded gives `{"skipped": reason}` in its place; the collator leaves it out and says so. Rows with
+    An example is a pure function of (seed, epoch, image id): which caption, which crop, colours, which way round. Rows with
     features of a frozen tower (`mm_utils.data.features`) give those, in training; where they stand for images, none is
     decoded.
+
+    Where an image cannot be decoded, the example holds `skipped`, the reason, and `skipped_id`, the image's id. In
+    evaluation it holds nothing else, and the collator leaves it out. In training it is otherwise the example of another
+    row, image and caption both (`mm_utils.data.substitutes`), so that batches keep their size; unless that cannot be
+    decoded either, nor any of those that are tried.
 
     Rows are read past `datasets`, whose transforms see rows as Python objects: 60 us each, and 15 through
     `mm_utils.data.cells.Cells`, which for raw pixels is an eighth of all that is left.
@@ -85,12 +90,30 @@ class Pairs(Dataset):
         return self.__getitems__([draw])[0]
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[dict[str, Any]]:
+        examples = self.attempt(draws)
+        if not self.train:
+            return examples
+        return [
+            self._substitute(draw, example) if "skipped" in example else example
+            for draw, example in zip(draws, examples, strict=True)
+        ]
+
+    def attempt(self, draws: Sequence[Draw]) -> list[dict[str, Any]]:
+        """The examples of these very rows; of one that cannot be decoded, `skipped` and `skipped_id` alone."""
         if not self.train:
             return [self._example(row) for row, _ in draws]
         features = self.cached[[row for row, _ in draws]]
         each = ({name: column[place] for name, column in features.items()} for place in range(len(draws)))
         turns = zip(draws, self._captions(draws), each, strict=True)
         return [self._example(row, (epoch, caption, cached)) for (row, epoch), caption, cached in turns]
+
+    def _substitute(self, draw: Draw, failed: dict[str, Any]) -> dict[str, Any]:
+        row, epoch = draw
+        for other in substitutes(self.seed, epoch, self.rows.value("image_key", row), len(self)):
+            [example] = self.attempt([(other, epoch)])
+            if "skipped" not in example:
+                return {**example, **failed}
+        return failed
 
     def _captions(self, draws: Sequence[Draw]) -> list[int]:
         keys = np.array([self.rows.value("image_key", row) for row, _ in draws])
@@ -99,14 +122,14 @@ class Pairs(Dataset):
 
     def _example(self, row: int, shown: tuple[int, int, dict[str, Any]] | None = None) -> dict[str, Any]:
         """`shown`: epoch, caption and cached features of a training example."""
-        if shown is not None and shown[-1].get("image") is not None:
-            return {"skipped": shown[-1]["image"]}
         image_id = self.rows.value("id", row)
+        if shown is not None and shown[-1].get("image") is not None:
+            return {"skipped": shown[-1]["image"], "skipped_id": image_id}
         example = {"row": row, "image_id": image_id, "image_key": self.rows.value("image_key", row)}
         try:
             return {**example, **(self._evaluation(row) if shown is None else self._training(row, image_id, *shown))}
         except UnreadableImageError as error:
-            return {"skipped": f"image {image_id}: {error}"}
+            return {"skipped": f"image {image_id}: {error}", "skipped_id": image_id}
 
     def _evaluation(self, row: int) -> dict[str, Any]:
         pixels, size = read_pixels(self.rows.image(row), self.image_size)
@@ -178,7 +201,8 @@ class Collator:
         ids: int64 `[t, 2]`, image key and caption key of every caption; caption_image: `[t]`, its image's place in b
         rows: `[b]`, place in the data set; image_ids: list of b; lengths: list of t, tokens
         languages: list of t, "" where unknown; empty in training
-        skipped: list of reasons
+        skipped: list of reasons, one per row that could not be shown, whether or not another took its place
+        skipped_ids: list of the images' ids, in the same order
         region_boxes, ..., with `regions`: see `mm_utils.data.regions`
 
     Attributes:
@@ -196,7 +220,8 @@ class Collator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Collate what `Pairs` gives."""
-        kept = [example for example in examples if "skipped" not in example]
+        kept = [example for example in examples if "row" in example]
+        skipped = [example for example in examples if "skipped" in example]
         if self.longest_first:
             kept.sort(key=lambda example: -len(example["input_ids"][0]))
         captions = [ids for example in kept for ids in example["input_ids"]]
@@ -221,7 +246,8 @@ class Collator:
             "image_ids": [example["image_id"] for example in kept],
             "lengths": list(map(len, captions)),
             "languages": [code for example in kept for code in example.get("languages", ())],
-            "skipped": [example["skipped"] for example in examples if "skipped" in example],
+            "skipped": [example["skipped"] for example in skipped],
+            "skipped_ids": [example.get("skipped_id", "") for example in skipped],
             **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
         }
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mm_utils.data.images import open_sized, pixels, raw_size, simplejpeg
+from mm_utils.data.images import MOST_PIXELS, open_sized, pixels, raw_size, simplejpeg
 
 
 def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.ndarray, tuple[int, int]]:
@@ -37,9 +37,13 @@ def _jpeg(content: bytes, min_side: int | None) -> tuple[np.ndarray, tuple[int, 
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
-        if colours != "YCbCr" or height * width > (Image.MAX_IMAGE_PIXELS or 0):
-            return None
         scale = _scale(height, width, min_side)
+        if (
+            colours != "YCbCr"
+            or height * width > (Image.MAX_IMAGE_PIXELS or 0)
+            or height * width > MOST_PIXELS * scale**2
+        ):
+            return None
         least = {"min_height": -(-height // scale), "min_width": -(-width // scale), "min_factor": 2}
         return simplejpeg.decode_jpeg(content, **(least if scale > 1 else {})), (width, height)
     except ValueError:

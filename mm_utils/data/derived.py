@@ -1,12 +1,25 @@
-"""Columns that follow from others: computed once, kept in the datasets cache, laid beside the rows they belong to."""
+"""Columns that follow from others: computed once, kept in the datasets cache, laid beside the rows they belong to.
 
+Beside the files of a result lies one with their check sums. `datasets` notices no flipped bit, and of a file that was cut
+it names neither path nor remedy; here both, and a result whose writer was killed, are computed anew.
+"""
+
+import json
+import logging
+import os
+import tempfile
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
 import numpy as np
 
+logger = logging.getLogger(__name__)
+
 Columns = dict[str, list]
+_BLOCK = 1 << 24  # bytes; checking takes a third of a second per GB of token ids
 
 
 def add_columns(
@@ -35,6 +48,7 @@ def add_columns(
     # Tables read from text files live in memory, and `map` would keep its result there too.
     cache = Path(datasets.config.HF_DATASETS_CACHE, "tandem_tokens")
     cache.mkdir(parents=True, exist_ok=True)
+    _remove_damaged(cache, name)
     added = whole.select_columns(list(columns)).map(
         _derive,
         batched=True,
@@ -47,6 +61,7 @@ def add_columns(
         features=features,
         desc=title,
     )
+    _seal(cache, name)
     both = datasets.concatenate_datasets([whole, added], axis=1)
     return datasets.Dataset(both.data, info=both.info, split=rows.split, indices_table=rows._indices, fingerprint=name)
 
@@ -72,3 +87,42 @@ def _wanted(rows: datasets.Dataset) -> np.ndarray | None:
     wanted = np.zeros(rows.data.num_rows, bool)
     wanted[rows._indices.column(0).to_numpy()] = True
     return wanted
+
+
+def _remove_damaged(cache: Path, name: str) -> None:
+    """Remove a result that is not what was written. Whoever reads it now keeps what is mapped."""
+    files = sorted(cache.glob(f"{name}*.arrow"))
+    try:
+        known = json.loads((cache / f"{name}.sums").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = None  # it was not finished
+    if not files or known == _sums(files):
+        return
+    if known is not None:
+        logger.warning("%s is damaged; it is computed anew. Check the disk.", cache / f"{name}.arrow")
+    for file in (cache / f"{name}.sums", *files):
+        file.unlink(missing_ok=True)
+
+
+def _seal(cache: Path, name: str) -> None:
+    """Write down the check sums of a new result."""
+    sums = cache / f"{name}.sums"
+    if sums.exists():
+        return
+    with suppress(FileNotFoundError):  # another process did not know it for finished and makes its own
+        content = json.dumps(_sums(sorted(cache.glob(f"{name}*.arrow"))))
+        descriptor, scratch = tempfile.mkstemp(dir=cache)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.replace(scratch, sums)
+
+
+def _sums(files: Sequence[Path]) -> dict[str, int]:
+    """CRC-32 by name."""
+    found = {}
+    for path in files:
+        found[path.name] = 0
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                found[path.name] = zlib.crc32(block, found[path.name])
+    return found

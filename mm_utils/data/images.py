@@ -14,15 +14,15 @@ The rules, so that two machines never see different pixels. Each that changes so
 
 import io
 import math
-import os
 import re
-import stat
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, features
 from torch.nn.functional import interpolate
+
+from mm_utils.data.raw.paths import Limits, read_file
 
 try:
     import simplejpeg
@@ -31,6 +31,8 @@ except ImportError:  # optional: it gives Pillow's pixels, and refuses inner dam
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" in features.modules else ())
 JPEG_QUALITY = 92
+MOST_PIXELS = 40_000_000
+"""Of an image as it is decoded while training; 9000 x 9000 white pixels are a file of 10 kB and take 1.5 GB to decode."""
 
 _RAW = re.compile(r"raw:(\d{1,9})x(\d{1,9})")
 _Turn = Image.Transpose
@@ -63,17 +65,18 @@ def open_sized(value: dict[str, Any], min_side: int | None = None) -> tuple[Imag
         min_side: a JPEG may be decoded at a reduced scale whose shorter side is at least this.
 
     Raises:
-        UnreadableImageError: if the image is missing, no regular file, truncated, too large, or of no known format.
+        UnreadableImageError: if the image is missing, no regular file, truncated, of no known format, of more than 64 MiB,
+            or of more than `MOST_PIXELS` at the scale at which it is decoded.
     """
     name = value.get("path") or "embedded image"
     try:
-        content = value.get("bytes") or (_read_file(value["path"]) if value.get("path") else b"")
+        content = value.get("bytes") or (read_file(value["path"], Limits()) if value.get("path") else b"")
         if not content:
             raise UnreadableImageError("it has 0 bytes")
         if raw_size(value) is not None:
             image = Image.fromarray(pixels(value))
             return image, image.size
-        return decode(read_header(content), content, min_side)[:2]
+        return decode(read_header(content), content, min_side, most_pixels=MOST_PIXELS)[:2]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and what not, too
         raise UnreadableImageError(f"{name}: {decoder_message(error)}") from error
 
@@ -114,13 +117,19 @@ def read_header(content: bytes) -> Image.Image:
 
 
 def decode(
-    header: Image.Image, content: bytes, min_side: int | None = None, *, strict: bool = False
+    header: Image.Image,
+    content: bytes,
+    min_side: int | None = None,
+    *,
+    strict: bool = False,
+    most_pixels: int | None = None,
 ) -> tuple[Image.Image, tuple[int, int], tuple[str, ...]]:
     """The image whose header is `read_header(content)`, by the rules above.
 
     Args:
         min_side: a JPEG may be decoded at half, quarter or eighth scale whose shorter side is at least this.
         strict: refuse a JPEG with inner damage that decoders skip over. Needs simplejpeg; ignored without it.
+        most_pixels: refuse more, at the scale of decoding, before any is decoded.
 
     Returns:
         Upright RGB without metadata, perhaps reduced; (width, height) of the whole upright image; notes.
@@ -129,13 +138,17 @@ def decode(
         whatever the decoder raises at a damaged file: no closed set, it holds struct.error and RuntimeError, too.
     """
     width, height = header.size
+    if min_side is not None:
+        _draft(header, min_side)
+    if most_pixels is not None and header.width * header.height > most_pixels:
+        raise UnreadableImageError(
+            f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
+        )
     if header.format == "PNG":
         header.load()  # here, as reading the EXIF block of a PNG decodes it, and swallows what is wrong with it
     orientation, notes = _orientation(header), []
     if getattr(header, "is_animated", False):
         notes.append("multi_page_first" if header.format in ("TIFF", "MPO") else "animated_first_frame")
-    if min_side is not None:
-        _draft(header, min_side)
     image = _decode_strictly(header, content, (width, height)) if strict else None
     if image is None:
         header.load()
@@ -192,13 +205,6 @@ def psnr(image: Image.Image, other: Image.Image) -> float:
     difference = np.asarray(image, np.float64) - np.asarray(other, np.float64)
     error = float((difference**2).mean())
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
-
-
-def _read_file(path: str) -> bytes:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, /dev/zero never end
-        raise UnreadableImageError("it is no regular file")
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _orientation(header: Image.Image) -> int:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.arguments import arg
 from mm_utils.data.batches import Batch, Collator, Pairs
 from mm_utils.data.order import EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.restarts import RestartingLoader
 from mm_utils.data.ring import PixelRing
 from mm_utils.data.stream.loader import StreamBatches, StreamSteps
 from mm_utils.data.stream.stream import Stream
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _PREFETCH = 4  # batches that each worker has ready or in the making
 _MOST_WORKERS = 16
 _WORTH_MEASURING = 100  # batches; a shorter run is over before the best number of workers has paid for its search
+_SHOWN = 8  # of a batch's images, in a message
 _SECONDS = 0.8  # that each number of workers is tried for, five of them at most
 
 
@@ -82,6 +84,11 @@ class LoaderArguments:
             raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
 
     @property
+    def order(self) -> dict[str, int]:
+        """What else than data, seed and batch sizes decides which rows form a step."""
+        return {"length_bucket_window": self.length_bucket_window, "look_alikes": self.look_alikes}
+
+    @property
     def num_workers(self) -> int:
         """Workers of this rank, or the most that `auto` takes: a core is left to each rank's training process."""
         if self.dataloader_num_workers != "auto":
@@ -90,14 +97,18 @@ class LoaderArguments:
 
 
 class DeviceLoader:
-    """Iterate over a `DataLoader` with batches moved to `device` and images normalised there.
+    """Iterate over a loader with batches moved to `device` and images normalised there.
 
     Attributes:
         wait: seconds that the last batch made the caller wait.
     """
 
     def __init__(
-        self, loader: DataLoader | StreamBatches, device: torch.device, mean: Sequence[float], std: Sequence[float]
+        self,
+        loader: DataLoader | RestartingLoader | StreamBatches,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
     ):
         self.loader, self.device, self.wait = loader, device, 0.0
         self.mean, self.std = (torch.tensor(v, device=device).view(3, 1, 1) * 255 for v in (mean, std))
@@ -199,7 +210,15 @@ class Loaders:
         return self.workers
 
     def _loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, workers: int) -> DeviceLoader:
-        return DeviceLoader(self._data_loader(pairs, batches, workers), self.device, self.mean, self.std)
+        def make(number: int) -> DataLoader:
+            return self._data_loader(pairs, batches.after(number), workers)
+
+        def name(number: int) -> str:
+            rows = [row for row, _ in batches[number]]
+            shown = ", ".join(str(pairs.rows.value("id", row)) for row in rows[:_SHOWN])
+            return f"{batches.name(number)} ({len(rows)} images: {shown}{', ...' if len(rows) > _SHOWN else ''})"
+
+        return DeviceLoader(RestartingLoader(make, len(batches), name), self.device, self.mean, self.std)
 
     def _data_loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, workers: int) -> DataLoader:
         workers = min(workers, len(batches))

@@ -18,6 +18,7 @@ so that memory does not grow with the data set: 100 million rows would be 800 MB
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -308,11 +309,21 @@ class RankBatches(Sampler[list[Draw]]):
         return -(-self.order.sizes.at(max(self.start, self.stop - 1)) // ranks.world_size())
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        for step in range(self.start, self.stop):
-            yield self.order.batch(step)[ranks.rank() :: ranks.world_size()]
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: int) -> list[Draw]:
+        return self.order.batch(self.start + number)[ranks.rank() :: ranks.world_size()]
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    def after(self, number: int) -> "RankBatches":
+        """Those from the `number`-th on."""
+        return RankBatches(self.order, self.start + number, self.stop)
+
+    def name(self, number: int) -> str:
+        """What the `number`-th is called."""
+        return f"step {self.start + number + 1}"
 
 
 class EvaluationBatches(Sampler[list[Draw]]):
@@ -329,5 +340,18 @@ class EvaluationBatches(Sampler[list[Draw]]):
     def __iter__(self) -> Iterator[list[Draw]]:
         return iter(self.batches)
 
+    def __getitem__(self, number: int) -> list[Draw]:
+        return self.batches[number]
+
     def __len__(self) -> int:
         return len(self.batches)
+
+    def after(self, number: int) -> "EvaluationBatches":
+        """Those from the `number`-th on."""
+        rest = copy(self)
+        rest.batches = self.batches[number:]
+        return rest
+
+    def name(self, number: int) -> str:
+        """What the `number`-th is called."""
+        return f"batch {number + 1} of {len(self)} of an evaluation"

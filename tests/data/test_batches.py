@@ -1,6 +1,7 @@
 """From rows to examples, and from examples to batches: which caption, which crop, what is padded and what is skipped."""
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, disable_progress_bars
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
@@ -18,6 +21,7 @@ from mm_utils.data.batches import Collator, Pairs
 from mm_utils.data.images import encode
 from mm_utils.data.order import BatchSizes, GlobalOrder
 from mm_utils.data.scenes import load_scenes
+from mm_utils.data.substitutes import ATTEMPTS, substitutes
 from mm_utils.data.tokens import global_order, tokenize_captions
 from tests.data.numbered_rows import (
     FEATURES,
@@ -188,23 +192,90 @@ def test_evaluation_images_are_the_whole_centre(tokenizer: PreTrainedTokenizerFa
 # -- broken images ------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_image_is_skipped_and_named(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_broken_image_is_named_and_left_out_of_evaluation(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(12, broken=[2, 7]), tokenizer, 16)
-    skipped: list[str] = []
-    shown: list[int] = []
-    for batch in loaders().train(rows, GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), 0, 3):
-        assert len(batch["rows"]) + len(batch["skipped"]) == 4
-        skipped += batch["skipped"]
-        shown += batch["rows"].tolist()
-        assert [number_said(ids, tokenizer) for ids in batch["input_ids"]] == batch["rows"].tolist()
-    assert sorted(shown) == [index for index in range(12) if index not in (2, 7)]
-    assert sorted(reason[: len("image id-2: embedded image: ")] for reason in skipped) == [
-        "image id-2: embedded image: ",
-        "image id-7: embedded image: ",
-    ]
     found = list(loaders().evaluation(rows, 4))
-    assert [len(batch["skipped"]) for batch in found] == [1, 1, 0]
+    assert [batch["skipped_ids"] for batch in found] == [["id-2"], ["id-7"], []]
+    assert [batch["skipped"][0].startswith("image id-2: embedded image: ") for batch in found[:1]] == [True]
     assert sum(len(batch["rows"]) for batch in found) == 10
+
+
+def test_another_pair_takes_the_place_of_a_broken_image(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Image and caption both; all other rows are those of data without a broken one."""
+    whole, broken = (tokenize_captions(rows_of(12, broken=bad), tokenizer, 16) for bad in ((), (2, 7)))
+    order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
+    stand_ins = []
+    for step, batches in enumerate(
+        zip(*(loaders().train(rows, order, 0, 30) for rows in (whole, broken)), strict=True)
+    ):
+        expected, batch = map(pairs_of, batches)
+        drawn = [row for row, _ in order.batch(step)]
+        bad = [row for row in drawn if row in (2, 7)]
+        assert len(batch) == 4
+        assert batches[1]["skipped_ids"] == [f"id-{row}" for row in bad]
+        assert [reason.split(": ")[0] for reason in batches[1]["skipped"]] == [f"image id-{row}" for row in bad]
+        for pair in expected:
+            if pair[0] not in bad:
+                batch.remove(pair)
+        assert len(batch) == len(bad)
+        stand_ins += [row for row, *_ in batch]
+        said = [number_said(ids, tokenizer) for ids in batches[1]["input_ids"]]
+        assert said == batches[1]["rows"].tolist() == [number_shown(pixels) for pixels in batches[1]["pixel_values"]]
+    assert len(stand_ins) == 20  # ten epochs
+    assert not {2, 7} & set(stand_ins)
+    assert len(set(stand_ins)) > 5  # another one every time
+
+
+def pairs_of(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Every pair of a training batch by itself, without padding."""
+    return [
+        (row, image_id, ids, tokens[:length], pixels)
+        for row, image_id, ids, tokens, length, pixels in zip(
+            batch["rows"].tolist(),
+            batch["image_ids"],
+            batch["ids"].tolist(),
+            batch["input_ids"].tolist(),
+            batch["lengths"],
+            batch["pixel_values"].flatten(1).tolist(),
+            strict=True,
+        )
+    ]
+
+
+@given(bad=st.sets(st.integers(0, 12), max_size=11), world=st.sampled_from([1, 2, 4]), start=st.integers(0, 9))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_stand_ins_are_the_same_on_any_ranks_and_after_a_restart(
+    bad: set[int], world: int, start: int, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = tokenize_captions(rows_of(13, broken=sorted(bad)), tokenizer, 16)
+    order = GlobalOrder(13, BatchSizes((0,), (6,)), seed=1)
+    straight = list(loaders().train(rows, order, 0, start + 2))[start:]
+    shares = []
+    for rank in range(world):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "rank", lambda rank=rank: rank)
+            patch.setattr(ranks, "world_size", lambda: world)
+            shares.append(list(loaders().train(rows, order, start, start + 2)))
+    for whole, parts in zip(straight, zip(*shares, strict=True), strict=True):
+        together = [pair for part in parts for pair in pairs_of(part)]
+        assert sorted(together) == sorted(pairs_of(whole))
+        assert sorted(name for part in parts for name in part["skipped_ids"]) == sorted(whole["skipped_ids"])
+        if len(bad) < 7:  # else sixteen attempts may all fail
+            assert len(together) == 6
+
+
+def test_rows_to_try_are_spread_and_none_comes_twice() -> None:
+    tried = Counter()  # type: Counter[int]
+    for epoch in range(200):
+        found = substitutes(3, epoch, -(2**62), 50)
+        assert len(found) == len(set(found)) <= ATTEMPTS
+        assert found == substitutes(3, epoch, -(2**62), 50)
+        tried.update(found)
+    assert set(tried) == set(range(50))
+    assert max(tried.values()) < 2 * min(tried.values())
+    others = (substitutes(4, 0, 7, 50), substitutes(3, 1, 7, 50), substitutes(3, 0, 8, 50))
+    assert all(other != substitutes(3, 0, 7, 50) for other in others)
+    assert substitutes(0, 0, 0, 1) == [0]
 
 
 def test_broken_files_of_every_kind(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

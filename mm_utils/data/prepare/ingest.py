@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 from PIL import Image
 
-from mm_utils.data.images import encode, open_image, psnr, shrink
+from mm_utils.data.images import decode, encode, open_image, psnr, read_header, shrink
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_caption, check_image
 from mm_utils.data.prepare.duplicates import fingerprint
 from mm_utils.data.raw.faults import Fault
@@ -279,7 +279,7 @@ class _Worker:
         """PSNR in dB of what is stored against the whole original, decoded and reduced to that size; None if equal."""
         if data is stored:
             return None
-        original = open_image({"bytes": data, "path": None}).resize(size, Image.Resampling.BICUBIC)
+        original = decode(read_header(data), data)[0].resize(size, Image.Resampling.BICUBIC)
         loss = psnr(original, open_image({"bytes": stored, "path": path}))
         return loss if math.isfinite(loss) else None
 

@@ -132,15 +132,13 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.
     """
     output, work = Path(args.output_dir), Path(args.output_dir.rstrip("/") + ".partial")
-    if output.exists() and any(output.iterdir()) and not args.overwrite_output_dir:
-        raise ValueError(
-            f"--output_dir is {output}; it is not empty. Replace it with --overwrite_output_dir, or give another folder."
-        )
     try:
+        _refuse_taken(output, args)
         if args.overwrite_output_dir:
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         with _only_here(work / "lock"):
+            _refuse_taken(output, args)  # again, as who held the lock may be done
             shutil.rmtree(work / "result", ignore_errors=True)  # half of it, where a run was killed while writing
             yield work
             _flush(work / "result")
@@ -154,6 +152,24 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
             f"--output_dir is {output}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some space or "
             "give another folder; the same command goes on where this stopped."
         ) from error
+
+
+def _refuse_taken(output: Path, args: PrepareArguments) -> None:
+    """Refuse to replace anything but a prepared data set, and one that a source is read from."""
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not args.overwrite_output_dir:
+        raise ValueError(
+            f"--output_dir is {output}; it is not empty. Replace it with --overwrite_output_dir, or give another folder."
+        )
+    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output.resolve())]
+    if inside:
+        raise ValueError(f"--output_dir is {output}; {inside[0]} is read from it. Give another folder.")
+    if not (output / "report.json").is_file():
+        raise ValueError(
+            f"--output_dir is {output}; it holds something else than a prepared data set, which is not removed. Give "
+            "another folder."
+        )
 
 
 @contextmanager

@@ -78,8 +78,16 @@ class Fault(ValueError):
     """A row that cannot be used: `reason` is a key of `REASONS`, `detail` says what exactly was found."""
 
     def __init__(self, reason: str, detail: str):
+        detail = shown(detail)
         super().__init__(reason, detail)
         self.reason, self.detail, self._explanation = reason, detail, REASONS[reason]
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}. {self._explanation}"
+
+
+def shown(text: str) -> str:
+    """The text with line breaks, terminal escapes and all else that does not print as escapes: it stays one line of a log."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

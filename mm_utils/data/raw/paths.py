@@ -17,7 +17,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://|(pipe|data):")
 _MOST_HINTS = 10  # missing files whose folder is searched for a twin: a long listing takes a second
 _LONGEST_LISTING = 100_000
 _MOST_FOLDERS = 10_000
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN)
 
 
 @dataclass
@@ -122,16 +122,21 @@ def read_file(path: str, limits: Limits, offset: int = 0, size: int | None = Non
     """Give `size` bytes of a regular file from `offset`, by default all of it.
 
     The file is judged once it is open, so nothing can be put in its place between the check and the reading. Errors
-    of network file systems (EIO, ESTALE, ETIMEDOUT) are tried `limits.attempts` times. Raises a `Fault`.
+    of network file systems (`is_passing`) are tried `limits.attempts` times. Raises a `Fault`.
     """
     for attempt in range(limits.attempts):
         try:
             return _read_once(path, limits, offset, size)
         except OSError as error:
-            if error.errno not in _PASSING or attempt + 1 == limits.attempts:
+            if not is_passing(error) or attempt + 1 == limits.attempts:
                 raise _fault(error, path) from error
         time.sleep(0.1 * 2**attempt)
     raise ValueError(f"attempts is {limits.attempts}; a file is read at least once. Give 1 or more.")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether it is what a network file system says in a bad moment, so that another attempt may succeed."""
+    return isinstance(error, OSError) and error.errno in _PASSING
 
 
 def _read_once(path: str, limits: Limits, offset: int, size: int | None) -> bytes:

@@ -10,19 +10,23 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+import aiohttp
 import datasets
 import fsspec
 
+from mm_utils.data.raw.paths import is_passing
 from mm_utils.data.stream.formats import DAMAGE, Record, count_rows, kind_of, one_line, read_rows
 
 logger = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 
-_PAUSES = (1, 4, 16)  # seconds between attempts to reach a remote server
+_PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network file system in a bad moment
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def _cached_count(url: str, cache: Path) -> int | None:
     if kept.is_file():
         return int(kept.read_text())
     try:
-        count = count_rows(url)
+        count = _patiently(count_rows, url)
     except DAMAGE as error:
         _stamp(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
@@ -106,8 +110,7 @@ def _cached_count(url: str, cache: Path) -> int | None:
 def _stamp(url: str) -> str:
     """Address, size and date of a file, as far as the server says."""
     try:
-        files, path = fsspec.url_to_fs(url)
-        about = files.info(path)
+        about = _patiently(_info, url)
     except DAMAGE as error:
         raise ValueError(
             f"shard {url} cannot be opened ({one_line(error)}). Check its address and the connection."
@@ -116,11 +119,39 @@ def _stamp(url: str) -> str:
     return json.dumps([url, about.get("size"), *(str(about.get(date)) for date in dates)])
 
 
+def _info(url: str) -> dict[str, Any]:
+    files, path = fsspec.url_to_fs(url)
+    return files.info(path)
+
+
+def _patiently(ask: Callable[[str], _Answer], url: str) -> _Answer:
+    """What `ask` says of a file, or the last of its errors, if they do not pass."""
+    for pause in _PAUSES:
+        try:
+            return ask(url)
+        except DAMAGE as error:
+            if not _may_pass(error):
+                raise
+        time.sleep(pause)
+    return ask(url)
+
+
+def _may_pass(error: BaseException) -> bool:
+    unreachable = isinstance(error, (aiohttp.ClientError, ConnectionError, TimeoutError))
+    return is_passing(error) or (unreachable and not isinstance(error, FileNotFoundError))
+
+
+def _has_neighbours(url: str) -> bool:
+    """Whether the local folder of a file has other files; where a disk is gone, there are none."""
+    return "://" not in url and any(Path(url).parent.glob("*"))
+
+
 class ShardReader:
     """Reads runs of rows; one run after the other in a shard is read without opening it again.
 
     What a run gives depends on the shard alone, not on what was read before. Where a shard is damaged, the rest of the run
-    is lost, of a tar also all behind it, and so is whatever follows in a damaged row group.
+    is lost, of a tar also all behind it, and so is whatever follows in a damaged row group. A file that is no longer there,
+    though others in its folder are, is lost as a whole. What may pass is tried again, 21 s long in all.
 
     Args:
         shards: of which rows are read.
@@ -137,23 +168,26 @@ class ShardReader:
         """Rows `start` to `stop` of the shard of this number; those that are lost as the reason why.
 
         Raises:
-            ValueError: if the shard can no longer be reached.
+            ValueError: if the server or the folder of the shard can no longer be reached.
         """
         url = self.shards[shard].url
         records: list[Record] = []
         if shard in self._damaged:
             return [self._damaged[shard]] * (stop - start)
-        for pause in (*(_PAUSES if "://" in url else ()), None):
+        for pause in (*_PAUSES, None):
             try:
                 self._extend(records, shard, start, stop)
                 break
             except DAMAGE as error:
                 self._next = None
-                if pause is None:
-                    _stamp(url)  # raises if it is the connection that fails
-                    self._lose(records, shard, start, stop, error)
-                else:
+                gone = isinstance(error, FileNotFoundError) and _has_neighbours(url)
+                if pause is not None and not gone and ("://" in url or _may_pass(error)):
                     time.sleep(pause)
+                    continue
+                if not gone:
+                    _stamp(url)  # raises if it is the connection that fails
+                self._lose(records, shard, start, stop, error)
+                break
         return records
 
     def _extend(self, records: list[Record], shard: int, start: int, stop: int) -> None:
@@ -174,5 +208,5 @@ class ShardReader:
         reason = f"shard {source.url} cannot be read from row {row} on: {one_line(error)}"
         logger.warning("%s", reason)
         records += [reason] * (stop - start - len(records))
-        if not source.divisible:
+        if not source.divisible or isinstance(error, FileNotFoundError):  # nor will it come back
             self._damaged[shard] = reason

@@ -15,10 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import ranks
 from mm_utils.data.batches import Batch, Collator, Pairs
 from mm_utils.data.order import choose_captions
+from mm_utils.data.restarts import RestartingLoader
+from mm_utils.data.stream.files import ShardReader
 from mm_utils.data.stream.formats import Record
 from mm_utils.data.stream.lanes import Reader, Slot
 from mm_utils.data.stream.stream import Stream
+from mm_utils.data.substitutes import substitutes
 from mm_utils.data.tokens import caption_key, encode_captions, image_key
+
+_SHOWN = 4  # of the files of a step, in a message
 
 
 @dataclass
@@ -42,7 +47,11 @@ class StreamSteps:
     collate: Collator
 
     def batches(self, start: int, stop: int, reader: Reader) -> Iterator[Batch]:
-        """Of steps `start` to `stop`, what `reader` reads; unusable rows are named in `skipped`."""
+        """Of steps `start` to `stop`, what `reader` reads.
+
+        An unusable row is named in `skipped`, and another one of its block takes its place, if any of those that
+        `mm_utils.data.substitutes` names can be used.
+        """
         lanes: dict[tuple[int, int], _Lane] = {}
         for step in range(start, stop):
             slots = self.stream.order.batch(step, reader)
@@ -50,20 +59,37 @@ class StreamSteps:
             for slot in slots:
                 if (slot.epoch, slot.lane) not in lanes:
                     lanes[slot.epoch, slot.lane] = _Lane(self.stream)
-            yield self._batch(slots, [lanes[slot.epoch, slot.lane].record(slot) for slot in slots])
+            drawn = [lanes[slot.epoch, slot.lane].record(slot) for slot in slots]
+            examples = self._attempt(slots, [slot.row for slot in slots], drawn)
+            for place, slot in enumerate(slots):
+                if "skipped" in examples[place]:
+                    examples[place] = self._substitute(lanes[slot.epoch, slot.lane], slot, examples[place])
+            yield self.collate(examples)
 
-    def _batch(self, slots: list[Slot], records: list[Record]) -> Batch:
-        rows: list[dict[str, Any]] = []
-        drawn: list[Slot] = []
-        skipped: list[dict[str, Any]] = []
-        for slot, record in zip(slots, records, strict=True):
-            row = self.stream.row(record, slot.shard, slot.row)
-            if isinstance(row, str):
-                skipped.append({"skipped": row})
-            else:
-                rows.append(row)
-                drawn.append(slot)
-        return self.collate((self._examples(rows, drawn) if rows else []) + skipped)
+    def _substitute(self, lane: "_Lane", slot: Slot, failed: dict[str, Any]) -> dict[str, Any]:
+        records = lane.block(slot)
+        first = min(records)
+        for place in substitutes(self.stream.order.seed, slot.epoch, slot.position, len(records)):
+            [example] = self._attempt([slot], [first + place], [records[first + place]])
+            if "skipped" not in example:
+                return {**example, **failed}
+        return failed
+
+    def _attempt(self, slots: list[Slot], numbers: list[int], records: list[Record]) -> list[dict[str, Any]]:
+        """What each slot shows with the record of that number in its shard, or why it shows nothing."""
+        made = [
+            self.stream.row(record, slot.shard, number)
+            for slot, number, record in zip(slots, numbers, records, strict=True)
+        ]
+        rows = [row for row in made if not isinstance(row, str)]
+        drawn = [slot for slot, row in zip(slots, made, strict=True) if not isinstance(row, str)]
+        examples = iter(self._examples(rows, drawn) if rows else [])
+        return [
+            {"skipped": row, "skipped_id": self.stream.place_of(slot.shard, number)}
+            if isinstance(row, str)
+            else next(examples)
+            for slot, number, row in zip(slots, numbers, made, strict=True)
+        ]
 
     def _examples(self, rows: list[dict[str, Any]], slots: list[Slot]) -> list[dict[str, Any]]:
         keys = [image_key(row["id"]) for row in rows]
@@ -73,7 +99,7 @@ class StreamSteps:
         columns["caption_keys"] = [[caption_key(caption) for caption in row["captions"]] for row in rows]
         table = pa.Table.from_pydict(columns, schema=_with_tokens(self.stream.features))
         made = self.pairs(datasets.Dataset(table, fingerprint="stream"))  # or all bytes are hashed to find one
-        examples = made.__getitems__([(place, slot.epoch) for place, slot in enumerate(slots)])
+        examples = made.attempt([(place, slot.epoch) for place, slot in enumerate(slots)])
         for example, slot in zip(examples, slots, strict=True):
             if "row" in example:
                 example["row"] = slot.position
@@ -98,19 +124,34 @@ class _Lane:
     """One lane in one epoch: its open shard, and the block that is being given out."""
 
     def __init__(self, stream: Stream):
-        self.order, self.shards, self.reader = stream.order, stream.shards, stream.reader()
+        self.stream, self.reader = stream, stream.reader()
         self.at: tuple[int, int] | None = None
         self.records: dict[int, Record] = {}
+        self.before: tuple[tuple[int, int], dict[int, Record]] | None = None
 
     def record(self, slot: Slot) -> Record:
-        """Take out the row; each is asked for once."""
+        """The record of a slot; slots are asked for in the order of the stream."""
+        self.before = None
         if self.at != (slot.shard, slot.block):
             self.records.clear()  # before the next block is read
-            start = slot.block * self.order.block_size
-            stop = min(start + self.order.block_size, self.shards[slot.shard].rows)
-            self.records.update(enumerate(self.reader.read(slot.shard, start, stop), start))
+            self.records.update(self._read(self.reader, slot))
             self.at = slot.shard, slot.block
-        return self.records.pop(slot.row)
+        return self.records[slot.row]
+
+    def block(self, slot: Slot) -> dict[int, Record]:
+        """Row -> record of the block of `slot`, read once more where the lane is beyond it."""
+        key = slot.shard, slot.block
+        if self.at == key:
+            return self.records
+        if self.before is None or self.before[0] != key:
+            self.before = key, self._read(self.stream.reader(), slot)
+        return self.before[1]
+
+    def _read(self, reader: ShardReader, slot: Slot) -> dict[int, Record]:
+        size = self.stream.order.block_size
+        start = slot.block * size
+        stop = min(start + size, self.stream.shards[slot.shard].rows)
+        return dict(enumerate(reader.read(slot.shard, start, stop), start))
 
 
 class StreamBatches:
@@ -134,19 +175,30 @@ class StreamBatches:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[Batch]:
-        parts = iter(
-            DataLoader(
-                _Parts(self.steps, self.start, self.stop, ranks.rank(), ranks.world_size()),
-                batch_size=None,
-                num_workers=self.num_workers,
-                prefetch_factor=4 if self.num_workers else None,
-                worker_init_fn=_one_thread,
-            )
+        # The loader takes from its workers in turn, and each gives one part per step.
+        parts = max(1, self.num_workers)
+        return iter(RestartingLoader(self._loader, len(self), self._name, parts, self._merge))
+
+    def _loader(self, number: int) -> DataLoader:
+        return DataLoader(
+            _Parts(self.steps, self.start + number, self.stop, ranks.rank(), ranks.world_size()),
+            batch_size=None,
+            num_workers=self.num_workers,
+            prefetch_factor=4 if self.num_workers else None,
+            worker_init_fn=_one_thread,
         )
-        for _ in range(self.start, self.stop):
-            # The loader takes from its workers in turn, and each gives one part per step.
-            step = [next(parts) for _ in range(max(1, self.num_workers))]
-            yield merge_parts(step, self.steps.collate.pad_token_id, self.pin_memory)
+
+    def _merge(self, parts: list[Batch]) -> Batch:
+        return merge_parts(parts, self.steps.collate.pad_token_id, self.pin_memory)
+
+    def _name(self, number: int) -> str:
+        """The step, and the files that its rows are in."""
+        stream, step = self.steps.stream, self.start + number
+        slots = stream.order.batch(step, Reader(ranks.rank(), ranks.world_size()))
+        urls = sorted({stream.shards[slot.shard].url for slot in slots})
+        return (
+            f"step {step + 1} ({len(urls)} shards: {', '.join(urls[:_SHOWN])}{', ...' if len(urls) > _SHOWN else ''})"
+        )
 
 
 class _Parts(IterableDataset):
@@ -157,6 +209,9 @@ class _Parts(IterableDataset):
         worker = get_worker_info()
         place = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         return self.steps.batches(self.start, self.stop, Reader(self.rank, self.world_size, *place))
+
+
+_PER_CAPTION = ("image_ids", "lengths", "languages")
 
 
 def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False) -> Batch:
@@ -173,9 +228,7 @@ def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False)
             merged[name] = _scatter([part[name] for part in parts], place_of, blank, pin_memory)
         else:
             items = [item for part in parts for item in part[name]]
-            merged[name] = (
-                [items[place] for place in order] if len(items) == len(order) and name != "skipped" else items
-            )
+            merged[name] = [items[place] for place in order] if name in _PER_CAPTION and items else items
     merged["caption_image"] = torch.arange(len(order))
     return merged
 

@@ -6,8 +6,9 @@ and folders that `prepare_data` wrote. Images are embedded in the shards; paths 
 `mm_utils.data.stream.lanes` decides the order and says what it guarantees, which is less than that of a data set on disk:
 briefly, step s always has the same rows, and every row comes once an epoch, but rows are shuffled in blocks alone.
 Besides:
-  - Rows are known by their place. A row that turns out unusable (no caption, a broken image, a damaged shard) leaves its
-    place empty and is counted as skipped; the batch is smaller by it.
+  - Rows are known by their place. A row that turns out unusable (no caption, a broken image, a damaged shard) is counted as
+    skipped, and another one of its block takes its place; the batch is smaller by it only where most of the block is
+    unusable.
   - Rows of the same image are not merged. The loss sees by their ids, or their bytes where there are none, that they are
     the same image.
   - Without a validation split, the first rows of some shards are held out, 5 % of all and at most 1000. Wherever their
@@ -40,6 +41,7 @@ from mm_utils.data.stream.files import Shard, ShardReader, count_shards, expand
 from mm_utils.data.stream.formats import DAMAGE, SUFFIXES, Record, column_names, kind_of, one_line
 from mm_utils.data.stream.lanes import LaneOrder
 from mm_utils.data.stream.rows import features_of, make_row, name_by_bytes, name_by_id, needed_columns
+from mm_utils.data.substitutes import SHOWN_IN_VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +119,15 @@ class Stream:
 
     def row(self, record: Record, shard: int, row: int) -> dict[str, Any] | str:
         """The training row that a record makes, or why it makes none."""
-        where = f"shard {self.shards[shard].url}, row {self.shards[shard].first + row}"
+        where = self.place_of(shard, row)
         made = make_row(record, self.columns, self.features, where)
         if isinstance(made, dict) and not self.held_out.isdisjoint((name_by_id(made), name_by_bytes(made))):
-            return f"{where}: its image is one of validation's"
+            return f"{where}: {SHOWN_IN_VALIDATION}"
         return made
+
+    def place_of(self, shard: int, row: int) -> str:
+        """What a row without an id is called: its file, and its number there, from 0."""
+        return f"shard {self.shards[shard].url}, row {self.shards[shard].first + row}"
 
     def rows(self, most: int) -> Iterator[dict[str, Any]]:
         """The first training rows, some of every shard, at most so many."""

@@ -230,18 +230,77 @@ def test_examples_are_those_of_a_data_set_on_disk(
     assert_same({**batch, "rows": expected["rows"]}, expected)
 
 
-def test_unusable_rows_leave_their_place_empty(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def unusable_rows(tmp_path: Path, sizes: BatchSizes) -> Stream:
+    """20 is broken, 21 has no caption, 22 no image; blocks of 8 rows."""
     rows = rows_of(range(40))
     rows[20]["image"]["bytes"] = rows[20]["image"]["bytes"][:40]
     rows[21]["captions"] = [" "]
     rows[22]["image"]["bytes"] = None
-    stream = open_source(str(write_parquet(tmp_path / "a.parquet", rows)), BatchSizes((0,), (13,)), 1)
+    return open_source(str(write_parquet(tmp_path / "a.parquet", rows)), sizes, 1)
+
+
+def test_another_row_of_its_block_takes_the_place_of_an_unusable_one(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    stream = unusable_rows(tmp_path, BatchSizes((0,), (13,)))
     batches = list(steps_of(stream, tokenizer).batches(0, stream.num_rows, Reader()))
-    assert sum(len(batch["rows"]) + len(batch["skipped"]) for batch in batches) == 13 * stream.num_rows
+    assert {len(batch["rows"]) for batch in batches} == {13}
     reasons = [reason for batch in batches for reason in batch["skipped"]]
     last_words = Counter("broken" if "image id-20: " in reason else reason.split(": ")[-1] for reason in reasons)
     # Steps of 13 rows, as many steps as rows: 13 epochs.
     assert last_words == {"broken": 13, "the caption is empty": 13, "the image is not in the shard": 13}
+    shard = f"shard {tmp_path / 'a.parquet'}, row"
+    named = Counter(name for batch in batches for name in batch["skipped_ids"])
+    assert named == {"id-20": 13, f"{shard} 21": 13, f"{shard} 22": 13}
+    slots = {slot.position: slot for step in range(len(batches)) for slot in stream.order.batch(step)}
+    stand_ins = []
+    for batch in batches:
+        for position, image_id in zip(batch["rows"].tolist(), batch["image_ids"], strict=True):
+            slot = slots[position]
+            first = stream.shards[slot.shard].first
+            shown, drawn = int(image_id.removeprefix("id-")) - first, slot.row
+            assert shown // stream.order.block_size == drawn // stream.order.block_size
+            assert shown == drawn or first + drawn in (20, 21, 22)
+            stand_ins += [shown] if shown != drawn else []
+    assert len(stand_ins) == 39
+    assert len(set(stand_ins)) > 3
+
+
+@given(
+    start=st.integers(0, 12), world_size=st.integers(1, 4), workers=st.integers(1, 3), bad=st.sets(st.integers(0, 79))
+)
+@settings(max_examples=25)
+def test_stand_ins_of_a_stream_are_the_same_for_any_readers_and_after_a_restart(
+    start: int,
+    world_size: int,
+    workers: int,
+    bad: set[int],
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Also where a reader is beyond a block when a row of it turns out broken."""
+    folder = tmp_path_factory.mktemp("bad")
+    rows = rows_of(range(80))
+    for number in bad:
+        rows[number]["image"]["bytes"] = rows[number]["image"]["bytes"][:40]
+    for place in range(4):
+        write_parquet(folder / f"{place}.parquet", rows[20 * place : 20 * place + 20])
+    stream = open_source(str(folder / "*.parquet"), BatchSizes((0,), (23,)), 4, validation_file=valid(folder))
+    steps = steps_of(stream, tokenizer)
+    straight = list(steps.batches(0, start + 2, Reader()))[start:]
+    readers = [Reader(rank, world_size, part, workers) for rank in range(world_size) for part in range(workers)]
+    resumed = zip(*(steps.batches(start, start + 2, reader) for reader in readers), strict=True)
+    for whole, parts in zip(straight, resumed, strict=True):
+        assert sorted(pair for part in parts for pair in content(part)) == content(whole)
+        assert sorted(name for part in parts for name in part["skipped_ids"]) == sorted(whole["skipped_ids"])
+        if not bad:
+            assert not whole["skipped_ids"]
+
+
+def valid(folder: Path) -> str:
+    """A validation file, so that nothing is held out."""
+    (folder / "validation").mkdir()
+    return str(write_parquet(folder / "validation" / "a.parquet", rows_of(range(200, 204))))
 
 
 def test_images_of_validation_are_kept_out_of_training(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -254,7 +313,8 @@ def test_images_of_validation_are_kept_out_of_training(tmp_path: Path, tokenizer
     assert stream.num_rows == 57  # three are held out, whatever --max_eval_samples says
     batches = list(steps_of(stream, tokenizer).batches(0, 57, Reader()))
     shown = Counter(image_id for batch in batches for image_id in batch["image_ids"])
-    assert shown == {f"id-{number}": 10 for number in range(3, 60) if number not in (30, 40)}
+    assert set(shown) == {f"id-{number}" for number in range(3, 60) if number not in (30, 40)}
+    assert (min(shown.values()), sum(shown.values())) == (10, 570)  # others take their places
     assert {reason for batch in batches for reason in batch["skipped"]} == {
         f"shard {path}, row {row}: its image is one of validation's" for row in (30, 40)
     }
@@ -302,14 +362,17 @@ def test_a_damaged_shard_costs_its_own_rows_only(tmp_path: Path, tokenizer: PreT
     os.truncate(broken, broken.stat().st_size // 2)
     after = list(steps.batches(0, 7, Reader()))
     shard_of = {slot.position: slot.shard for step in range(7) for slot in stream.order.batch(step)}
-    lost = 0
+    lost = replaced = 0
     for old, batch in zip(before, after, strict=True):
         new = content(batch)
         assert [pair for pair in old if shard_of[pair[0]] == 0] == [pair for pair in new if shard_of[pair[0]] == 0]
-        assert all(pair in old for pair in new)
-        assert len(new) + len(batch["skipped"]) == 10
+        stand_ins = [pair for pair in new if pair not in old]
+        assert {shard_of[position] for position, *_ in stand_ins} <= {1}
+        assert len(new) - len(stand_ins) + len(batch["skipped"]) == 10
+        replaced += len(stand_ins)
         lost += len(batch["skipped"])
     assert 0 < lost < 40
+    assert 0 < replaced < lost  # of a block that is lost as a whole, nothing is left to stand in
     resumed = [content(batch) for batch in steps.batches(4, 7, Reader())]
     assert resumed == [content(batch) for batch in after[4:]]
 

@@ -1,0 +1,342 @@
+"""Archives, tables and prepared data sets that are hostile, cut, damaged, half written or written by two at once."""
+
+import json
+import os
+import shutil
+import signal
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from datasets import disable_progress_bars, load_from_disk
+
+from mm_utils.data.images import open_image
+from mm_utils.data.sources import DataArguments, load_pairs
+from mm_utils.data.tokens import tokenize_captions
+from scripts.prepare_data import main
+from tests.data.numbered_rows import new_tokenizer, rows_of
+from tests.data.prepare.fault_corpus import Corpus
+from tests.data.prepare.fault_images import draw, png
+from tests.data.prepare.fault_layouts import SAMPLES, add_member
+from tests.data.prepare.fault_sources import good_rows
+from tests.data.prepare.test_fault_runs import DAMAGE, report_of, run_until
+from tests.faults.conftest import Record
+from tests.faults.outcomes import check_kept, check_set_aside, pixels_apart
+
+HOSTILE = [
+    "a member that leads out",
+    "a member with an absolute name",
+    "a symbolic link",
+    "a hard link",
+    "a device",
+    "a pipe",
+    "a key again, further on",
+    "the first half of a sample",
+    "the second half of a sample",
+    "an archive cut in its last sample",
+]
+CONTAINERS = [
+    *("imagefolder", "caption_files", "lists", "folders", "classes", "coco", "karpathy"),
+    *("array", "parquet", "saved", "relatives"),
+]
+TOKENIZER = new_tokenizer()
+disable_progress_bars()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    return cache
+
+
+# -- hostile and damaged sources ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind, reason, _ in SAMPLES if reason), *HOSTILE])
+def test_a_member_that_cannot_be_used_is_set_aside(kind: str, fault: Record, zoo: Corpus, prepared: Path) -> None:
+    fault("containers", f"tar: {kind}")
+    check_set_aside(zoo, prepared, "shards", kind)
+
+
+@pytest.mark.parametrize("source", CONTAINERS)
+def test_what_is_wrong_is_set_aside_and_the_rest_is_kept(
+    source: str, fault: Record, zoo: Corpus, prepared: Path
+) -> None:
+    lost = {loss.kind for loss in zoo.losses if loss.source == source}
+    kept = {pair.kind for pair in zoo.pairs if pair.source == source} - lost
+    for kind in sorted(lost):
+        fault("containers", f"{source}: {kind}")
+        check_set_aside(zoo, prepared, source, kind)
+    for kind in sorted(kept):
+        check_kept(zoo, prepared, source, kind)
+
+
+def test_no_member_is_unpacked(fault: Record, zoo: Corpus, prepared: Path) -> None:
+    fault("containers", "tar: members named to be written outside")
+    names = [loss.where.removeprefix("000.tar, member ") for loss in zoo.losses if loss.kind in HOSTILE[:2]]
+    assert len(names) == 2
+    for name in names:
+        assert not (zoo.folder / "shards" / "data" / f"{name}.png").exists()
+        assert not Path(f"{name}.png").exists()
+
+
+def write_shard(path: Path) -> bytes:
+    """Six samples; the caption of each says what its picture shows."""
+    with tarfile.open(path, "w") as archive:
+        for number in range(6):
+            add_member(archive, f"{number}.txt", b"picture %d" % number)
+            add_member(archive, f"{number}.png", png(draw(number, (16, 16))))
+    return path.read_bytes()
+
+
+def prepare_all(folder: Path, shards: dict[str, bytes]) -> dict[str, int]:
+    """Prepare each as a source of its own; check every pair that comes out, and count the reported cuts."""
+    sources = []
+    for name, content in shards.items():
+        (folder / name).mkdir()
+        (folder / name / "0.tar").write_bytes(content)
+        sources.append(f"{folder / name / '0.tar'},name={name},split=train")
+    flags = ["--max_bad_fraction", "1", "--num_proc", "1", "--store", "png"]
+    main(["--sources", *sources, "--output_dir", str(folder / "out"), *flags])
+    rows = [row for split in load_from_disk(str(folder / "out")).values() for row in split]
+    assert rows
+    for row in rows:
+        for caption in row["captions"]:
+            wanted = draw(int(caption.removeprefix("picture ")), (16, 16))
+            assert pixels_apart(open_image(row["image"]), wanted) == 0
+    faults = [json.loads(line) for line in (folder / "out" / "quarantine.jsonl").read_text().splitlines()]
+    cut = [fault["source"] for fault in faults if fault["reason"] == "truncated_archive"]
+    return {name: cut.count(name) for name in shards}
+
+
+def test_an_archive_cut_anywhere_is_named_and_gives_only_whole_samples(fault: Record, tmp_path: Path) -> None:
+    whole = write_shard(tmp_path / "whole.tar")
+    end = len(whole.rstrip(b"\0"))
+    cuts = [*range(512, end, 512), *range(700, end, 1700)]
+    for cut in cuts:
+        fault("containers", f"tar: cut at byte {cut:,}")
+    shards = {f"at-{cut}": whole[:cut] for cut in cuts}
+    assert prepare_all(tmp_path, {**shards, "whole": whole}) == {**dict.fromkeys(shards, 1), "whole": 0}
+
+
+def test_a_flipped_bit_in_a_header_never_pairs_wrongly(fault: Record, tmp_path: Path) -> None:
+    whole = write_shard(tmp_path / "whole.tar")
+    begin = whole.index(b"3.txt")
+    places = [begin + at for at in (0, 1, 100, 124, 130, 135, 148, 150, 156, 257, 345, 500)]
+    shards = {}
+    for at in places:
+        fault("containers", f"tar: a flipped bit at byte {at - begin} of a header")
+        shards[f"at-{at}"] = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    found = prepare_all(tmp_path, shards)
+    assert all(found.values()), found
+
+
+# -- prepared data sets -------------------------------------------------------------------------------------------------
+
+
+def flags_of(zoo: Corpus, output: Path) -> list[str]:
+    return [
+        "--sources",
+        *zoo.sources,
+        "--num_proc",
+        "2",
+        "--validation_fraction",
+        "0.2",
+        "--output_dir",
+        str(output),
+    ]
+
+
+@dataclass
+class Whole:
+    """What an undisturbed preparation gave, and how long it took."""
+
+    zoo: Corpus
+    fingerprint: str
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    zoo = good_rows(folder, 64 * 2)
+    start = time.perf_counter()
+    main(flags_of(zoo, folder / "out"))
+    return Whole(zoo, report_of(folder / "out")["fingerprint"], time.perf_counter() - start)
+
+
+LONG = [pytest.param(instant, marks=pytest.mark.slow) for instant in (0.05, 0.2, 0.4, 0.55, 0.8, 0.9)]
+
+
+@pytest.mark.parametrize("instant", [0.3, 0.7, 0.95, *LONG])
+def test_a_killed_preparation_leaves_nothing_half_and_goes_on(
+    instant: float, fault: Record, whole: Whole, tmp_path: Path
+) -> None:
+    injected = fault("containers", f"prepare_data killed after {instant:.0%} of its time")
+    output, work = tmp_path / "killed", tmp_path / "killed.partial"
+    run_until(flags_of(whole.zoo, output), work, lambda _: True, instant * whole.seconds)
+    acknowledged = output.exists()
+    if not acknowledged:
+        main(flags_of(whole.zoo, output))
+    main(["--verify", str(output)])
+    assert report_of(output)["fingerprint"] == whole.fingerprint
+    assert not list(output.rglob("*.tmp"))
+    injected.bytes_lost = 0 if acknowledged else None
+
+
+@pytest.mark.parametrize(
+    "delay", [0.0, 0.4, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.02, 0.2, 0.6))]
+)
+def test_two_at_once_end_in_one_whole_data_set(delay: float, fault: Record, whole: Whole, tmp_path: Path) -> None:
+    fault("containers", f"prepare_data twice, the second {delay} s later")
+    output = tmp_path / "both"
+    children = []
+    for wait in (0.0, delay):
+        time.sleep(wait)
+        children.append(in_a_fork(lambda: main(flags_of(whole.zoo, output))))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert 0 in codes
+    assert set(codes) <= {0, 3}
+    main(["--verify", str(output)])
+    assert report_of(output)["fingerprint"] == whole.fingerprint
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """The process that does it: status 0, 3 if it is refused in one line, 4 for all else."""
+    child = os.fork()
+    if child == 0:
+        code = 4
+        try:
+            signal.alarm(120)
+            work()
+            code = 0
+        except ValueError as error:
+            code = 3 if "\n" not in str(error) else 4
+        finally:
+            os._exit(code)
+    return child
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    main([*flags_of(good_rows(folder, 6), folder / "out"), "--validation_fraction", "0"])
+    return folder / "out"
+
+
+@pytest.fixture
+def result(small: Path, tmp_path: Path) -> Path:
+    """A small prepared data set."""
+    return shutil.copytree(small, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_to_a_prepared_data_set_is_named(kind: str, fault: Record, result: Path) -> None:
+    injected = fault("containers", f"a prepared data set: {kind}")
+    [shard] = (result / "train").glob("*.arrow")
+    row = load_from_disk(str(result))["train"][3]
+    shard.write_bytes(DAMAGE[kind](shard.read_bytes(), row))
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=r"^[^\n]*Prepare it anew[^\n]*$") as caught:
+        main(["--verify", str(result)])
+    injected.detection_seconds = time.perf_counter() - start
+    assert str(result) in str(caught.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.99])
+def test_training_does_not_begin_on_a_data_set_that_is_cut(share: float, fault: Record, result: Path) -> None:
+    fault("containers", f"trained on: a prepared data set cut at {share:.0%}")
+    [shard] = (result / "train").glob("*.arrow")
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        load_pairs(DataArguments(dataset_name=str(result)))
+    assert str(result) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["report.json", "dataset_dict.json", "train/state.json", "train/dataset_info.json"])
+@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\0" * 99], ids=["empty", "cut", "zeros"])
+def test_training_names_a_data_set_whose_description_is_damaged(
+    name: str, content: bytes, fault: Record, result: Path
+) -> None:
+    fault("containers", f"trained on: {name} is {content[:3]!r}")
+    (result / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        load_pairs(DataArguments(dataset_name=str(result)))
+    assert str(result) in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_read(fault: Record, tmp_path: Path) -> None:
+    fault("containers", "--output_dir below a file")
+    zoo = good_rows(tmp_path, 4)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^--output_dir is [^\n]* cannot be written[^\n]*$"):
+        main(flags_of(zoo, tmp_path / "file" / "out"))
+
+
+# -- the cache of tokens ------------------------------------------------------------------------------------------------
+
+
+def tokens(count: int = 12) -> list[list[list[int]]]:
+    return list(tokenize_captions(rows_of(count), TOKENIZER, 16)["input_ids"])
+
+
+def replace(path: Path, content: bytes) -> None:
+    """As another inode: who has the old one mapped keeps it."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def flip_at(content: bytes, share: float) -> bytes:
+    at = int(share * len(content))
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+CACHE_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut in half": lambda content: content[: len(content) // 2],
+    "cut by one byte": lambda content: content[:-1],
+    "zeros at the end": lambda content: content[:-900] + bytes(900),
+    **{f"a flipped bit at {share:.0%}": partial(flip_at, share=share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)},
+}
+
+
+@pytest.mark.parametrize("kind", CACHE_DAMAGE)
+def test_damaged_tokens_are_made_anew(
+    kind: str, fault: Record, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault("containers", f"the cache of tokens: {kind}")
+    wanted = tokens()
+    [path] = (own_cache / "tandem_tokens").glob("*.arrow")
+    replace(path, CACHE_DAMAGE[kind](path.read_bytes()))
+    assert tokens() == wanted
+    assert f"{path} is damaged; it is computed anew" in caplog.text
+    caplog.clear()
+    assert tokens() == wanted
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.04, 0.08])
+def test_a_killed_writer_leaves_no_half_of_the_tokens(delay: float, fault: Record, own_cache: Path) -> None:
+    fault("containers", f"the cache of tokens: its writer killed after {delay} s")
+    wanted = [tokenize_captions(rows_of(1), TOKENIZER, 16)["input_ids"][0]]
+    child = in_a_fork(lambda: tokens(13))
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = tokens(13)
+    assert len(found) == 13
+    assert found[:1] == wanted
+
+
+def test_two_writers_of_the_tokens_end_in_whole_ones(fault: Record, own_cache: Path) -> None:
+    fault("containers", "the cache of tokens: four writers at once")
+    children = [in_a_fork(lambda: tokens(13)) for _ in range(4)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert len(tokens(13)) == 13
+    [_] = (own_cache / "tandem_tokens").glob("*.arrow")

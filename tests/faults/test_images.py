@@ -1,0 +1,151 @@
+"""Image files that are broken, odd or hostile: set aside with a reason, or shown as they should be."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from mm_utils.data.decoding import read_pixels
+from mm_utils.data.images import UnreadableImageError, open_image
+from tests.data.prepare.fault_corpus import Corpus
+from tests.data.prepare.fault_images import BROKEN, ODD, Broken, Odd, draw, jpeg, png, save
+from tests.faults.conftest import Record
+from tests.faults.outcomes import CLOSE, check_kept, check_set_aside
+
+# Decoded while training all the same: preparing is where such files are found.
+_ONLY_PREPARED = {
+    "too_small",
+    "extreme_aspect",
+    "too_many_parts",
+    "a JPEG whose end is zeros, as a power failure leaves it",
+}
+UNDECODABLE = [case for case in BROKEN if not {case.reason, case.kind} & _ONLY_PREPARED]
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.kind)
+def test_a_broken_file_is_set_aside_when_data_are_prepared(
+    case: Broken, fault: Record, zoo: Corpus, prepared: Path
+) -> None:
+    fault("images", f"prepared: {case.kind}")
+    check_set_aside(zoo, prepared, "images", case.kind)
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.kind)
+def test_an_odd_file_shows_what_it_should(case: Odd, fault: Record, zoo: Corpus, prepared: Path) -> None:
+    fault("images", f"prepared: {case.kind}")
+    check_kept(zoo, prepared, "odd", case.kind)
+
+
+@pytest.mark.parametrize("case", UNDECODABLE, ids=lambda case: case.kind)
+def test_a_broken_file_is_named_when_training_meets_it(case: Broken, fault: Record, tmp_path: Path) -> None:
+    path = tmp_path / f"this one{case.suffix}"
+    path.write_bytes(case.make(draw(1)))
+    injected = fault("images", f"trained on: {case.kind}")
+    start = time.perf_counter()
+    with pytest.raises(UnreadableImageError, match="this one") as caught:
+        read_pixels({"bytes": None, "path": str(path)}, 64)
+    injected.detection_seconds = time.perf_counter() - start
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UnreadableImageError):
+        read_pixels({"bytes": path.read_bytes(), "path": None}, 64)
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.kind)
+def test_training_sees_of_an_odd_file_what_it_should(case: Odd, fault: Record) -> None:
+    fault("images", f"trained on: {case.kind}")
+    picture = draw(2)
+    pixels, _ = read_pixels({"bytes": case.make(picture), "path": None}, 48)
+    wanted = case.shows(picture).convert("RGB")
+    shown = Image.fromarray(pixels).resize(wanted.size)
+    assert np.abs(np.asarray(shown, np.float32) - np.asarray(wanted, np.float32)).mean() < CLOSE
+
+
+@pytest.mark.parametrize("invert", [False, True], ids=["as Adobe stores it", "inverted by hand"])
+def test_print_colours_keep_their_brightness(invert: bool, fault: Record) -> None:
+    fault("images", f"print colours, {invert=}")
+    picture = draw(3)
+    stored = ImageOps.invert(picture).convert("CMYK") if invert else picture.convert("CMYK")
+    shown = open_image({"bytes": jpeg(stored), "path": None})
+    wanted = ImageOps.invert(picture) if invert else picture
+    assert abs(np.asarray(shown, np.float32).mean() - np.asarray(wanted, np.float32).mean()) < CLOSE
+
+
+def test_sixteen_bits_are_no_white(fault: Record) -> None:
+    fault("images", "grey 127 in 16 bits")
+    grey = Image.fromarray(np.full((32, 32), 127 * 257, np.uint16))
+    for form in ("PNG", "TIFF"):
+        assert np.asarray(open_image({"bytes": save(grey, form), "path": None})).mean() == pytest.approx(127, abs=1)
+
+
+def test_what_is_transparent_does_not_show_the_colour_below(fault: Record) -> None:
+    fault("images", "red below alpha 0")
+    hidden = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
+    assert (np.asarray(open_image({"bytes": png(hidden), "path": None})) == 255).all()
+
+
+BOMB_SIDES = (6_400, 9_000, 13_300)
+MEASURE = """
+import resource, sys, time
+from mm_utils.data.images import UnreadableImageError, open_image
+for path in sys.argv[1:]:
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    try:
+        open_image({"bytes": None, "path": path}, 224)
+    except UnreadableImageError:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.perf_counter() - start)
+    else:
+        sys.exit(f"{path} was decoded")
+"""
+
+
+def test_a_file_that_unpacks_to_gigabytes_is_refused_before_it_does(fault: Record, tmp_path: Path) -> None:
+    """In a process of its own, whose greatest memory tells."""
+    injected, paths = [], []
+    for side in BOMB_SIDES:
+        paths.append(tmp_path / f"{side}.png")
+        Image.new("1", (side, side), 1).save(paths[-1])
+        injected.append(fault("images", f"{side} x {side} pixels in {paths[-1].stat().st_size:,} bytes"))
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for each, said in zip(injected, done.stdout.splitlines(), strict=True):
+        kilobytes, each.detection_seconds = map(float, said.split())
+        assert kilobytes < 20_000
+
+
+def test_a_file_of_a_terabyte_is_not_read(fault: Record, tmp_path: Path) -> None:
+    injected = fault("images", "a sparse file of a terabyte")
+    path = tmp_path / "large.png"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    start = time.perf_counter()
+    with pytest.raises(UnreadableImageError, match=r"large\.png: too_many_bytes"):
+        open_image({"bytes": None, "path": str(path)})
+    injected.detection_seconds = time.perf_counter() - start
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 64 << 20  # kilobytes
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_network_disk_that_falters_is_asked_again(
+    code: int, fault: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault("images", f"{errno.errorcode[code]} once")
+    path = tmp_path / "good.png"
+    path.write_bytes(png(draw(4)))
+    failures, really = [OSError(code, "falters")], os.open
+
+    def falter(name: str, *rest: int, **more: int) -> int:
+        if failures and str(name) == str(path):
+            raise failures.pop()
+        return really(name, *rest, **more)
+
+    monkeypatch.setattr("mm_utils.data.raw.paths.os.open", falter)
+    assert open_image({"bytes": None, "path": str(path)}).size == (64, 48)
+    assert not failures

@@ -1,0 +1,200 @@
+"""Paths and addresses that lead to the wrong place, or to none: no row reaches what lies outside of the data."""
+
+import http.server
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, load_from_disk
+
+from mm_utils.data.sources import DataArguments, load_pairs
+from mm_utils.data.tokens import tokenize_splits
+from scripts.prepare_data import main
+from tests.data.numbered_rows import loaders, new_tokenizer
+from tests.data.prepare.fault_corpus import Corpus
+from tests.data.prepare.fault_images import draw, png
+from tests.data.prepare.fault_rows import LOCKED, PATHS, Row, line
+from tests.faults.conftest import Record
+from tests.faults.outcomes import check_kept, check_set_aside, train_on
+
+BAD = [row for row in [*PATHS, LOCKED] if row.reasons]
+AT_LOADING = [row for row in BAD if row.reasons != "too_many_bytes"]  # a file's size is looked at when it is read
+
+
+def skip_if_root(row: Row) -> None:
+    if row is LOCKED and os.geteuid() == 0:
+        pytest.skip("root reads all files")
+
+
+@pytest.mark.parametrize("row", BAD, ids=lambda row: row.kind)
+def test_a_path_that_must_not_be_followed_is_set_aside(row: Row, fault: Record, zoo: Corpus, prepared: Path) -> None:
+    skip_if_root(row)
+    fault("paths", f"prepared: {row.kind}")
+    check_set_aside(zoo, prepared, "paths", row.kind)
+
+
+@pytest.mark.parametrize("row", [row for row in PATHS if not row.reasons], ids=lambda row: row.kind)
+def test_an_odd_path_that_stays_inside_is_followed(row: Row, fault: Record, zoo: Corpus, prepared: Path) -> None:
+    fault("paths", f"prepared: {row.kind}")
+    check_kept(zoo, prepared, "paths", row.kind)
+
+
+@pytest.mark.parametrize("row", AT_LOADING, ids=lambda row: row.kind)
+def test_training_skips_such_a_row_and_says_which(row: Row, fault: Record, zoo: Corpus) -> None:
+    skip_if_root(row)
+    fault("paths", f"trained on: {row.kind}")
+    number, images, said = train_on(zoo, "paths", "data/pairs.jsonl", row.kind)
+    assert images == 3
+    assert f"line {number}" in said
+
+
+def test_names_that_are_no_unicode_are_read(fault: Record, zoo: Corpus, prepared: Path) -> None:
+    fault("paths", "prepared: a file named in Latin-1")
+    check_kept(zoo, prepared, "caption_files", "names that are no UTF-8")
+
+
+def test_nothing_of_what_lies_outside_came_in(fault: Record, zoo: Corpus, prepared: Path) -> None:
+    fault("paths", "a picture outside of the data, to which rows lead by six ways")
+    secret = (zoo.folder / "outside" / "secret.png").read_bytes()
+    rows = [row for split in load_from_disk(str(prepared)).values() for row in split]
+    assert all(row["image"]["bytes"] != secret for row in rows)
+
+
+@pytest.mark.parametrize(("written", "stored"), [("Caf\u00e9.png", "Cafe\u0301.png"), ("photo.PNG", "photo.png")])
+def test_a_name_in_another_form_is_no_match_and_gets_a_hint(
+    written: str, stored: str, fault: Record, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault("paths", f"{written!a} for {stored!a}")
+    (tmp_path / stored).write_bytes(png(draw(0)))
+    with pytest.raises(ValueError, match=r"line 1: .*there is .*which differs in (case|Unicode form)"):
+        main(["--sources", str(write(tmp_path, [written])), "--output_dir", str(tmp_path / "out"), "--num_proc", "1"])
+
+
+def write(folder: Path, images: list[str]) -> Path:
+    """A file of rows."""
+    rows = [line(image=image, caption=f"picture {number}") for number, image in enumerate(images)]
+    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+    return folder / "pairs.jsonl"
+
+
+# -- the network --------------------------------------------------------------------------------------------------------
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str] = []
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(png(draw(0)))
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["by default", "with downloads"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "127.1"])
+def test_no_row_makes_this_machine_ask_its_own_network(
+    host: str, allowed: bool, fault: Record, server: Server, tmp_path: Path
+) -> None:
+    fault("paths", f"http://{host}, downloads {allowed}")
+    address = f"http://{host}:{server.server_address[1]}/metadata"
+    flags = ["--output_dir", str(tmp_path / "out"), "--num_proc", "1", *(["--allow_download"] if allowed else [])]
+    with pytest.raises(ValueError, match="private_address" if allowed else "url_not_allowed"):
+        main(["--sources", str(write(tmp_path, [address])), *flags])
+    assert server.asked == []
+
+
+def test_training_asks_no_server(fault: Record, server: Server, tmp_path: Path) -> None:
+    fault("paths", "trained on: addresses in JSONL and in Parquet")
+    address = f"http://127.0.0.1:{server.server_address[1]}/a.png"
+    good = [f"{number}.png" for number in range(4)]
+    for number, name in enumerate(good):
+        (tmp_path / name).write_bytes(png(draw(number)))
+    file = write(tmp_path, [*good, address])
+    pairs = load_pairs(DataArguments(train_file=str(file)))
+    tokenized = tokenize_splits(pairs, new_tokenizer(), 16)
+    keys = [
+        key for rows in tokenized.values() for batch in loaders().evaluation(rows, 4) for key in batch["image_ids"]
+    ]
+    assert sorted(keys) == good
+    cells = [{"bytes": None, "path": name} for name in [*good, address]]
+    table = Dataset.from_dict({"image": cells, "caption": [f"picture {at}" for at in range(5)]})
+    table.to_parquet(tmp_path / "pairs.parquet")
+    pairs = load_pairs(DataArguments(train_file=str(tmp_path / "pairs.parquet")))
+    assert sum(map(len, pairs.values())) == 4
+    assert server.asked == []
+
+
+# -- files that change after they were found ----------------------------------------------------------------------------
+
+
+def remove(path: Path) -> None:
+    """it is gone"""
+    path.unlink()
+
+
+def pipe(path: Path) -> None:
+    """it is a pipe"""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    """it is a folder"""
+    path.unlink()
+    path.mkdir()
+
+
+def device(path: Path) -> None:
+    """it is an endless device"""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def empty(path: Path) -> None:
+    """it is empty"""
+    path.write_bytes(b"")
+
+
+def halve(path: Path) -> None:
+    """it is cut in half"""
+    path.write_bytes(path.read_bytes()[:300])
+
+
+@pytest.mark.parametrize("change", [remove, pipe, folder, device, empty, halve], ids=lambda change: change.__name__)
+def test_a_file_that_changes_while_training_is_named_and_the_run_goes_on(
+    change: Callable[[Path], None], fault: Record, tmp_path: Path
+) -> None:
+    fault("paths", f"while training: {change.__doc__}")
+    names = [f"{number}.png" for number in range(6)]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(png(draw(number)))
+    arguments = DataArguments(train_file=str(write(tmp_path, names)), validation_file=str(write(tmp_path, names)))
+    rows = tokenize_splits(load_pairs(arguments), new_tokenizer(), 16)["train"]
+    change(tmp_path / "3.png")
+    [batch] = loaders().evaluation(rows, 6)
+    assert batch["image_ids"] == [name for name in names if name != "3.png"]
+    [reason] = batch["skipped"]
+    assert "3.png" in str(reason)

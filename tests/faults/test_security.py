@@ -1,0 +1,444 @@
+"""What strangers wrote is data: no code of theirs runs, nothing is written where they say, and no file takes for ever."""
+
+import json
+import os
+import pickle
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from mm_utils.arguments import arg, parse_args
+from mm_utils.data.order import BatchSizes
+from mm_utils.data.sources import DataArguments, load_pairs
+from mm_utils.data.stream.stream import StreamingArguments, open_stream
+from mm_utils.data.tokens import encode_captions
+from mm_utils.models import ModelArguments, build_model, load_model, load_processor, load_processor_of
+from scripts.prepare_data import main
+from scripts.pretrain import main as pretrain
+from tests.data.numbered_rows import new_tokenizer
+from tests.data.prepare.fault_images import draw, png
+from tests.data.prepare.fault_layouts import add_member
+from tests.data.prepare.fault_rows import line
+from tests.faults.conftest import Record
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 300,
+}
+
+
+class Canary:
+    """Sings, by making its file, when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return open, (str(self.path), "w")
+
+    @property
+    def sang(self) -> bool:
+        return self.path.exists()
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Canary]:
+    """Whoever asks on the terminal whether code may run is told yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    canary = Canary(tmp_path / "canary")
+    yield canary
+    assert not canary.sang
+
+
+def test_the_canary_can_sing(tmp_path: Path) -> None:
+    canary = Canary(tmp_path / "canary")
+    pickle.loads(pickle.dumps(canary)).close()
+    assert canary.sang
+
+
+# -- models -------------------------------------------------------------------------------------------------------------
+
+CODE = """
+import pathlib
+pathlib.Path({path!r}).write_text("sang")
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+class OwnConfig(PreTrainedConfig):
+    model_type = {kind!r}
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+class OwnProcessor:
+    pass
+"""
+OWN = {
+    "AutoConfig": "own.OwnConfig",
+    "AutoModel": "own.OwnModel",
+    "AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"],
+    "AutoImageProcessor": "own.OwnProcessor",
+    "AutoProcessor": "own.OwnProcessor",
+}
+
+
+def write_model_with_code(folder: Path, canary: Canary, kind: str) -> str:
+    """A repository as those on the Hub that bring their own classes."""
+    folder.mkdir()
+    (folder / "own.py").write_text(CODE.format(path=str(canary.path), kind=kind))
+    (folder / "config.json").write_text(json.dumps({**SMALL, "model_type": kind, "auto_map": OWN}))
+    for name, key in {
+        "tokenizer_config.json": "tokenizer_class",
+        "preprocessor_config.json": "image_processor_type",
+        "processor_config.json": "processor_class",
+    }.items():
+        (folder / name).write_text(json.dumps({key: "OwnClass", "auto_map": OWN}))
+    return str(folder)
+
+
+DOORS: dict[str, Callable[[str], Any]] = {
+    "load_model": load_model,
+    "load_processor_of": load_processor_of,
+    "--vision_model_name_or_path": lambda name: build_model(
+        ModelArguments(vision_model_name_or_path=name), new_tokenizer()
+    ),
+    "--text_model_name_or_path": lambda name: build_model(
+        ModelArguments(text_model_name_or_path=name), new_tokenizer()
+    ),
+    "the backbone's image processor": lambda name: load_processor(
+        ModelArguments(vision_model_name_or_path=name), ["a dog"]
+    ),
+    "--tokenizer_name_or_path": lambda name: load_processor(ModelArguments(tokenizer_name_or_path=name), ["a dog"]),
+}
+
+
+@pytest.mark.parametrize("kind", ["marsupial", "bert"])
+@pytest.mark.parametrize("door", DOORS)
+def test_code_that_a_model_brings_is_not_run(
+    door: str, kind: str, fault: Record, canary: Canary, tmp_path: Path
+) -> None:
+    fault("security", f"a {kind} with Python code of its own, by {door}")
+    name = write_model_with_code(tmp_path / "model", canary, kind)
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        DOORS[door](name)
+    assert name in str(caught.value)
+    assert not canary.sang
+    if kind == "marsupial" and door in ("load_model", "--vision_model_name_or_path", "--text_model_name_or_path"):
+        assert "--trust_remote_code" in str(caught.value)
+
+
+def test_code_is_run_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    canary = Canary(tmp_path / "canary")
+    name = write_model_with_code(tmp_path / "model", canary, "marsupial")
+    with pytest.raises(ValueError, match="it cannot be loaded"):  # it has no weights
+        build_model(ModelArguments(text_model_name_or_path=name, trust_remote_code=True), new_tokenizer())
+    assert canary.sang
+
+
+def test_compiled_code_that_a_config_names_is_not_fetched(fault: Record, tmp_path: Path) -> None:
+    fault("security", "a config.json that names a repository of kernels")
+    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attn_implementation": "someone/attention"}))
+    with pytest.raises(ValueError, match=r"asks for the attention of someone/attention.*--trust_remote_code"):
+        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "adapter_model.bin"])
+@pytest.mark.parametrize("honest", [True, False], ids=["honest", "hostile"])
+def test_weights_that_are_a_pickle_are_refused(
+    honest: bool, name: str, fault: Record, canary: Canary, tmp_path: Path
+) -> None:
+    fault("security", f"{name} in the place of model.safetensors, {honest=}")
+    model = BertModel(BertConfig(**SMALL))
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict() if honest else {"weights": canary}, folder / name)
+    for load in (DOORS["load_model"], DOORS["--text_model_name_or_path"]):
+        with pytest.raises(ValueError, match=rf"^[^\n]*no model\.safetensors, but {name}[^\n]*save_pretrained[^\n]*$"):
+            load(str(folder))
+
+
+def test_weights_beside_a_pickle_are_read_without_it(fault: Record, canary: Canary, tmp_path: Path) -> None:
+    fault("security", "hostile pickles beside model.safetensors")
+    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"weights": canary}, tmp_path / name)
+    build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
+
+
+def cut(content: bytes) -> bytes:
+    """cut in half"""
+    return content[: len(content) // 2]
+
+
+def claim(content: bytes) -> bytes:
+    """with a header of an exabyte"""
+    return (1 << 60).to_bytes(8, "little") + content[8:]
+
+
+def garble(content: bytes) -> bytes:
+    """with a garbled header"""
+    return content[:8] + b"\0" * 20 + content[28:]
+
+
+@pytest.mark.parametrize("damage", [cut, claim, garble], ids=lambda damage: damage.__name__)
+def test_damaged_weights_are_named(damage: Callable[[bytes], bytes], fault: Record, tmp_path: Path) -> None:
+    injected = fault("security", f"model.safetensors {damage.__doc__}")
+    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
+    injected.detection_seconds = time.perf_counter() - start
+    assert str(tmp_path) in str(caught.value)
+
+
+# -- data ---------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(folder: Path, **fields: Any) -> Path:
+    """Six good rows; the fields stand in the first."""
+    rows = []
+    for number in range(6):
+        (folder / f"{number}.png").write_bytes(png(draw(number)))
+        rows.append(line(image=f"{number}.png", **{"caption": f"picture {number}", **(fields if not number else {})}))
+    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+    return folder / "pairs.jsonl"
+
+
+def prepare(source: object, folder: Path, *flags: str) -> None:
+    main(["--sources", str(source), "--output_dir", str(folder), "--num_proc", "1", "--max_bad_fraction", "1", *flags])
+
+
+def test_no_pickle_in_a_shard_is_read(fault: Record, canary: Canary, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for number, suffix in enumerate(
+            ("pkl", "pickle", "pyd", "pth", "pt", "joblib", "npy", "npz", "txt", "txt", "txt")
+        ):
+            fault("security", f"tar: a hostile .{suffix}")
+            add_member(archive, f"{number}.png", png(draw(number)))
+            add_member(archive, f"{number}.txt", b"picture %d" % number)
+            if suffix != "txt":
+                add_member(
+                    archive,
+                    f"{number}.{suffix}",
+                    hostile_array(tmp_path, canary) if suffix == "npy" else pickle.dumps(canary),
+                )
+    prepare(tmp_path / "0.tar", tmp_path / "out")
+    faults = [json.loads(each) for each in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert [each["reason"] for each in faults] == ["unsafe_member"] * 6
+    stream = open_stream(
+        DataArguments(train_file=str(tmp_path / "0.tar")),
+        StreamingArguments(streaming=True, stream_lanes=1, shuffle_block_size=2),
+        BatchSizes((0,), (2,)),
+        seed=0,
+    )
+    assert len(stream.validation) + stream.num_rows >= 5
+    assert [*stream.captions()]
+
+
+def hostile_array(folder: Path, canary: Canary) -> bytes:
+    np.save(folder / "array.npy", np.array([canary], dtype=object), allow_pickle=True)
+    return (folder / "array.npy").read_bytes()
+
+
+def test_no_pickle_in_a_data_folder_is_read(fault: Record, canary: Canary, tmp_path: Path) -> None:
+    fault("security", "hostile pickles beside the rows")
+    source = write_rows(tmp_path)
+    for name in ("pairs.pkl", "dataset.pkl", "state.pkl", "data.pt", "0.npy"):
+        (tmp_path / name).write_bytes(hostile_array(tmp_path, canary) if name == "0.npy" else pickle.dumps(canary))
+    load_pairs(DataArguments(train_file=str(source)))
+    prepare(source, tmp_path / "out")
+    for name in ("cache.pkl", "state.pkl", "data.pt"):
+        (tmp_path / "out" / name).write_bytes(pickle.dumps(canary))
+    load_pairs(DataArguments(dataset_name=str(tmp_path / "out")))
+
+
+def test_no_pickle_in_the_schema_of_a_table_is_read(fault: Record, canary: Canary, tmp_path: Path) -> None:
+    """pyarrow once unpickled the types of columns (CVE-2023-47248)."""
+    fault("security", "Parquet: a hostile extension type")
+    write_rows(tmp_path)
+    hostile = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(canary)}
+    schema = pa.schema([pa.field("image", pa.string()), pa.field("caption", pa.string(), metadata=hostile)])
+    columns = {"image": [f"{at}.png" for at in range(6)], "caption": [f"picture {at}" for at in range(6)]}
+    pq.write_table(pa.table(columns, schema=schema), tmp_path / "pairs.parquet")
+    load_pairs(DataArguments(train_file=str(tmp_path / "pairs.parquet")))
+    prepare(tmp_path / "pairs.parquet", tmp_path / "out")
+
+
+def test_a_script_in_a_data_folder_is_not_run(fault: Record, canary: Canary, tmp_path: Path) -> None:
+    fault("security", "a folder of data with a loading script")
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "pairs.py").write_text(f"import pathlib; pathlib.Path({str(canary.path)!r}).write_text('sang')")
+    with pytest.raises(ValueError, match=r"^--dataset_name is [^\n]*$"):
+        load_pairs(DataArguments(dataset_name=str(folder)))
+
+
+HOSTILE_NAMES = ["../../escape", "/tmp/escape", "a/../../b", "new\nline", "~/escape", "-rf", "nul\0"]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
+def test_no_id_and_no_source_names_a_file(
+    name: str, fault: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault("security", f"{name!a} as an id and as the name of a source")
+    inside = tmp_path / "deep" / "inside"
+    inside.mkdir(parents=True)
+    source = write_rows(inside, id=name)
+    before = {path for path in tmp_path.rglob("*") if inside not in path.parents}
+    prepare(f"{source},id_column=image,name={name}", inside / "out")
+    assert {path for path in tmp_path.rglob("*") if inside not in path.parents} == before
+    made = [path.name for path in (inside / "out").rglob("*")]
+    assert not any("escape" in each or "\n" in each or each == "-rf" for each in made)
+    for place in (Path("/tmp/escape"), Path("~/escape").expanduser()):
+        assert not place.exists()
+
+
+def test_a_folder_that_is_no_prepared_data_set_is_not_replaced(fault: Record, tmp_path: Path) -> None:
+    source = write_rows(tmp_path)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    for folder in (tmp_path, tmp_path / "home"):
+        fault("security", f"--overwrite_output_dir of {'the data' if folder == tmp_path else 'a home'}")
+        with pytest.raises(ValueError, match=r"^--output_dir is [^\n]* Give another folder\.$"):
+            prepare(source, folder, "--overwrite_output_dir")
+    assert source.is_file()
+    assert (tmp_path / "home" / "letter.txt").is_file()
+
+
+# -- captions -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("special", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", "<s>", "<|endoftext|>"])
+def test_a_special_token_in_a_caption_is_text(special: str, fault: Record) -> None:
+    fault("security", f"a caption with {special}")
+    tokenizer = new_tokenizer([special])
+    [ids] = encode_captions(tokenizer, [f"picture {special} one{special}two"], None, 32)
+    names = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    assert ids[0] == tokenizer.cls_token_id
+    assert ids[-1] == tokenizer.sep_token_id
+    assert not names & set(ids[1:-1])
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 2_400_000, "x" * 1_000_000, "a" + "\u0301" * 1_000_000, "\U0001f468\u200d" * 300_000, "\0" * 10**6],
+    ids=["12 MB of words", "a word of 1 MB", "a million marks", "an endless family", "a million NULs"],
+)  # fmt: skip
+def test_an_endless_caption_takes_no_time(text: str, fault: Record) -> None:
+    injected = fault("security", f"a caption of {len(text):,} characters")
+    tokenizer = new_tokenizer()
+    start = time.process_time()
+    [ids] = encode_captions(tokenizer, [text], None, 32)
+    injected.detection_seconds = time.process_time() - start
+    assert len(ids) <= 32
+    assert injected.detection_seconds < 1
+
+
+# -- configuration files ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Flags:
+    """A few flags."""
+
+    output_dir: str = arg("out", "A folder.")
+    max_steps: int = arg(1, "Steps.")
+    learning_rate: float = arg(1e-3, "Rate.")
+
+
+LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]\n" for at in range(1, 30))
+CONFIGS = {
+    "a tag that runs a program": ("output_dir: !!python/object/apply:os.system ['touch {canary}']\n", "line 1"),
+    "a tag that makes an object": ("max_steps: 1\noutput_dir: !!python/object/new:os.system ['true']\n", "line 2"),
+    "a tag that names a module": ("output_dir: !!python/name:os.system\n", "line 1"),
+    "a billion laughs": (LAUGHS + "output_dir: *a29\n", "line 2"),
+    "an alias to itself": ("output_dir: &a [*a]\n", "line 1"),
+    "a key twice": ("max_steps: 1\nlearning_rate: 1\nmax_steps: 2\n", "line 3"),
+    "an unknown key": ("max_steps: 1\nmaxsteps: 2\n", "line 2"),
+    "words for a number": ("learning_rate: fast\n", "line 1"),
+    "a list for a number": ("output_dir: x\nmax_steps: [1, 2]\n", "line 2"),
+    "a mapping for text": ("output_dir: {a: 1}\n", "line 1"),
+    "a fraction of a step": ("max_steps: 1.5\n", "line 1"),
+    "a list": ("- max_steps\n- 1\n", "holds a list"),
+    "text": ("train on all\n", "holds a str"),
+    "an open bracket": ("max_steps: [1\n", "line"),
+    "5,000 brackets": ("max_steps: " + "[" * 5000 + "\n", "nested too deeply"),
+    "two documents": ("max_steps: 1\n---\nmax_steps: 2\n", "line 2"),
+    "a tab": ("max_steps:\n\t1\n", "line 2"),
+    "NUL characters": ("max_steps: \0\0\n", "not valid YAML"),
+    "a merge of what is not there": ("<<: *defaults\nmax_steps: 1\n", "line 1"),
+    "two megabytes": ("# " + "x" * (2 << 20) + "\n", "bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_hostile_or_mistaken_config_ends_in_one_line(
+    kind: str, fault: Record, canary: Canary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    injected = fault("security", f"--config: {kind}")
+    text, wanted = CONFIGS[kind]
+    path = tmp_path / "config.yaml"
+    path.write_text(text.replace("{canary}", str(canary.path)))
+    start = time.perf_counter()
+    with pytest.raises(SystemExit) as ended:
+        parse_args(Flags, argv=["--config", str(path)])
+    injected.detection_seconds = time.perf_counter() - start
+    assert ended.value.code == 2
+    message = capsys.readouterr().err.split("error: ")[-1].rstrip("\n")
+    assert "\n" not in message
+    assert str(path) in message
+    assert wanted in message
+
+
+@pytest.mark.parametrize("content", [b"max_steps: \xff\xfe1\n", "max_steps: 1\n".encode("utf-16")])
+def test_a_config_that_is_no_utf8_is_named(
+    content: bytes, fault: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault("security", f"--config: {content[:4]!r}")
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit):
+        parse_args(Flags, argv=["--config", str(path)])
+    assert f"{path} is not UTF-8 text" in capsys.readouterr().err
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_no_pickle_in_a_run_is_read_when_it_goes_on(
+    fault: Record, canary: Canary, tmp_path: Path, tiny_flags: list[str]
+) -> None:
+    output = tmp_path / "run"
+    flags = [*tiny_flags, "--output_dir", str(output), "--save_steps", "2"]
+    pretrain([*flags, "--max_steps", "2"])
+    checkpoints = list(output.glob("checkpoint-*"))
+    assert checkpoints
+    for name in (
+        *("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_args.bin"),
+        *("pytorch_model.bin", "optimizer.pt", "rng_state.pth", "scaler.pt", "dl_state_dict.bin"),
+    ):
+        fault("security", f"a hostile {name} in a run and in its checkpoints")
+        for folder in (output, *checkpoints):
+            torch.save({"state": canary}, folder / name)
+    pretrain([*flags, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
+    load_model(str(output))
+    assert os.listdir(output)

@@ -1,0 +1,217 @@
+"""A run of the real trainer whose steps take milliseconds, to be ended by force at a chosen place and gone on with."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from mm_utils import ranks
+from mm_utils.callbacks import TemperatureClamp
+from mm_utils.checkpoints import find_checkpoint
+from mm_utils.interruption import Interrupted
+from mm_utils.objectives import JointObjective
+from mm_utils.optim import OptimizerArguments, build_optimizer
+from mm_utils.run import make_accelerator
+from mm_utils.trainer import Trainer
+from mm_utils.training_arguments import TrainingArguments
+from tests.test_objectives import tiny_objective
+from tests.test_ranks import PRELOADED
+
+ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10; with 18 rows, with steps 3, 6 and 9
+Strike = Callable[[str, int], None]
+"""Called with a place and the step that is being taken, from 1: "batch", "forward", "end", "evaluation", "save"."""
+
+
+def nothing(place: str, step: int) -> None:
+    """No fault."""
+
+
+@dataclass
+class TinyRun:
+    """What a run is told.
+
+    Attributes:
+        strike: called wherever a fault may be injected.
+        dropout: of the text tower; it depends on the number of processes.
+        exact: 64-bit numbers.
+    """
+
+    folder: Path
+    resume: str | None = "latest"
+    strike: Strike = nothing
+    rows: int = ROWS
+    dropout: float = 0.1
+    exact: bool = False
+    kind: str = "contrastive_matching"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=lambda: {"data": "rows"})
+
+
+class Batches:
+    """This rank's share of the batches of some steps: functions of the step, as those of the loaders."""
+
+    def __init__(self, run: TinyRun, start: int, stop: int, seen: list[list[int]], size: int = BATCH):
+        self.run, self.start, self.stop, self.seen, self.size, self.wait = run, start, stop, seen, size, 0.0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step in range(self.start, self.stop):
+            self.run.strike("batch", step + 1)
+            rows = [self.row(step * self.size + place) for place in range(self.size)]
+            mine = ranks.share(self.size, ranks.rank(), ranks.world_size())
+            self.seen.append([rows[place] for place in mine])
+            yield batch_of(self.seen[-1])
+
+    def row(self, position: int) -> int:
+        epoch, place = divmod(position, self.run.rows)
+        order = torch.randperm(self.run.rows, generator=torch.Generator().manual_seed(epoch))
+        return int(order[place])
+
+
+def batch_of(rows: list[int]) -> dict[str, Any]:
+    generators = [torch.Generator().manual_seed(row) for row in rows]
+    lengths = [3 + row % 6 for row in rows]
+    mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).long()
+    return {
+        "pixel_values": torch.stack([torch.randn(3, 16, 16, generator=each) for each in generators]),
+        "input_ids": torch.stack([torch.randint(5, 50, (8,), generator=each) for each in generators]) * mask,
+        "attention_mask": mask,
+        "ids": torch.tensor(rows)[:, None].repeat(1, 2),
+        "rows": torch.tensor(rows),
+        "lengths": lengths,
+        "image_ids": [str(row) for row in rows],
+        "skipped": [],
+        "skipped_ids": [],
+    }
+
+
+class Processor:
+    """Saves something."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        Path(folder, "processor_config.json").write_text("{}")
+
+
+class _Places(TrainerCallback):
+    """Strikes at the end of a step and when a checkpoint is complete."""
+
+    def __init__(self, strike: Strike):
+        self.strike = strike
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.strike("end", state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.strike("saved", state.global_step)
+
+
+def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
+    """The trainer of a run; `seen` will hold the rows of every step that it takes."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if ranks.world_size() > 1:
+        rank, world = str(ranks.rank()), str(ranks.world_size())
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    accelerator = make_accelerator()
+    torch.set_num_threads(1)
+    given = {"max_steps": STEPS, "save_steps": 3, "eval_steps": 4, "logging_steps": 1, "ema_decay": 0.9}
+    args = TrainingArguments(
+        output_dir=str(run.folder), global_batch_size=BATCH, metric_for_best_model="score", **(given | run.arguments)
+    )
+    objective = tiny_objective(run.kind)
+    assert isinstance(objective, JointObjective)
+    objective.to(torch.double if run.exact else torch.float)
+    for name, parameter in objective.named_parameters():
+        parameter.requires_grad_("pooler" not in name)  # which takes no part
+    for module in objective.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = run.dropout
+    learning = OptimizerArguments(learning_rate=1e-2, adam_epsilon=1e-3)
+    optimizer = build_optimizer(objective.model, learning, pretrained=False, device=accelerator.device)
+    trainer = Trainer(
+        args,
+        learning,
+        accelerator,
+        objective,
+        optimizer,
+        Processor(),  # type: ignore[arg-type]
+        lambda start, stop: Batches(run, start, stop, seen, args.global_batch_size),  # type: ignore[arg-type,return-value]
+        run.rows,
+        eval_loader=Batches(run, 0, 2, []),  # type: ignore[arg-type]
+        evaluate=lambda model, loader, _: _score(run, trainer, model, loader),
+        callbacks=[TemperatureClamp(100.0), _Places(run.strike), EarlyStoppingCallback(100)],
+        identity=run.identity,
+    )
+    objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))
+    return trainer
+
+
+def _score(run: TinyRun, trainer: Trainer, model: Any, loader: Any) -> dict[str, float]:
+    score = torch.zeros(())
+    for number, _ in enumerate(loader):
+        if number:
+            run.strike("evaluation", trainer.state.global_step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            score = score + parameter.detach().double().sum()
+    return {"score": float(score)}
+
+
+def train(run: TinyRun) -> tuple[int, int, list[list[int]]]:
+    """Run to the end or to an interruption: the signal's number or 0, the last step, the rows of every step."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    seen: list[list[int]] = []
+    trainer = build(run, seen)
+    try:
+        trainer.train(find_checkpoint(run.resume, run.folder))
+    except Interrupted as interrupted:
+        return interrupted.number, trainer.state.global_step, seen
+    return 0, trainer.state.global_step, seen
+
+
+def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
+    """Call a module's function in a process of its own: its exit status, minus a signal's number, and what it returned."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "tests.faults.tiny_run"])
+    with tempfile.TemporaryDirectory() as folder:
+        process = context.Process(target=_tell, args=(folder, function, args))
+        process.start()
+        process.join(120)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{function.__name__} hangs")
+        told = Path(folder, "told")
+        return process.exitcode, pickle.loads(told.read_bytes()) if told.is_file() else None
+
+
+def _tell(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    Path(folder, "telling").write_bytes(pickle.dumps(function(*args)))
+    Path(folder, "telling").rename(Path(folder, "told"))
+
+
+def digest(folder: Path) -> str:
+    """Of the final weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Of the steps in the log; a step that is there twice is an error."""
+    found: dict[int, float] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "loss" in row:
+            assert row["step"] not in found, f"step {row['step']} is in the log twice"
+            found[row["step"]] = row["loss"]
+    return found

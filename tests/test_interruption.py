@@ -1,0 +1,201 @@
+"""Signals are noted while a run trains; what comes later, twice, or outside has its usual effect."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from mm_utils import interruption
+from mm_utils.data.restarts import RestartingLoader
+from mm_utils.interruption import Interrupted, Interruption
+from tests.faults.tiny_run import alone
+
+ROOT = Path(__file__).parents[1]
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_handlers_come_back(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with Interruption() as found:
+        assert found.number == 0
+        os.kill(os.getpid(), number)
+        assert found.number == number
+        for other in SIGNALS:  # a launcher sends it on, or another
+            os.kill(os.getpid(), other)
+        assert found.number == number
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert capfd.readouterr().err.count("A signal asks the run to stop") == 1
+
+
+def test_handlers_come_back_after_an_error() -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with pytest.raises(ZeroDivisionError), Interruption():
+        1 / 0  # noqa: B018
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_outside_the_main_thread_nothing_is_noted() -> None:
+    before, found = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with Interruption() as interrupted:
+            found.append((interrupted.number, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(0, before)]
+
+
+def test_the_exit_status_is_that_of_shells() -> None:
+    assert [Interrupted(number).code for number in SIGNALS] == [143, 130, 138]
+    assert str(Interrupted(signal.SIGUSR1)) == "stopped by SIGUSR1"
+
+
+# -- in processes of their own ------------------------------------------------------------------------------------------
+
+
+def raised(number: int) -> None:
+    raise Interrupted(number)
+
+
+def again_later(first: int, second: int) -> None:
+    interruption._SAME = 0.1
+    with Interruption():
+        os.kill(os.getpid(), first)
+        time.sleep(0.2)
+        os.kill(os.getpid(), second)
+        time.sleep(60)
+
+
+def after_the_loop(number: int) -> None:
+    with Interruption():
+        pass
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def without_stderr(number: int) -> int:
+    """As `2>&1 | tee`, whose reader the keyboard's signal ends first."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    with Interruption() as found:
+        os.kill(os.getpid(), number)
+    return found.number
+
+
+def with_a_handler_of_c() -> int:
+    """What is not Python's comes back as the default."""
+    real = signal.signal
+    formers: dict[int, Any] = {}
+
+    def unknown(number: int, handler: Any) -> Any:
+        formers[number] = handler
+        return None if callable(handler) else real(number, handler)
+
+    signal.signal = unknown  # type: ignore[assignment]
+    with Interruption():
+        pass
+    return sum(handler == signal.SIG_DFL for handler in formers.values())
+
+
+CASES: list[tuple[Callable[..., Any], tuple[Any, ...], int, Any]] = [
+    *((raised, (number,), 128 + number, None) for number in SIGNALS),
+    (again_later, (signal.SIGTERM, signal.SIGTERM), -signal.SIGTERM, None),
+    (again_later, (signal.SIGUSR1, signal.SIGTERM), -signal.SIGTERM, None),
+    (after_the_loop, (signal.SIGTERM,), -signal.SIGTERM, None),
+    (without_stderr, (signal.SIGINT,), 0, signal.SIGINT),
+    (with_a_handler_of_c, (), 0, 3),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "status", "told"), CASES)
+def test_how_a_process_ends(function: Callable[..., Any], args: tuple[Any, ...], status: int, told: Any) -> None:
+    assert alone(function, *args) == (status, told)
+
+
+class Slow(Dataset[int]):
+    """Each row says which process made it."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> int:
+        time.sleep(0.02)
+        return os.getpid()
+
+
+def a_group_that_is_signalled(number: int) -> tuple[int, int]:
+    """As a keyboard and `scancel` do: the signal comes from outside and goes to every process of the group."""
+    pids: list[int] = []
+    with Interruption() as found:
+        for batch in RestartingLoader(make_loader, 24, str):
+            pids.append(int(batch))
+            if len(pids) == 4:
+                _signal_from_outside(os.getpid(), number)
+    return len(pids), found.number
+
+
+def make_loader(number: int) -> DataLoader[int]:
+    return DataLoader(Subset(Slow(), range(number, 24)), batch_size=1, num_workers=2)
+
+
+def _signal_from_outside(group: int, number: int) -> None:
+    pid = os.fork()
+    if not pid:
+        os.setpgid(0, 0)
+        os.killpg(group, number)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_data_goes_on_after_a_signal_to_the_whole_group() -> None:
+    """By SIGTERM workers end, as torch has it, and are started again; the others they outlive."""
+    call = "from tests.test_interruption import *; print([a_group_that_is_signalled(number) for number in SIGNALS])"
+    run = subprocess.run(
+        [sys.executable, "-c", call], capture_output=True, text=True, timeout=240, cwd=ROOT, start_new_session=True
+    )
+    assert run.stdout.strip() == str([(24, int(number)) for number in SIGNALS]), run.stderr
+    assert "killed by signal 15" in run.stderr
+    assert f"signal {int(signal.SIGINT)}" not in run.stderr
+
+
+def forked_alone(seconds: int) -> float:
+    """How long a forked process lives on that nothing ends but the signal."""
+    interruption._LONGEST = seconds
+    with Interruption():
+        pid = os.fork()
+        if not pid:
+            time.sleep(0.05)
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                time.sleep(0.05)
+            os._exit(0)
+        time.sleep(0.2)
+        began = time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        assert os.WTERMSIG(status) == signal.SIGALRM
+        return time.monotonic() - began
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="no alarm on this system")
+def test_a_worker_whose_main_process_is_gone_ends_in_a_while() -> None:
+    status, seconds = alone(forked_alone, 1)
+    assert status == 0
+    assert 0.9 < seconds < 30
+
+
+def test_the_module_needs_no_signal_that_the_system_lacks() -> None:
+    assert set(interruption._SIGNALS) <= set(signal.Signals)
+    assert sys.platform == "win32" or signal.SIGUSR1 in interruption._SIGNALS

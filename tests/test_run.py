@@ -1,0 +1,168 @@
+"""Starts of a run: its folder, what is left there, who may write to it, and what a restart goes on from."""
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mm_utils import preflight, ranks, starting
+from mm_utils.run import RunError, start_run
+from mm_utils.training_arguments import TrainingArguments
+from tests.test_ranks import run_on_ranks
+from tests.test_starting import alone, children, fork, heard, launched  # noqa: F401
+
+
+def start(folder: Path | None, dry_run: bool = False, **values: Any) -> TrainingArguments:
+    """The arguments of a run that has started."""
+    args = TrainingArguments(output_dir=None if folder is None else str(folder), **values)
+    start_run("pretrain", args, dry_run=dry_run)
+    return args
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "environment.json").read_text())
+
+
+def test_a_start_leaves_its_arguments_and_what_it_ran_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain.py", "--hub_token", "hf_canaryabcdefghijkl", "--seed", "7"])
+    start(tmp_path / "out", seed=7)
+    [about] = starts(tmp_path / "out")
+    assert about["command"] == "pretrain.py --hub_token *** --seed 7"
+    assert about["hosts"] == [os.uname().nodename]
+    assert (about["num_processes"], about["devices"]) == (1, ["cpu"])
+    assert {"time", "python", "platform", "torch", "transformers", "accelerate", "datasets", "driver"} <= set(about)
+    assert about["commit"] is None or len(about["commit"].removesuffix("-dirty")) == 40
+    assert yaml.safe_load((tmp_path / "out/config.yaml").read_text())["seed"] == 7
+
+
+def test_starts_in_one_folder_are_listed_together(tmp_path: Path) -> None:
+    start(tmp_path)
+    start(tmp_path)
+    assert len(starts(tmp_path)) == 2
+    start(tmp_path, overwrite_output_dir=True)
+    assert len(starts(tmp_path)) == 1
+
+
+def test_new_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [start(None).output_dir for _ in range(2)] == ["outputs/pretrain-1", "outputs/pretrain-2"]
+    assert start(None, dry_run=True).output_dir == "outputs/pretrain-3"
+    assert sorted(path.name for path in Path("outputs").iterdir()) == ["pretrain-1", "pretrain-2"]
+
+
+def test_a_dry_run_leaves_nothing_and_waits_for_nobody(tmp_path: Path, children: list[int]) -> None:  # noqa: F811
+    start(tmp_path / "new", dry_run=True)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "busy").mkdir()
+    _, reading = fork(children, lambda say: say(starting.lock_folder(tmp_path / "busy") or "locked"))
+    assert heard(reading) == "locked\n"
+    start(tmp_path / "busy", dry_run=True)
+    assert [path.name for path in (tmp_path / "busy").iterdir()] == [".lock"]
+
+
+def test_two_runs_in_one_folder(tmp_path: Path, children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    (tmp_path / "checkpoint-1").mkdir()
+    pid, reading = fork(children, lambda say: say(starting.lock_folder(tmp_path) or "locked"))
+    assert heard(reading) == "locked\n"
+    monkeypatch.setattr(starting.lock_folder, "__defaults__", (0.1,))
+    with pytest.raises(RunError, match=f"a run is writing there: process {pid} on"):
+        start(tmp_path, overwrite_output_dir=True)
+    assert (tmp_path / "checkpoint-1").exists()
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "out", tmp_path / "file", tmp_path / "\0"):
+        with pytest.raises(RunError, match=r"it cannot be written: .* Give a folder that can"):
+            start(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(RunError, match="it is your home folder"):
+        start(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("ro", "Read-only file system"), ("size=16k", "No space left on device")]
+)
+def test_a_disk_that_is_read_only_or_full(options: str, reason: str, tmp_path: Path) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting takes more rights")
+    try:
+        with contextlib.suppress(OSError), open(tmp_path / "other", "wb", buffering=0) as file:
+            file.write(b"x" * 2**20)
+        with pytest.raises(RunError, match=rf"^--output_dir is {tmp_path}/out; it cannot be written: {reason}\."):
+            start(tmp_path / "out")
+    finally:
+        starting.unlock()
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    launched(monkeypatch, "a", 0)
+    first = start(None, overwrite_output_dir=True)
+    assert (first.output_dir, first.resume_from_checkpoint) == ("outputs/pretrain-1", None)
+    Path("outputs/pretrain-1/checkpoint-5").mkdir()
+    launched(monkeypatch, "a", 1)
+    again = start(None, overwrite_output_dir=True)
+    assert (again.output_dir, again.resume_from_checkpoint) == ("outputs/pretrain-1", "latest")
+    assert Path("outputs/pretrain-1/checkpoint-5").exists()
+    launched(monkeypatch, "b", 0)
+    other = start(None)
+    assert (other.output_dir, other.resume_from_checkpoint) == ("outputs/pretrain-2", None)
+
+
+def test_a_restart_takes_no_other_runs_folder_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt died before it came to its folder."""
+    launched(monkeypatch, "a", 0)
+    start(tmp_path)
+    (tmp_path / "checkpoint-5").mkdir()
+    launched(monkeypatch, "b", 1)
+    with pytest.raises(RunError, match="it already holds a run"):
+        start(tmp_path)
+    assert start(tmp_path, overwrite_output_dir=True).resume_from_checkpoint is None
+    assert not (tmp_path / "checkpoint-5").exists()
+
+
+def test_devices_are_checked_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        start(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def start_on_rank(root: str) -> list[Any]:
+    """Two starts on each of two ranks: one with other arguments on one rank, and one that is right."""
+    rank, world = str(ranks.rank()), str(ranks.world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.chdir(root)
+    logging.disable()
+    try:
+        start(None, seed=ranks.rank())
+    except ValueError as error:
+        message = str(error)
+    args = start(None)
+    preflight.agree_on("the data", "abc")
+    starting.note_start(Path(str(args.output_dir)), 3)
+    return [message, args.output_dir, sorted(os.listdir("outputs")), starts(Path(str(args.output_dir)))]
+
+
+def test_ranks_start_together(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, start_on_rank, str(tmp_path))
+    message, folder, made, [about] = first
+    assert "--seed is 0 on rank 0 and 1 on rank 1; it differs between processes" in message
+    assert second[0] == message
+    assert second[1] == folder == "outputs/pretrain-1"
+    assert made == ["pretrain-1"]
+    assert (about["num_processes"], about["devices"]) == (2, ["cpu", "cpu"])
+    assert about["resumed_from"] == 3

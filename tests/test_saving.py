@@ -1,0 +1,195 @@
+"""Checkpoints written beside the training: what fails is told, tried again, or given up, and nothing overlaps."""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mm_utils import saving
+from mm_utils.checkpoints import checkpoint_folders, step_of, verify
+from mm_utils.saving import MOST_FAILURES, CheckpointWriter
+from mm_utils.snapshot import STATE_FILE
+
+
+class Copied:
+    """Stands for a snapshot; `fault` is called in the middle of writing."""
+
+    def __init__(self, value: float = 1.0, fault: Callable[[], None] = lambda: None):
+        self.weights, self.fault = {"weight": torch.full((8,), value)}, fault
+        self.nbytes = 32
+
+    def not_finite(self) -> list[str]:
+        return [name for name, value in self.weights.items() if not value.isfinite().all()]
+
+    def write(self, folder: Path) -> None:
+        save_file(self.weights, folder / "model.safetensors")
+        self.fault()
+        (folder / STATE_FILE).write_text("{}")
+
+
+def failing(error: Exception, times: int = 1000) -> Callable[[], None]:
+    """Fails so many times."""
+    left = [error] * times
+
+    def fault() -> None:
+        if left:
+            raise left.pop()
+
+    return fault
+
+
+def error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.fixture
+def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
+    monkeypatch.setattr(saving, "_PAUSES", (0.01, 0.02))
+    return CheckpointWriter(tmp_path, 2)
+
+
+def save(writer: CheckpointWriter, step: int, snapshot: Any, keep: tuple[int, ...] = ()) -> int:
+    writer.start(step, snapshot, keep)
+    writer.wait()
+    return writer.saved()
+
+
+def steps_in(folder: Path) -> list[int]:
+    assert not list(folder.glob(".*")), "something unfinished was left"
+    return [step_of(path) for path in checkpoint_folders(folder) if not verify(path)]
+
+
+def test_the_newest_are_kept_and_each_is_told_once(writer: CheckpointWriter, tmp_path: Path) -> None:
+    assert writer.saved() == 0
+    for step in (1, 2, 3):
+        assert save(writer, step, Copied(), keep=(1,)) == step
+        assert writer.saved() == 0
+    assert steps_in(tmp_path) == [1, 2, 3]
+    save(writer, 4, Copied())
+    assert steps_in(tmp_path) == [3, 4]
+    for step in (5, 6):
+        writer.start(step, Copied(), ())  # type: ignore[arg-type]
+    writer.wait()
+    assert [writer.saved() for _ in range(3)] == [5, 6, 0]
+    assert (writer.failures, writer.problem) == (0, "")
+
+
+def test_the_loop_goes_on_while_a_slow_disk_is_written_to_and_two_saves_never_overlap(
+    writer: CheckpointWriter, tmp_path: Path
+) -> None:
+    go_on, inside = threading.Event(), [0, 0]
+
+    def slow() -> None:
+        inside[0] += 1
+        inside[1] = max(inside)
+        go_on.wait(30)
+        time.sleep(0.05)
+        inside[0] -= 1
+
+    began = time.monotonic()
+    writer.start(1, Copied(fault=slow), ())  # type: ignore[arg-type]
+    assert time.monotonic() - began < 5
+    assert (writer.saved(), writer.failures) == (0, 0)
+    threading.Timer(0.2, go_on.set).start()
+    writer.start(2, Copied(fault=slow), ())  # type: ignore[arg-type]
+    assert go_on.is_set()
+    assert writer.saved() == 1
+    writer.wait()
+    assert inside == [0, 1]
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_failures_in_succession_are_counted_and_the_last_one_is_told(
+    writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(writer, 1, Copied())
+    for step in range(2, 2 + MOST_FAILURES - 1):
+        assert save(writer, step, Copied(fault=failing(RuntimeError("no")))) == 0
+    assert writer.failures == MOST_FAILURES - 1
+    assert "the checkpoint of step 3 could not be written: RuntimeError: no. Older ones are as they were" in caplog.text
+    assert save(writer, 4, Copied()) == 4
+    assert writer.failures == 0
+    for step in range(5, 5 + MOST_FAILURES):
+        save(writer, step, Copied(fault=failing(ValueError("never"))))
+    assert writer.failures == MOST_FAILURES
+    assert writer.problem == "the checkpoint of step 7 could not be written: ValueError: never"
+    assert steps_in(tmp_path) == [1, 4]
+
+
+@pytest.mark.parametrize("once", [error(errno.EIO), error(errno.ESTALE), SafetensorError("I/O error")])
+def test_a_disk_that_stutters_is_tried_again(
+    once: Exception, writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert save(writer, 1, Copied(fault=failing(once, times=2))) == 1
+    assert (writer.failures, steps_in(tmp_path)) == (0, [1])
+    assert caplog.text.count("is tried again") == 2
+
+
+def test_a_disk_that_fails_for_good_is_told_with_its_place(writer: CheckpointWriter, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    assert save(writer, 1, Copied(fault=failing(OSError(errno.EIO, os.strerror(errno.EIO), path)))) == 0
+    assert writer.failures == 1
+    assert os.strerror(errno.EIO) in writer.problem
+    assert path in writer.problem
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        *(error(errno.ENOSPC), error(errno.EDQUOT)),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_told_with_its_path_and_its_space_and_not_tried_again(
+    full: Exception, writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(writer, 1, Copied())
+    assert save(writer, 2, Copied(fault=failing(full, times=1))) == 0
+    assert f"the disk of {tmp_path} is full, or a quota is used up" in writer.problem
+    assert "MiB are free" in writer.problem
+    assert "tried again" not in caplog.text
+    assert steps_in(tmp_path) == [1]
+    assert save(writer, 3, Copied()) == 3
+    assert writer.failures == 0
+
+
+def test_where_there_is_no_room_nothing_is_begun(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(writer, 1, Copied())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=31))
+    begun: list[int] = []
+    assert save(writer, 2, Copied(fault=lambda: begun.append(2))) == 0
+    assert not begun
+    assert f"the disk of {tmp_path} is full: 0 MiB are free, a checkpoint takes 0 MiB" in writer.problem
+    assert steps_in(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_saved(value: float, writer: CheckpointWriter, tmp_path: Path) -> None:
+    save(writer, 1, Copied())
+    assert save(writer, 2, Copied(value)) == 0
+    assert writer.failures == MOST_FAILURES
+    assert "the weights after step 2 are not finite (1 tensors, such as weight), and are not saved" in writer.problem
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, now in ((1, 4e9), (2, 0.0), (3, 2e9)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        with caplog.at_level(logging.WARNING):
+            assert save(writer, step, Copied()) == step
+    assert steps_in(tmp_path) == [2, 3]
+    assert not caplog.text

@@ -1,0 +1,280 @@
+"""No secret is left behind by a run, and nothing that others wrote is obeyed by a terminal, a spreadsheet or a browser."""
+
+import csv
+import io
+import logging
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils import LoggerType
+
+from mm_utils.arguments import arg, parse_args
+from mm_utils.finetuning import report_guesses
+from mm_utils.model_card import CardInfo, write_model_card
+from mm_utils.run import run_script, set_up_logging
+from mm_utils.safe_text import no_formula, redact, without_secrets
+from scripts import pretrain
+from tests.conftest import write_corpus
+from tests.hub_server import HubServer
+from tests.test_hub import TOKEN, server  # noqa: F401
+from tests.test_tracking import FakeTracker
+
+PASSWORD, KEY, TYPED = "pw-S3cr3tCanary-1", "0123456789abcdefS3cr3tCanary2", "S3cr3tCanary3"
+CANARIES = (TOKEN, PASSWORD, KEY, TYPED)
+
+
+@contextmanager
+def own_log() -> Iterator[io.StringIO]:
+    """What a script would show on stderr by the handler that it sets up, without pytest's in its way."""
+    root, shown = logging.getLogger(), io.StringIO()
+    level, hook, root.handlers = root.level, sys.excepthook, []
+    try:
+        with redirect_stderr(shown):
+            yield shown
+    finally:
+        root.setLevel(level)
+        sys.excepthook = hook
+
+
+def leaks(folder: Path, *texts: str) -> list[str]:
+    """Where a canary stands: in any byte of any file, hidden ones and names included, or in one of the texts."""
+    found = [f"text {at}" for at, text in enumerate(texts) if any(canary in text for canary in CANARIES)]
+    for path in folder.rglob("*"):
+        content = str(path).encode() + (path.read_bytes() if path.is_file() else b"")
+        if any(canary.encode() in content for canary in CANARIES):
+            found.append(str(path))
+    return found
+
+
+@pytest.fixture
+def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets in the environment; `server` sets HF_TOKEN."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("DB_PASSWORD", PASSWORD)
+
+
+@pytest.mark.slow
+def test_no_secret_is_left_in_any_byte_of_a_run(
+    server: HubServer,  # noqa: F811
+    canaries: None,
+    tiny_flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("DB_PASSWORD")  # nothing but its place in the address tells that it is one
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", FakeTracker)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType("wandb")])
+    monkeypatch.setattr(FakeTracker, "calls", [])
+    monkeypatch.setattr(FakeTracker, "faults", {"log": f"401 for https://api:{KEY}@wandb.example"})
+    server.fail("/commit/", 503, times=100)  # quotes the token
+    monkeypatch.chdir(tmp_path)
+    address = f"https://someone:{PASSWORD}@example.org/pairs.jsonl"  # to the file system, a path like any other
+    write_corpus(Path(address).parent)
+    Path("given.yaml").write_text(yaml.safe_dump({"hub_model_id": "tester/run", "train_file": address}))
+    flags = [*tiny_flags[2:], "--max_steps", "2", "--save_steps", "1", "--push_to_hub", "--hub_strategy", "checkpoint"]
+    words = [*flags, "--config", "given.yaml", "--report_to", "wandb", "--output_dir", "out"]
+    monkeypatch.setattr(sys, "argv", ["scripts/pretrain.py", *words, "--train_file", address, "--hub_token", TYPED])
+    with own_log() as log:
+        pretrain.main(words)
+    captured = capfd.readouterr()
+    assert "hf upload" in log.getvalue()
+    assert (tmp_path / "out/README.md").read_text().count("***") >= 2
+    assert leaks(tmp_path / "out", log.getvalue(), captured.out, captured.err, repr(FakeTracker.calls)) == []
+
+
+@pytest.mark.parametrize("flag", ["--train_file", "--dataset_name", "--validation_file"])
+def test_an_address_with_a_password_that_cannot_be_read(
+    canaries: None,
+    tiny_flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+) -> None:
+    monkeypatch.delenv("DB_PASSWORD")
+    address = f"https://someone:{PASSWORD}@example.org/x.jsonl"
+    words = [*tiny_flags[2:], flag, address, "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["scripts/pretrain.py", *words])
+    ended = None
+    with own_log() as log:
+        try:
+            run_script(lambda: pretrain.main(words))
+        except SystemExit as error:
+            ended = error.code
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            ended = 1
+    assert ended in (1, 2)
+    assert "example.org" in log.getvalue()
+    assert leaks(tmp_path, log.getvalue()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--hub_token", TYPED],
+        [f"--hub_token={TYPED}"],
+        [f"--wandb_api_key={TYPED}"],
+        [f"--lr=https://me:{TYPED}@example.org"],
+        ["--learning_rate", TOKEN],
+        ["--config", "secret.yaml"],
+    ],
+)
+def test_a_mistake_in_the_arguments_is_named_without_the_secret(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @dataclass
+    class Arguments:
+        learning_rate: float = arg(1.0, "Rate.")
+
+    monkeypatch.chdir(tmp_path)
+    Path("secret.yaml").write_text(f"learning_rate: {TOKEN}\n")
+    with pytest.raises(SystemExit):
+        parse_args(Arguments, argv=words)
+    shown = capsys.readouterr().err
+    assert "error:" in shown
+    assert TYPED not in shown
+    assert TOKEN not in shown
+
+
+def test_tracebacks_and_uncaught_errors_are_without_secrets(canaries: None) -> None:
+    with own_log() as log:
+        set_up_logging()
+        try:
+            raise ConnectionError(f"https://someone:{PASSWORD}@example.org refused {KEY}")
+        except ConnectionError as error:
+            logging.getLogger("mm_utils.x").exception("it failed")
+            sys.excepthook(type(error), error, error.__traceback__)
+    assert log.getvalue().count("ConnectionError: https://***@example.org refused ***") == 2
+    assert not any(canary in log.getvalue() for canary in CANARIES)
+
+
+def test_what_strangers_wrote_cannot_imitate_a_message_or_move_the_cursor() -> None:
+    caption = "a cat\n12:00:00 ERROR the disk is on fire\r\x1b[2J\x1b]0;title\x07\u202e gpj.tac \ud800 \x85 é 猫"
+    with own_log() as log:
+        set_up_logging()
+        logging.getLogger("mm_utils.x").warning("Skipped a pair: %s", caption)
+    shown = log.getvalue()
+    assert [line for line in shown.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)] == [shown.splitlines()[0]]
+    assert shown.isascii() or {letter for letter in shown if not letter.isascii()} == {"é", "猫"}
+    assert "\x1b" not in shown
+    assert r"\x1b[2J" in shown
+    assert r"\u202e" in shown
+
+
+HOSTILE = "<script>alert(1)</script> [x](javascript:alert(1)) | `b` \x1b[31m \u202e\n# heading"
+
+
+def test_the_model_card_shows_what_strangers_wrote_as_text(tmp_path: Path) -> None:
+    texts = ("name", "vision_model", "text_model", "dataset_name", "command", "hardware", "precision")
+    given: dict[str, Any] = dict.fromkeys(texts, HOSTILE)
+    card = CardInfo(
+        **given,
+        num_parameters=1,
+        dataset_rows={HOSTILE: 3},
+        dataset_fingerprint=HOSTILE,
+        metrics={HOSTILE: 0.5},
+        hyperparameters={"train_file": HOSTILE, HOSTILE: 1},
+        num_processes=1,
+        summary=HOSTILE,
+        base_models=[HOSTILE],
+    )
+    text = write_model_card(tmp_path, card).read_text(encoding="utf-8")
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    body = text.split("---\n", 2)[2]
+    body = re.sub(r"^(`{3,}).*?^\1$", "", body, flags=re.MULTILINE | re.DOTALL)  # a block of code is shown as it is
+    body = re.sub(r"(`+) .*? \1|`[^`]+`", "", body)
+    assert not re.search(r"(?<!\\)<script", body)
+    assert not re.search(r"(?<!\\)\]\(javascript", body)
+    assert "\n# heading" not in body
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} <= {3, 4}
+
+
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", " =1"])
+def test_a_class_named_as_a_formula_is_text_in_a_table(name: str, tmp_path: Path) -> None:
+    report_guesses(torch.tensor([[0, 0], [1, 0]]), [name, "cat"], tmp_path)
+    with open(tmp_path / "classes.csv", newline="", encoding="utf-8") as file:
+        cells = [row[0] for row in csv.reader(file)][1:]
+    assert cells == [f"'{name}", "cat"]
+    assert no_formula(-1.5) == -1.5
+
+
+def test_arguments_without_secrets() -> None:
+    given = {"lr": 1.0, "hub_token": "x", "api_key": None, "files": [f"https://a:{PASSWORD}@b/c"], "num_tokens": 3}
+    shown = {**given, "hub_token": "***", "files": ["https://***@b/c"]}
+    assert without_secrets(given) == shown
+
+
+def test_redact_is_cheap() -> None:
+    text = "Step 100 was skipped: loss nan; its images are in outputs/pretrain-1/nonfinite_steps.jsonl " * 3
+    began = time.perf_counter()
+    for _ in range(1000):
+        redact(text)
+    assert time.perf_counter() - began < 5.0  # 5 ms a message would still cost nothing
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token SECRET",
+        "--hub_token SECRET --lr 3",
+        "--hub-token=SECRET",
+        "--hub_token \\\n  SECRET \\\n  --lr 3",
+        "-api_key SECRET",
+        "--wandb_api_key 'two SECRET words'",
+        "'--password=two SECRET words' --lr 3",
+        shlex.join(["--password", "it's SECRET"]),
+        shlex.join(["--password=it's SECRET"]),
+        '--password "SECRET',
+        "AWS_SECRET_ACCESS_KEY=SECRET python train.py",
+        "hub_token: SECRET with spaces\nlr: 3",
+        '{"token": "SECRET", "lr": 3}',
+        "Namespace(api_key='SECRET', lr=3)",
+        "https://me:SECRET@example.org/data.tar",
+        "s3://SECRET@bucket/x",
+        "https://example.org/data?token=SECRET&lr=3",
+        "Authorization: Bearer SECRET",
+        "dataset@hf_jwt_SECRET.SECRET-SECRET_SECRET",
+        "https:/me:SECRET@example.org/data.tar",
+        "https://bucket.example.org/x.tar?X-Amz-Signature=SECRET&lr=3",
+        "https://account.example.org/x.tar?sv=1&sig=SECRET&lr=3",
+    ],
+)
+def test_redact_removes_secrets_wherever_they_stand(text: str) -> None:
+    secret = "hf_" + "Ab3" * 12 if text.startswith("token") else "S3cr3tValue"
+    planted = redact(text.replace("SECRET", secret).replace("AWS_S3cr3tValue", "AWS_SECRET"))
+    assert secret not in planted
+    assert "***" in planted
+    assert redact(planted) == planted
+
+
+def test_redact_knows_the_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    assert redact("seen: 0123456789abcdef.") == "seen: ***."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "accelerate launch scripts/pretrain.py --text_model_name bert-base --tokenizer_name bert --num_tokens 32",
+        "--push_to_hub --hub_model_id me/model --learning_rate 1e-3",
+        "https://huggingface.co/me/hf_model_name",
+        "--use_token --learning_rate 1e-3",
+        "me@example.org",
+    ],
+)
+def test_redact_leaves_the_rest_alone(text: str) -> None:
+    assert redact(text) == text

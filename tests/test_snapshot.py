@@ -1,0 +1,219 @@
+"""What a checkpoint holds comes back: by name, whole, to any number of processes, sharded or not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerState
+
+from mm_utils import adapters, ranks
+from mm_utils.adapters import LoraArguments, add_adapters, load_weights
+from mm_utils.averaging import WeightAverage
+from mm_utils.objectives import JointObjective
+from mm_utils.optim import OptimizerArguments, build_optimizer
+from mm_utils.sharding import whole
+from mm_utils.snapshot import (
+    OPTIMIZER_FILE,
+    RUN_FILE,
+    STATE_FILE,
+    Snapshot,
+    changes,
+    copied,
+    load_optimizer,
+    optimizer_tensors,
+    read_json,
+    take,
+)
+from tests.distributed.test_fsdp2 import sharded
+from tests.faults.tiny_run import Processor
+from tests.test_objectives import tiny_objective
+from tests.test_ranks import run_on_ranks
+
+KIND = "sigmoid_matching"  # temperature and bias: two vectors of one, of which one rank holds both
+Parts = tuple[JointObjective, torch.optim.AdamW, WeightAverage]
+
+
+def parts(shard: bool = False, lora_rank: int = 0) -> Parts:
+    objective = tiny_objective(KIND)
+    add_adapters(objective.model, LoraArguments(lora_rank=lora_rank, lora_towers="text"))
+    if shard:
+        objective = sharded(objective)
+    optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))
+    return objective, optimizer, WeightAverage(objective.model, 0.9)
+
+
+def learn(objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage, steps: int) -> None:
+    """Steps whose gradients are functions of the weights alone, the same however these are sharded."""
+    for _ in range(steps):
+        for parameter in objective.parameters():
+            if parameter.requires_grad:
+                parameter.grad = (parameter.detach() * 3).cos()
+        optimizer.step()
+        average.update()
+
+
+def snapshot_of(objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage) -> Snapshot:
+    run, state = {"identity": {"seed": 1}}, TrainerState(global_step=3, log_history=[{"step": 1, "loss": 0.5}])
+    processor: Any = Processor()
+    return take(objective.model, processor, objective, optimizer, average, state, run, ranks.rank() == 0)
+
+
+def save(folder: Path, shard: bool, lora_rank: int = 0) -> dict[str, torch.Tensor]:
+    trained = parts(shard, lora_rank)
+    learn(*trained, 2)
+    snapshot = snapshot_of(*trained)
+    if ranks.rank() == 0:
+        folder.mkdir()
+        snapshot.write(folder)
+    return everything(*trained)
+
+
+def load(folder: Path, shard: bool, lora_rank: int = 0, more: int = 0) -> dict[str, torch.Tensor]:
+    objective, optimizer, average = parts(shard, lora_rank)
+    load_weights(objective.model, folder)
+    load_optimizer(optimizer, objective, folder)
+    average.load(folder)
+    learn(objective, optimizer, average, more)
+    return everything(objective, optimizer, average)
+
+
+def everything(
+    objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage
+) -> dict[str, torch.Tensor]:
+    """All that training changes, whole."""
+    found = {f"weight {name}": value for name, value in objective.model.state_dict().items()}
+    found |= {f"average {name}": value for name, value in average.values.items()}
+    found |= {f"optimizer {name}": value for name, value in optimizer_tensors(optimizer, objective).items()}
+    return {name: whole(value.detach()).clone().reshape(-1) for name, value in found.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_all_that_training_changes_comes_back_bit_for_bit(lora_rank: int, tmp_path: Path) -> None:
+    if lora_rank:
+        pytest.importorskip("peft")
+    right = save(tmp_path / "checkpoint-3", False, lora_rank)
+    assert_same(load(tmp_path / "checkpoint-3", False, lora_rank), right)
+    assert (tmp_path / "checkpoint-3" / adapters.FILE).exists() == bool(lora_rank)
+    assert any(name.endswith("exp_avg_sq") for name in right)
+    assert {"optimizer model.logit_bias|step", "weight logit_bias"} <= right.keys()
+    assert TrainerState.load_from_json(str(tmp_path / "checkpoint-3" / STATE_FILE)).global_step == 3
+    assert read_json(tmp_path / "checkpoint-3" / RUN_FILE) == {"identity": {"seed": 1}}
+
+
+@pytest.mark.parametrize(("before", "after", "worlds"), [(True, False, (2, 1)), (False, True, (1, 2))])
+def test_sharded_and_whole_read_each_other(
+    before: bool, after: bool, worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    """And a step further both are where one is that was never stored."""
+    folder = tmp_path / "checkpoint-3"
+    saved = run_on_ranks(worlds[0], save, folder, before)
+    loaded = run_on_ranks(worlds[1], load, folder, after)
+    goes_on = run_on_ranks(worlds[1], load, folder, after, 0, 1)
+    for each in (*saved[1:], *loaded):
+        assert_same(each, saved[0])
+    straight = parts()
+    learn(*straight, 3)
+    for each in goes_on:
+        assert_same(each, everything(*straight))
+
+
+def copies_of_little_ones() -> list[str]:
+    """Of vectors of one, one rank of two holds everything; two names of one tensor are asked for by all ranks alike."""
+    objective = sharded(tiny_objective(KIND))
+    state = objective.model.state_dict()
+    twice = {"first": state["logit_scale"], "bias": state["logit_bias"], "second": state["logit_scale"]}
+    assert all(isinstance(value, DTensor) for value in twice.values())
+    found = copied(twice, ranks.rank() == 0)
+    after = ranks.sum_over_ranks(torch.ones(1))  # ranks that are not in step would take this for another
+    assert after.item() == ranks.world_size()
+    if found:
+        assert found["first"].data_ptr() == found["second"].data_ptr()
+        assert found["bias"].item() == pytest.approx(-2.0)
+    return sorted(found)
+
+
+def test_all_ranks_ask_for_the_same_tensors() -> None:
+    assert run_on_ranks(2, copies_of_little_ones) == [["bias", "first", "second"], []]
+
+
+def test_a_copy_is_not_changed_by_training_and_holds_tied_weights_once() -> None:
+    layer = nn.Linear(4, 4)
+    tied = {"a": layer.weight, "b": layer.weight, "bias": layer.bias, "view": layer.weight.t()}
+    found = copied(tied, True)
+    right = {name: value.detach().clone() for name, value in tied.items()}
+    with torch.no_grad():
+        layer.weight.zero_()
+    for name, value in right.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].is_contiguous()
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert copied(tied, False) == {}
+
+
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
+    """Weights, average, optimizer state, log and configuration change after the copy; what is written does not."""
+    objective, optimizer, average = parts()
+    learn(objective, optimizer, average, 1)
+    right = everything(objective, optimizer, average)
+    snapshot = snapshot_of(objective, optimizer, average)
+    learn(objective, optimizer, average, 2)
+    (tmp_path / "checkpoint-3").mkdir()
+    snapshot.write(tmp_path / "checkpoint-3")
+    assert_same(load(tmp_path / "checkpoint-3", False), right)
+    assert snapshot.nbytes == sum(value.nbytes for value in right.values())
+
+
+def test_the_log_of_a_snapshot_ends_with_it(tmp_path: Path) -> None:
+    trained = parts()
+    state = TrainerState(log_history=[{"step": 1}])
+    processor: Any = Processor()
+    snapshot = take(trained[0].model, processor, *trained, state, {}, True)
+    state.log_history.append({"step": 2})
+    snapshot.write(tmp_path)
+    assert TrainerState.load_from_json(str(tmp_path / STATE_FILE)).log_history == [{"step": 1}]
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    trained = parts()
+    assert snapshot_of(*trained).not_finite() == []
+    with torch.no_grad():
+        trained[0].model.logit_bias.fill_(float("inf"))
+    assert snapshot_of(*trained).not_finite() == ["logit_bias"]
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    save(folder, False)
+    objective, _, _ = parts()
+    objective.model.vision_model.requires_grad_(False)
+    optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="parameters that are not trained now, such as model.vision_model"):
+        load_optimizer(optimizer, objective, folder)
+    (folder / OPTIMIZER_FILE).write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="cannot be read: .*Resume from another checkpoint"):
+        load_optimizer(optimizer, objective, folder)
+
+
+def test_what_is_in_the_files_is_no_pickle(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", False)
+    endings = {path.suffix for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert endings == {".safetensors", ".json", ".py"}
+    assert load_file(tmp_path / "checkpoint-3" / OPTIMIZER_FILE)
+
+
+def test_changes_are_told_one_by_one() -> None:
+    before = {"seed": 1, "data": "abc", "gone": 2}
+    assert changes(before, dict(before)) == ""
+    told = "seed was 1 and is 2, gone was 2 and is None, new was None and is 3"
+    assert changes(before, {"seed": 2, "data": "abc", "new": 3}) == told
+

@@ -16,6 +16,7 @@ from mm_utils.averaging import WeightAverage
 from mm_utils.fsdp import with_scalars
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective
+from mm_utils.preflight import settle
 from mm_utils.saving import CheckpointWriter
 from mm_utils.snapshot import RUN_FILE, copied, load_optimizer, read_json, take
 
@@ -95,11 +96,22 @@ class Checkpoints:
             self.average.load(path)
 
     def save_model(self) -> None:
-        """Write model and processor to the output folder, and the stock dual encoder to `dual_encoder/` inside it."""
+        """Write model and processor to the output folder, and the stock dual encoder to `dual_encoder/` inside it.
+
+        Raises:
+            ValueError: on all ranks, if the weights are not finite.
+        """
         main = self.accelerator.is_main_process
         weights = copied(self.model.state_dict(), main)
         if self.average is not None:
             weights |= copied(self.average.values, main)
+        bad = [name for name, value in weights.items() if not value.isfinite().all()]
+        settle(
+            f"the weights after the last step are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. Train "
+            "again with a lower --learning_rate, or in bf16 or fp32, and with --save_steps."
+            if bad
+            else None
+        )
         if main:
             self.model.save_pretrained(self.output_dir, state_dict=adapters.merged(with_scalars(weights)))
             self.processor.save_pretrained(self.output_dir)

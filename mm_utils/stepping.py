@@ -61,10 +61,12 @@ class Stepper:
         self.objective, self.optimizer, self.average = objective, optimizer, average
         self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
         self.micro_batch_size: int | None = None
-        self.nonfinite_steps = 0
+        self.nonfinite_steps, self._moved = 0, False
 
     def take(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
         """One global batch: loss, gradient, clipping, update. Returns what the objective reports and the gradient norm.
+
+        A step whose loss or gradient is not finite, or whose gradient is 0, changes nothing. Call `follow` after it.
 
         Raises:
             ValueError: if not even one pair fits into memory.
@@ -80,13 +82,18 @@ class Stepper:
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
         )
         report["grad_norm"] = torch.as_tensor(norm)
-        finite = self._is_finite(report, batch, step)
-        if finite or self.accelerator.scaler is not None:  # a loss scaler skips by itself, and counts on being asked
+        # Of a batch without a row the gradient is 0, and momentum and weight decay would go on by themselves.
+        self._moved = self._is_finite(report, batch, step) and report["grad_norm"].item() != 0
+        # A loss scaler skips by itself, and counts on being asked.
+        if self._moved or self.accelerator.scaler is not None:
             self.optimizer.step()
-        if finite and self.average is not None:
-            self.average.update()
         self.optimizer.zero_grad()
         return report
+
+    def follow(self) -> None:
+        """Let the average follow the weights, once callbacks have bounded these."""
+        if self._moved and self.average is not None:
+            self.average.update()
 
     def _backward(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
         """The gradient of the global batch, in smaller parts and once more where memory runs out."""

@@ -142,25 +142,48 @@ class Trainer:
         with Interruption() as self.interruption, self.watchdog:
             try:
                 metrics = self._train(resume_from)
+                complete = self._complete_saving()
+                if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                    metrics = self._take_best(metrics)
             except _Asked as asked:
                 self._leave(asked.number)
         self._event("on_train_end")
         self.checkpoints.save_model()
+        if not complete:
+            self._give_up()
         return metrics
 
     def _train(self, resume_from: Path | None) -> dict[str, float]:
+        self._begin(resume_from)
+        metrics = self._evaluate_if_owed()
+        if not self.control.should_training_stop:
+            metrics = self._take_steps() or metrics
+        if self.evaluate_model and self._evaluated_at != self.state.global_step:
+            metrics = self.evaluate()
+        if self.saves and self._saved_step != self.state.global_step:
+            self.save_checkpoint()
+        return metrics
+
+    def _begin(self, resume_from: Path | None) -> None:
+        """Check what can be known before the first step, and go to where the run goes on."""
         agree_on("what decides the batches", self.identity)
         if self.accelerator.is_main_process:
             remove_unfinished(self.output_dir)
         if resume_from is not None:
             self._resume(resume_from)
+        if self.accelerator.is_main_process:
+            for name in ("metrics.jsonl", SKIPPED_FILE, NONFINITE_FILE):
+                truncate_log(self.output_dir / name, self.state.global_step)
         note_start(self.output_dir, self.state.global_step)
         if self.saves:
             limit = self.args.save_total_limit
             kept = None if limit is None else limit + self.args.save_best_limit
             check_disk(self.output_dir, self.checkpoints.nbytes, kept)
-        metrics: dict[str, float] = {}
         self._event("on_train_begin")
+
+    def _take_steps(self) -> dict[str, float]:
+        """To the last step, or until a callback or a signal stops the run. Returns the last metrics."""
+        metrics: dict[str, float] = {}
         loader = self.train_batches(self.state.global_step, self.state.max_steps)
         self._throughput.restart()
         self.stragglers.restart()
@@ -175,18 +198,30 @@ class Trainer:
             self.skipped.add(self.state.global_step, batch)
             self._plan()
             self._event("on_step_end", report=report)
-            self._agree()
+            self.stepper.follow()
+            number = self._agree()
             metrics = self._act(report) or metrics
+            if number:
+                raise _Asked(number)
             if self.control.should_training_stop:
-                break
+                return metrics
             self.watchdog.at(self.state.global_step, "data")
-        if self.evaluate_model and self._evaluated_at != self.state.global_step:
-            metrics = self.evaluate()
-        if self.saves and self._saved_step != self.state.global_step:
+        if self.state.global_step < self.state.max_steps:
+            raise RunError(  # on this process, maybe alone: the others would wait for it in their next step
+                f"the training data of process {ranks.rank()} ended after step {self.state.global_step} of "
+                f"{self.state.max_steps}. Give all processes the same data, and as much as at the start."
+            )
+        return metrics
+
+    def _evaluate_if_owed(self) -> dict[str, float]:
+        """Make up for the evaluation that was due when a signal stopped the run that is gone on from."""
+        step = self.state.global_step
+        due = self.evaluate_model is not None and step > 0 and _due(step, self.args.eval_steps)
+        if not due or any(row["step"] == step and "loss" not in row for row in self.state.log_history):
+            return {}
+        metrics = self.evaluate()
+        if self.control.should_save:
             self.save_checkpoint()
-        self._complete_saving()
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            metrics = self._take_best(metrics)
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -276,13 +311,14 @@ class Trainer:
                 setattr(callback, name, value)
         if self.accelerator.is_main_process:
             set_aside(self.output_dir, state.global_step)
-            for name in ("metrics.jsonl", SKIPPED_FILE, NONFINITE_FILE):
-                truncate_log(self.output_dir / name, state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
 
     def _take_best(self, metrics: dict[str, float]) -> dict[str, float]:
         """Go back to the best checkpoint's weights; its metrics are those logged when it was evaluated."""
-        best = Path(str(self.state.best_model_checkpoint))
+        best = checkpoint_path(self.output_dir, int(self.state.best_global_step or 0))
+        if not (best / STATE_FILE).is_file():
+            logger.warning("%s could not be written, so the last weights are kept in place of the best", best)
+            return metrics
         self.checkpoints.load_weights(best)
         evaluated = [
             {name: value for name, value in row.items() if name.startswith("eval_")}
@@ -301,12 +337,17 @@ class Trainer:
         waited = time.monotonic() - self._saved_at
         self.control.should_save = _due(step, self.args.save_steps) or 0 < 60 * self.args.save_minutes <= waited
 
-    def _agree(self) -> None:
-        """Let all ranks do after this step what is due on any, as signals, clocks and disks differ between them."""
+    def _agree(self) -> int:
+        """Let all ranks do after this step what is due on any, as signals, clocks and disks differ between them.
+
+        Returns the number of the signal that asks the run to stop, or 0. Such a step is logged; what else is due is left to
+        `_leave` and to the run that goes on.
+        """
         control, writer = self.control, self.checkpoints.writer
-        number, evaluate, save, stop, saved, failures = ranks.max_over_ranks(
+        number, log, evaluate, save, stop, saved, failures = ranks.max_over_ranks(
             [
                 self.interruption.number,
+                control.should_log,
                 control.should_evaluate,
                 control.should_save,
                 control.should_training_stop,
@@ -315,13 +356,24 @@ class Trainer:
             ],
             self.accelerator.device,
         )
-        control.should_evaluate, control.should_save, control.should_training_stop = map(bool, (evaluate, save, stop))
+        control.should_log, control.should_evaluate, control.should_save = map(bool, (log, evaluate, save))
+        control.should_training_stop = bool(stop)
         if saved:
             self._event("on_save", checkpoint=checkpoint_path(self.output_dir, saved))
+            self._agree_on_wishes()
         if failures >= MOST_FAILURES:
             self._give_up()
         if number:
-            raise _Asked(number)
+            control.should_evaluate = control.should_save = False
+        return number
+
+    def _agree_on_wishes(self) -> None:
+        """Let all ranks do what callbacks that were just told of something ask for on any, as some act on one alone."""
+        control = self.control
+        evaluate, save, stop = ranks.max_over_ranks(
+            [control.should_evaluate, control.should_save, control.should_training_stop], self.accelerator.device
+        )
+        control.should_evaluate, control.should_save, control.should_training_stop = map(bool, (evaluate, save, stop))
 
     def _look(self) -> None:
         """Stop, on all ranks at once, if a signal asked any of them to."""
@@ -335,26 +387,26 @@ class Trainer:
         step = self.state.global_step
         if self._saved_step != step:
             self.save_checkpoint()
-        self._complete_saving()
+        if not self._complete_saving():
+            self._give_up()
         self._event("on_train_end")
         if self.accelerator.is_main_process:
             logger.warning("Stopped by a signal after step %d; go on with --resume_from_checkpoint latest", step)
         raise Interrupted(number)
 
-    def _complete_saving(self) -> None:
-        """Wait for what is being written, and tell the callbacks."""
+    def _complete_saving(self) -> bool:
+        """Wait for what is being written, and tell the callbacks. Whether the last checkpoint could be written."""
         self.watchdog.at(self.state.global_step, "save")
         self.checkpoints.writer.wait()
         while True:
             told = [self.checkpoints.writer.saved(), self.checkpoints.writer.failures]
             saved, failures = ranks.max_over_ranks(told, self.accelerator.device)
-            if failures:
-                self._give_up()
             if not saved:
                 break
             self._event("on_save", checkpoint=checkpoint_path(self.output_dir, saved))
         if self.accelerator.is_main_process:
             self.checkpoints.writer.tidy(self._best_steps())
+        return not failures
 
     def _give_up(self) -> NoReturn:
         [problem] = broadcast_object_list([self.checkpoints.writer.problem])
@@ -380,8 +432,10 @@ class Trainer:
                     **({"nonfinite_steps": self.stepper.nonfinite_steps} if self.stepper.nonfinite_steps else {}),
                 }
             )
+            self._agree_on_wishes()
         if self.control.should_evaluate:
             metrics = self.evaluate()
+            self._agree_on_wishes()
         if self.control.should_save:
             self.save_checkpoint()
         if self.control.should_evaluate or self.control.should_save:

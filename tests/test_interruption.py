@@ -77,6 +77,16 @@ def again_later(first: int, second: int) -> None:
         time.sleep(60)
 
 
+def another_later(first: int, second: int) -> int:
+    """As from a launcher that ends, and has the system end what it started."""
+    interruption._SAME = 0.1
+    with Interruption() as found:
+        os.kill(os.getpid(), first)
+        time.sleep(0.2)
+        os.kill(os.getpid(), second)
+    return found.number
+
+
 def after_the_loop(number: int) -> None:
     with Interruption():
         pass
@@ -112,7 +122,7 @@ def with_a_handler_of_c() -> int:
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...], int, Any]] = [
     *((raised, (number,), 128 + number, None) for number in SIGNALS),
     (again_later, (signal.SIGTERM, signal.SIGTERM), -signal.SIGTERM, None),
-    (again_later, (signal.SIGUSR1, signal.SIGTERM), -signal.SIGTERM, None),
+    (another_later, (signal.SIGUSR1, signal.SIGTERM), 0, signal.SIGUSR1),
     (after_the_loop, (signal.SIGTERM,), -signal.SIGTERM, None),
     (without_stderr, (signal.SIGINT,), 0, signal.SIGINT),
     (with_a_handler_of_c, (), 0, 3),

@@ -116,7 +116,9 @@ def test_failures_in_succession_are_counted_and_the_last_one_is_told(
     for step in range(2, 2 + MOST_FAILURES - 1):
         assert save(writer, step, Copied(fault=failing(RuntimeError("no")))) == 0
     assert writer.failures == MOST_FAILURES - 1
-    assert "the checkpoint of step 3 could not be written: RuntimeError: no. Older ones are as they were" in caplog.text
+    assert (
+        "the checkpoint of step 3 could not be written: RuntimeError: no. Older ones are as they were" in caplog.text
+    )
     assert save(writer, 4, Copied()) == 4
     assert writer.failures == 0
     for step in range(5, 5 + MOST_FAILURES):

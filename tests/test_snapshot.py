@@ -111,9 +111,7 @@ def test_all_that_training_changes_comes_back_bit_for_bit(lora_rank: int, tmp_pa
 
 
 @pytest.mark.parametrize(("before", "after", "worlds"), [(True, False, (2, 1)), (False, True, (1, 2))])
-def test_sharded_and_whole_read_each_other(
-    before: bool, after: bool, worlds: tuple[int, int], tmp_path: Path
-) -> None:
+def test_sharded_and_whole_read_each_other(before: bool, after: bool, worlds: tuple[int, int], tmp_path: Path) -> None:
     """And a step further both are where one is that was never stored."""
     folder = tmp_path / "checkpoint-3"
     saved = run_on_ranks(worlds[0], save, folder, before)
@@ -186,6 +184,7 @@ def test_the_log_of_a_snapshot_ends_with_it(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_named() -> None:
     trained = parts()
     assert snapshot_of(*trained).not_finite() == []
+    assert trained[0].model.logit_bias is not None
     with torch.no_grad():
         trained[0].model.logit_bias.fill_(float("inf"))
     assert snapshot_of(*trained).not_finite() == ["logit_bias"]
@@ -197,10 +196,10 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     objective, _, _ = parts()
     objective.model.vision_model.requires_grad_(False)
     optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="parameters that are not trained now, such as model.vision_model"):
+    with pytest.raises(ValueError, match=r"parameters that are not trained now, such as model\.vision_model"):
         load_optimizer(optimizer, objective, folder)
     (folder / OPTIMIZER_FILE).write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match="cannot be read: .*Resume from another checkpoint"):
+    with pytest.raises(ValueError, match=r"cannot be read: .*Resume from another checkpoint"):
         load_optimizer(optimizer, objective, folder)
 
 
@@ -216,4 +215,3 @@ def test_changes_are_told_one_by_one() -> None:
     assert changes(before, dict(before)) == ""
     told = "seed was 1 and is 2, gone was 2 and is None, new was None and is 3"
     assert changes(before, {"seed": 2, "data": "abc", "new": 3}) == told
-

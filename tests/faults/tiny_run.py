@@ -72,7 +72,8 @@ class Batches:
             rows = [self.row(step * self.size + place) for place in range(self.size)]
             mine = ranks.share(self.size, ranks.rank(), ranks.world_size())
             self.seen.append([rows[place] for place in mine])
-            yield batch_of(self.seen[-1])
+            batch = batch_of(self.seen[-1])
+            yield batch | {"pixel_values": batch["pixel_values"].double()} if self.run.exact else batch
 
     def row(self, position: int) -> int:
         epoch, place = divmod(position, self.run.rows)
@@ -126,10 +127,15 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     accelerator = make_accelerator()
     torch.set_num_threads(1)
-    given = {"max_steps": STEPS, "save_steps": 3, "eval_steps": 4, "logging_steps": 1, "ema_decay": 0.9}
-    args = TrainingArguments(
-        output_dir=str(run.folder), global_batch_size=BATCH, metric_for_best_model="score", **(given | run.arguments)
-    )
+    given: dict[str, Any] = {
+        "max_steps": STEPS,
+        "save_steps": 3,
+        "eval_steps": 4,
+        "logging_steps": 1,
+        "ema_decay": 0.9,
+    }
+    given |= {"global_batch_size": BATCH, "metric_for_best_model": "score"} | run.arguments
+    args = TrainingArguments(output_dir=str(run.folder), **given)
     objective = tiny_objective(run.kind)
     assert isinstance(objective, JointObjective)
     objective.to(torch.double if run.exact else torch.float)

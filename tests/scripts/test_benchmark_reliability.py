@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,9 @@ def run(tmp_path: Path, *flags: str) -> tuple[dict[str, float], dict[str, dict[s
     return figures, json.loads(file.read_text())
 
 
-def test_tables_say_what_was_found():
+def test_tables_say_what_was_found() -> None:
     cases = {"1 plain": True, "2 dropout": False, "3 state": None}
-    found = {
+    found: dict[str, Any] = {
         "resume": {"tandem": {"right": 1, "of": 2, "notes": ["2 dropout: differs"], "cases": cases}},
         "damage": {"plain_trainer": {"right": 7, "of": 14, "notes": [], "named": 2}},
         "cost": {
@@ -43,13 +44,13 @@ def test_tables_say_what_was_found():
         (["--kills", "0"], "--kills 0; both count from 1"),
     ],
 )
-def test_bad_flags(flags, message, capsys):
+def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         benchmark_reliability.main(flags)
     assert message in capsys.readouterr().err
 
 
-def test_a_short_run(tmp_path, capsys):
+def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Both contestants load what they saved, which is checked before anything is damaged."""
     flags = ["--parts", "damage,nan,paths", "--contestants", "tandem,plain_accelerate", "--trials", "1"]
     figures, found = run(tmp_path, *flags)
@@ -64,7 +65,7 @@ def test_a_short_run(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_this_project_survives_what_is_done_to_it(tmp_path):
+def test_this_project_survives_what_is_done_to_it(tmp_path: Path) -> None:
     parts = ["resume", "kill", "kill_often", "damage", "disk", "sigterm", "sigterm_all"]
     flags = ["--parts", ",".join(parts), "--contestants", "tandem", "--trials", "14", "--kills", "5"]
     _, found = run(tmp_path, *flags)
@@ -76,7 +77,7 @@ def test_this_project_survives_what_is_done_to_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cost_is_measured_of_all_in_turn(tmp_path):
+def test_a_cost_is_measured_of_all_in_turn(tmp_path: Path) -> None:
     figures, found = run(tmp_path, "--parts", "cost", "--contestants", "tandem,plain_accelerate", "--trials", "1")
     costs = found["cost"]
     assert costs["tandem"]["still"] <= costs["tandem"]["complete"]

@@ -1,7 +1,10 @@
 """The trials find what they say. Whole runs of them are in `tests/scripts/test_benchmark_reliability.py`."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
-from damage import DAMAGES, judge
+from damage import DAMAGES, Damage, judge
 from paths import escapes, read_by_datasets, read_by_ours
 from trials import CASES, Outcome
 
@@ -12,7 +15,7 @@ STATES = {1: "first", 2: "second"}
 
 def outcome(step: int = 0, said: str = "", error: str = "") -> Outcome:
     """Of loading a checkpoint."""
-    events = [{"event": "warning", "text": said}] if said else []
+    events: list[dict[str, Any]] = [{"event": "warning", "text": said}] if said else []
     events += [{"event": "loaded", "step": step, "digest": STATES[step]}] if step else []
     events += [{"event": "error", "text": error}] if error else []
     return Outcome(events, 0, False)
@@ -28,12 +31,12 @@ def outcome(step: int = 0, said: str = "", error: str = "") -> Outcome:
         (outcome(error="OSError: a.bin is cut"), (True, True)),
     ],
 )
-def test_damage_is_detected_or_not(loading, verdict):
+def test_damage_is_detected_or_not(loading: Outcome, verdict: tuple[bool, bool]) -> None:
     assert judge(loading, "a.bin", STATES) == verdict
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.title)
-def test_every_damage_changes_the_file(damage, tmp_path):
+def test_every_damage_changes_the_file(damage: Damage, tmp_path: Path) -> None:
     content = bytes(range(1, 101))
     for name, change in (("older", b"!"), ("newer", b"")):
         (tmp_path / name).mkdir()
@@ -43,12 +46,12 @@ def test_every_damage_changes_the_file(damage, tmp_path):
     assert not file.exists() or file.read_bytes() != content
 
 
-def test_trials_are_as_many_as_they_are_said_to_be():
+def test_trials_are_as_many_as_they_are_said_to_be() -> None:
     assert (len(CASES), len(DAMAGES)) == (TRIALS["resume"], TRIALS["damage"])
     assert len({(case.title, number) for number, case in enumerate(CASES)}) == len(CASES)
 
 
-def test_a_path_inside_is_read_and_one_outside_is_not(tmp_path, monkeypatch):
+def test_a_path_inside_is_read_and_one_outside_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     inside, paths, server = escapes(tmp_path)
     server.shutdown()

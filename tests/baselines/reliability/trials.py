@@ -122,7 +122,8 @@ class Run:
     def went_on(self, step: int) -> None:
         """Called when the loop asks for the batch after `step`; what is saved is saved, or on its way."""
         self.tell("went_on", step=step, at=time.monotonic())
-        while step == self.hold_after and not Path(self.folder, "go").exists():
+        deadline = time.monotonic() + 120
+        while step == self.hold_after > 0 and not Path(self.folder, "go").exists() and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def ended(self, step: int, model: torch.nn.Module) -> None:

@@ -1,0 +1,110 @@
+"""Signals at every place of a run, once, in storms and twice, to one process and to several."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_utils import ranks
+from mm_utils.checkpoints import newest_checkpoint, step_of
+from tests.faults.conftest import Record
+from tests.faults.tiny_run import STEPS, TinyRun, alone, digest, losses, train
+from tests.test_ranks import run_on_ranks
+
+
+class Signalled:
+    """Sends a signal to this process at a place of a step, so many times, on the ranks that are named."""
+
+    def __init__(
+        self, place: str, step: int, number: int, times: int = 1, pause: float = 0.0, only: int | None = None
+    ):
+        self.place, self.step, self.number, self.times, self.pause, self.only = place, step, number, times, pause, only
+
+    def __call__(self, place: str, step: int) -> None:
+        if (place, step) == (self.place, self.step) and self.only in (None, ranks.rank()):
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+                time.sleep(self.pause)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing befell."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    assert alone(train, TinyRun(folder))[0] == 0
+    return folder
+
+
+def exiting(run: TinyRun) -> None:
+    """Ends as a script does."""
+    number, _, _ = train(run)
+    raise SystemExit(128 + number if number else 0)
+
+
+PLACES = [
+    ("batch", 1),
+    ("forward", 5),
+    ("end", 6),
+    ("evaluation", 4),
+    ("evaluation", STEPS),
+    ("saved", 7),
+    ("end", STEPS),
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
+def test_a_signal_loses_no_step(
+    place: tuple[str, int], number: signal.Signals, straight: Path, tmp_path: Path, fault: Record
+) -> None:
+    injected = fault("signals", f"{number.name}, {place[0]} of step {place[1]}", save_interval=3)
+    run = TinyRun(tmp_path / "run", strike=Signalled(*place, number))
+    status, _ = alone(exiting, run)
+    path, damaged = newest_checkpoint(run.folder)
+    assert not damaged
+    assert path is not None
+    injected.steps_lost = max(0, place[1] - step_of(path))
+    assert injected.steps_lost == 0
+    assert status == 128 + number or (place[1] == STEPS and status == 0)
+    status, (_, last, _) = alone(train, replace(run, strike=TinyRun(run.folder).strike))
+    assert (status, last) == (0, STEPS)
+    assert digest(run.folder) == digest(straight)
+
+
+def test_what_was_logged_is_that_of_the_straight_run(straight: Path, tmp_path: Path, fault: Record) -> None:
+    fault("signals", "SIGTERM in step 5: is its loss in the log?")
+    run = TinyRun(tmp_path / "run", strike=Signalled("forward", 5, signal.SIGTERM))
+    assert alone(exiting, run)[0] == 143
+    assert alone(train, TinyRun(run.folder))[0] == 0
+    assert losses(run.folder) == losses(straight)
+
+
+def test_a_storm_of_signals_is_one(straight: Path, tmp_path: Path, fault: Record) -> None:
+    fault("signals", "SIGTERM five times at once")
+    run = TinyRun(tmp_path / "run", strike=Signalled("forward", 5, signal.SIGTERM, times=5))
+    assert alone(exiting, run)[0] == 143
+    assert newest_checkpoint(run.folder)[0] == run.folder / "checkpoint-5"
+
+
+@pytest.mark.slow
+def test_a_second_signal_later_ends_at_once(tmp_path: Path, fault: Record) -> None:
+    fault("signals", "SIGTERM twice, 4 s apart", steps_lost=2, save_interval=3)
+    run = TinyRun(tmp_path / "run", strike=Signalled("forward", 5, signal.SIGTERM, times=2, pause=4))
+    assert alone(exiting, run)[0] == -signal.SIGTERM
+    assert newest_checkpoint(run.folder)[0] == run.folder / "checkpoint-3"
+
+
+@pytest.mark.parametrize("only", [0, 1, None])
+@pytest.mark.parametrize("place", [("forward", 5), ("evaluation", 4)], ids=lambda place: place[0])
+def test_all_processes_stop_after_the_same_step(
+    place: tuple[str, int], only: int | None, tmp_path: Path, fault: Record
+) -> None:
+    fault("signals", f"SIGTERM to {'both processes' if only is None else f'process {only} of 2'}, {place[0]}")
+    run = TinyRun(tmp_path / "run", dropout=0.0, strike=Signalled(*place, signal.SIGTERM, only=only))
+    ended: list[Any] = run_on_ranks(2, train, run)
+    assert [(number, step) for number, step, _ in ended] == [(signal.SIGTERM, place[1])] * 2
+    assert newest_checkpoint(run.folder)[0] == run.folder / f"checkpoint-{place[1]}"

@@ -1,0 +1,301 @@
+"""Processes that are killed, stopped, slow or fail, one of several, at every place of a run."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_utils.trainer import Trainer
+from tests.faults import rank_runs
+from tests.faults.rank_runs import SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
+from tests.faults.tiny_run import STEPS, TinyRun
+
+AREA = "processes"
+ROOT = Path(__file__).parents[2]
+SOON = 25.0  # seconds in which all are to be gone, on a machine that is busy; on a quiet one it is one or two
+TOLERANCE = 1e-5  # where the number of processes differs
+Straight = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run, on one process, of what does not depend on their number."""
+    folder = tmp_path_factory.mktemp("exact") / "run"
+    assert start(1, exact_run(folder)).statuses == [0]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Uninterrupted runs with dropout, by the number of processes, to be met in every bit."""
+    root = tmp_path_factory.mktemp("straight")
+
+    def run(world: int) -> Path:
+        folder = root / str(world)
+        if not folder.exists():
+            assert start(world, dropout_run(folder, world)).statuses == [0] * world
+        return folder
+
+    return run
+
+
+def dropout_run(folder: Path, world: int) -> TinyRun:
+    """Three and more processes add gradients up in an order that DDP changes after its first step; in parts it is one."""
+    return TinyRun(folder, arguments={"micro_batch_size": "1"} if world > 2 else {})
+
+
+def exact_run(folder: Path, **arguments: Any) -> TinyRun:
+    return TinyRun(folder, dropout=0.0, exact=True, arguments=arguments)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+QUICK = [
+    (0, "start", 0),
+    (2, "batch", 5),
+    (1, "backward", 8),
+    (0, "writing", 6),
+    (2, "evaluation", 8),
+    (1, "last", 10),
+]
+PLACES = [("start", 0), ("batch", 1), ("batch", 5), ("tower", 2), ("backward", 8), ("optimizer", 4), ("end", 7),
+          ("save", 6), ("evaluation", 4), ("evaluation", 10), ("saved", 6), ("last", 10)]  # fmt: skip
+KILLS = [*QUICK, *(slow(rank, *place) for rank in range(3) for place in PLACES if (rank, *place) not in QUICK)]
+
+
+@pytest.mark.parametrize(("rank", "place", "step"), KILLS)
+def test_a_killed_process(
+    fault: Any, exact: Path, straight: Straight, tmp_path: Path, rank: int, place: str, step: int
+) -> None:
+    """The others say so and end; what goes on from there ends as a run that nothing happened to."""
+    injected = fault(AREA, f"process {rank} of 3 killed in {place} of step {step}", save_interval=SAVE_STEPS)
+    same = (rank + step) % 2 == 0
+    run = dropout_run(tmp_path / "run", 3) if same else exact_run(tmp_path / "run")
+    ended = start(3, run, Fault(kill, place, step, rank))
+    assert_ended(ended, rank, -9)
+    goes_on(injected, run, ended, 3 if same else 2, straight(3) if same else exact, 0.0 if same else TOLERANCE)
+
+
+@pytest.mark.parametrize("number", [slow(number) for number in range(6)])
+def test_a_process_killed_at_some_instant_of_a_step(
+    fault: Any, straight: Straight, tmp_path: Path, number: int
+) -> None:
+    rank, step, delay = number % 2, 2 + number, 0.007 * number + 0.001
+    injected = fault(AREA, f"process {rank} killed {delay * 1000:.0f} ms into step {step}", save_interval=SAVE_STEPS)
+    run = TinyRun(tmp_path / "run")
+    ended = start(2, run, Fault(kill, "taken", step, rank, delay=delay), Fault(Sleep(0.01), "tower", step, None, 9))
+    assert_ended(ended, rank, -9)
+    goes_on(injected, run, ended, 2, straight(2), 0.0)
+
+
+def assert_ended(ended: rank_runs.Ended, rank: int, status: int | None) -> None:
+    """One process struck, the others gone soon, with one line each that names it."""
+    assert ended.statuses[rank] == status, ended.text
+    assert ended.over is not None
+    assert ended.over < SOON
+    assert "Traceback" not in ended.text
+    for other in {*range(len(ended.statuses))} - {rank}:
+        assert ended.statuses[other] == 1, ended.texts[other]
+        assert len(ended.errors(other)) == 1, ended.texts[other]
+        assert f"process {rank} " in ended.errors(other)[0], ended.texts[other]
+
+
+def goes_on(
+    injected: Any, run: TinyRun, ended: rank_runs.Ended, world: int, reference: Path, tolerance: float
+) -> None:
+    """Start again on so many processes: nothing is missing at the end but time."""
+    injected.detection_seconds = ended.told
+    injected.bytes_lost = rank_runs.bytes_lost(run.folder)
+    assert injected.bytes_lost == 0
+    again = start(world, run)
+    assert again.statuses == [0] * world, again.text
+    injected.steps_lost = rank_runs.steps_lost(run.folder, ended.begun)
+    # A checkpoint is written while the next steps are taken, and those are lost with it.
+    assert injected.steps_lost <= 2 * SAVE_STEPS
+    assert rank_runs.rows_of(run.folder) == rank_runs.rows_of(reference)
+    assert len(rank_runs.rows_of(run.folder)) == STEPS
+    assert rank_runs.difference(run.folder, reference) <= tolerance
+
+
+@pytest.mark.parametrize("rank", [slow(0), 1, slow(2)])
+def test_a_stopped_process(fault: Any, exact: Path, tmp_path: Path, rank: int) -> None:
+    injected = fault(AREA, f"process {rank} of 3 stopped in a step", save_interval=SAVE_STEPS)
+    run = exact_run(tmp_path / "run", ddp_timeout=3.0)
+    ended = start(3, run, Fault(freeze, "backward", 5, rank))
+    assert_ended(ended, rank, None)
+    assert "not been heard of for" in ended.text
+    goes_on(injected, run, ended, 2, exact, TOLERANCE)
+
+
+ERRORS: dict[str, BaseException] = {
+    "ValueError": ValueError("--x is 1; it is wrong."),
+    "RuntimeError": RuntimeError("a bug"),
+    "KeyError": KeyError("a bug"),
+}
+BREAKS = [
+    "start",
+    "batch",
+    "forward",
+    "backward",
+    "optimizer",
+    "end",
+    "log",
+    "evaluation",
+    "evaluated",
+    "save",
+    "last",
+]
+QUICK_ERRORS = [("ValueError", "batch", 0), ("RuntimeError", "backward", 1), ("KeyError", "evaluation", 1)]
+CASES = [(error, place, rank) for rank in (0, 1) for place in BREAKS for error in ERRORS]
+
+
+@pytest.mark.parametrize(
+    ("error", "place", "rank"), [*QUICK_ERRORS, *(slow(*c) for c in CASES if c not in QUICK_ERRORS)]
+)
+def test_an_error_in_one_process(fault: Any, exact: Path, tmp_path: Path, error: str, place: str, rank: int) -> None:
+    """It is told once, by the one that it happened to, and the others are gone soon."""
+    injected = fault(AREA, f"{error} in {place} of process {rank}", save_interval=SAVE_STEPS)
+    run = exact_run(tmp_path / "run")
+    step = {"start": 0, "evaluation": 8, "evaluated": 8, "save": 6, "last": STEPS}.get(place, 5)
+    ended = start(2, run, Fault(Raise(ERRORS[error]), place, step, rank))
+    assert ended.statuses == [1, 1], ended.text
+    assert ended.over is not None
+    assert ended.over < SOON
+    assert ended.text.count("Traceback") == (error != "ValueError"), ended.text
+    assert len(ended.errors(rank)) == 1, ended.text
+    assert str(ERRORS[error]) in ended.texts[rank]
+    [line] = ended.errors(1 - rank)
+    assert f"process {rank} failed: {error}: {ERRORS[error]}" in line
+    goes_on(injected, run, ended, 1, exact, TOLERANCE)
+
+
+@pytest.mark.parametrize("error", ["KeyError", slow("ValueError")])
+def test_an_error_while_a_checkpoint_is_written(fault: Any, exact: Path, tmp_path: Path, error: str) -> None:
+    """It costs the checkpoint, and not the run."""
+    fault(AREA, f"{error} in the thread that writes a checkpoint")
+    ended = start(2, exact_run(tmp_path / "run"), Fault(Raise(ERRORS[error]), "writing", 6))
+    assert ended.statuses == [0, 0], ended.text
+    assert "the checkpoint of step 6 could not be written" in ended.errors(0)[0]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-9"]
+    assert rank_runs.difference(tmp_path / "run", exact) <= TOLERANCE
+
+
+def test_a_slow_process(fault: Any, straight: Straight, tmp_path: Path) -> None:
+    injected = fault(AREA, "process 1 slow")
+    run = TinyRun(tmp_path / "run")
+    ended = start(2, run, Fault(Sleep(0.3), "tower", 0, 1, times=STEPS))
+    assert ended.statuses == [0, 0], ended.text
+    assert "process 1 (host" in ended.texts[0]
+    assert "holds up the others" in ended.texts[0]
+    injected.steps_lost = 0
+    assert rank_runs.difference(run.folder, straight(2)) == 0
+
+
+def test_a_killed_data_worker(fault: Any, straight: Straight, tmp_path: Path) -> None:
+    injected = fault(AREA, "a data worker of process 1 killed", save_interval=SAVE_STEPS)
+    run = TinyRun(tmp_path / "run")
+    ended = start(2, run, Fault(kill_a_worker, "batch", 5, 1), workers=1)
+    assert ended.statuses == [0, 0], ended.text
+    assert "was killed by signal 9" in ended.texts[1]
+    injected.steps_lost = len(rank_runs.notes_in(run.folder, "steps")) // 2 - STEPS
+    assert injected.steps_lost == 0
+    assert rank_runs.rows_of(run.folder) == rank_runs.rows_of(straight(2))
+    assert rank_runs.difference(run.folder, straight(2)) == 0
+
+
+class Shorten:
+    """Let the loader end early."""
+
+    def __init__(self, stop: int):
+        self.stop = stop
+
+    def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
+        made = trainer.train_batches
+        trainer.train_batches = lambda first, stop: made(first, self.stop)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("rank", "stop"), [(1, 6), (None, 6), slow(0, 6), slow(0, 4), slow(None, 9), slow(1, 9)])
+def test_data_that_end_early(fault: Any, exact: Path, tmp_path: Path, rank: int | None, stop: int) -> None:
+    """It is an error; whoever has fewer batches must not evaluate and save while the others wait for it in a step."""
+    who = "all" if rank is None else f"process {rank}"
+    injected = fault(AREA, f"data of {who} end after step {stop} of {STEPS}", save_interval=SAVE_STEPS)
+    run = exact_run(tmp_path / "run")
+    ended = start(2, run, Fault(Shorten(stop), "start", 0, rank))
+    assert ended.statuses == [1, 1], ended.text
+    assert f"ended after step {stop} of {STEPS}" in ended.text
+    assert "Traceback" not in ended.text
+    assert not (run.folder / "model.safetensors").exists()
+    goes_on(injected, run, ended, 2, exact, TOLERANCE)
+
+
+class Set:
+    """What a callback asks for."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
+        setattr(trainer.control, self.name, True)
+
+
+WISHES = [("should_log", "end"), ("should_training_stop", "log"), ("should_training_stop", "evaluated"),
+          ("should_training_stop", "saved"), ("should_evaluate", "end"), ("should_save", "end"),
+          ("should_save", "evaluated"), ("should_save", "log"), ("should_evaluate", "log")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wish", "place"), [WISHES[0], WISHES[1], *(slow(*each) for each in WISHES[2:])])
+def test_a_callback_that_wants_something_on_one_process(fault: Any, tmp_path: Path, wish: str, place: str) -> None:
+    """As those do that look at a clock, or only act on the main process: all do it together."""
+    fault(AREA, f"{wish} on process 1 alone, from {place}")
+    step = {"evaluated": 4, "end": 7}.get(place, 5)
+    run = exact_run(tmp_path / "run", logging_steps=5, ddp_timeout=10.0)
+    ended = start(2, run, Fault(Set(wish), place, 0 if place == "saved" else step, 1))
+    assert ended.statuses == [0, 0], ended.text
+    done = {note["step"] for note in rank_runs.notes_in(run.folder, "steps")}
+    assert len(done) < STEPS if wish == "should_training_stop" else len(done) == STEPS
+
+
+@pytest.mark.parametrize("rank", [0, slow(1)])
+def test_one_process_is_asked_to_stop(fault: Any, straight: Straight, tmp_path: Path, rank: int) -> None:
+    """All finish the step, save and leave; not a step is lost."""
+    injected = fault(AREA, f"SIGTERM to process {rank} alone", save_interval=SAVE_STEPS)
+    run = TinyRun(tmp_path / "run")
+    ended = start(2, run, Fault(terminate, "backward", 5, rank))
+    assert ended.statuses == [143, 143], ended.text
+    goes_on(injected, run, ended, 2, straight(2), 0.0)
+    assert injected.steps_lost == 0
+
+
+def terminate(trainer: Trainer, batch: dict[str, Any]) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "kills"), [(1, 1), (2, 3), (3, 3)])
+def test_a_launcher_that_restarts_its_processes(
+    fault: Any, straight: Straight, tmp_path: Path, seed: int, kills: int
+) -> None:
+    """Nobody does anything, and the run comes to the same end."""
+    injected = [fault(AREA, "a process killed under a launcher", save_interval=SAVE_STEPS) for _ in range(kills)]
+    folder = tmp_path / "run"
+    config = str(ROOT / "accelerate_configs" / "two_processes.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--max_restarts", "3"]
+    command += ["--main_process_port", "0", "-m", "tests.faults.restarted", str(folder), str(seed), str(kills)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    lost = [rank_runs.steps_lost(folder, begun) for begun in range(kills)]
+    for each, steps in zip(injected, lost, strict=True):
+        each.steps_lost, each.bytes_lost = steps, rank_runs.bytes_lost(folder)
+        assert steps <= 2 * SAVE_STEPS
+        assert each.bytes_lost == 0
+    assert max(note["begun"] for note in rank_runs.notes_in(folder, "steps")) == kills
+    assert rank_runs.rows_of(folder) == rank_runs.rows_of(straight(2))
+    assert rank_runs.difference(folder, straight(2)) == 0

@@ -37,8 +37,9 @@ class Interrupted(SystemExit):
 class Interruption:
     """Within its context, signals are noted in `number`; a second one, later than at once, has its default effect.
 
-    Data workers that are forked inside, which launchers signal too, live on for a while. Outside the main thread, where
-    handlers cannot be set, nothing is noted.
+    Data workers that are forked inside, which keyboards and launchers signal too, live on for a while; those that SIGTERM
+    ends, as torch has it, are replaced by their loader. Outside the main thread, where handlers cannot be set, nothing is
+    noted.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective
 from mm_utils.preflight import settle
 from mm_utils.saving import CheckpointWriter
-from mm_utils.snapshot import RUN_FILE, copied, load_optimizer, read_json, take
+from mm_utils.snapshot import RUN_FILE, Buffers, copied, load_optimizer, read_json, take
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Checkpoints:
         self.accelerator, self.output_dir, self.processor = accelerator, output_dir, processor
         self.objective, self.model, self.optimizer, self.average = objective, objective.model, optimizer, average
         self.writer = CheckpointWriter(output_dir, limit)
+        self._buffers: dict[str, Buffers] = {}
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +66,10 @@ class Checkpoints:
         scaler, main = self.accelerator.scaler, self.accelerator.is_main_process
         run = {**run, "scaler": None if scaler is None else scaler.state_dict()}
         optimizer = None if self._has_deepspeed else self.optimizer
-        snapshot = take(self.model, self.processor, self.objective, optimizer, self.average, state, run, main)
+        self.writer.wait()  # it reads the memory that is copied to
+        snapshot = take(
+            self.model, self.processor, self.objective, optimizer, self.average, state, run, main, self._buffers
+        )
         if self._has_deepspeed:
             snapshot.folders.append(self._save_deepspeed())
         if main:
@@ -125,7 +129,6 @@ class Checkpoints:
 
     def _save_deepspeed(self) -> Path:
         """DeepSpeed cuts the optimizer's state in pieces without names; its own files go into the checkpoint as they are."""
-        self.writer.wait()
         folder = self.output_dir / f".{_DEEPSPEED}" / _DEEPSPEED
         if self.accelerator.is_main_process:
             shutil.rmtree(folder.parent, ignore_errors=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from mm_utils.checkpoints import checkpoint_path, make_room, remove_old_checkpoints, write_checkpoint
+from mm_utils.checkpoints import checkpoint_path, write_checkpoint
+from mm_utils.rotation import make_room, remove_old_checkpoints
 from mm_utils.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)

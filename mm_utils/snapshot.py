@@ -74,11 +74,16 @@ class Snapshot:
         (folder / RUN_FILE).write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
 
 
-def copied(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Tensor]:
+Buffers = dict[str, Tensor]
+
+
+def copied(tensors: Mapping[str, Tensor], main: bool, buffers: Buffers | None = None) -> dict[str, Tensor]:
     """Copies of whole tensors in the host's memory, on the main process; none elsewhere. All ranks must ask.
 
-    Tensors that share their memory, as tied weights do, share that of the copy.
+    Tensors that share their memory, as tied weights do, share that of the copy. `buffers` are what an earlier call with the same
+    names has copied to: they are used again, as new memory takes longer to get than to fill. For a GPU they are pinned.
     """
+    buffers = {} if buffers is None else buffers
     copies: dict[tuple[Any, ...], Tensor] = {}
     found = {}
     for name, value in tensors.items():
@@ -86,9 +91,15 @@ def copied(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Tensor]:
         if main:
             key = (getattr(value, "_local_tensor", value).data_ptr(), value.shape, value.stride(), value.dtype)
             if key not in copies:
-                copies[key] = complete.to("cpu", copy=True).contiguous()
+                copies[key] = buffers[name] = _buffer(buffers.get(name), complete).copy_(complete)
             found[name] = copies[key]
     return found
+
+
+def _buffer(held: Tensor | None, value: Tensor) -> Tensor:
+    if held is not None and held.shape == value.shape and held.dtype == value.dtype:
+        return held
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, objective: nn.Module) -> dict[str, Tensor]:
@@ -152,14 +163,19 @@ def take(
     state: TrainerState,
     run: dict[str, Any],
     main: bool,
+    buffers: dict[str, Buffers],
 ) -> Snapshot:
-    """Copy everything that training changes. Called on all ranks; the copy is the main process's."""
+    """Copy everything that training changes. Called on all ranks; the copy is the main process's.
+
+    `buffers` is empty at first, and holds the memory that the next call uses again: the snapshot before must be done with.
+    """
     tensors = {}
     if optimizer is not None:
-        tensors[OPTIMIZER_FILE] = copied(optimizer_tensors(optimizer, objective), main)
+        held = buffers.setdefault(OPTIMIZER_FILE, {})
+        tensors[OPTIMIZER_FILE] = copied(optimizer_tensors(optimizer, objective), main, held)
     if average is not None:
-        tensors[average.file] = copied(average.values, main)
-    weights = with_scalars(copied(model.state_dict(), main))
+        tensors[average.file] = copied(average.values, main, buffers.setdefault(average.file, {}))
+    weights = with_scalars(copied(model.state_dict(), main, buffers.setdefault("weights", {})))
     state = dataclasses.replace(state, log_history=list(state.log_history))  # which only grows
     return Snapshot(model, processor, state, run, weights, tensors)
 

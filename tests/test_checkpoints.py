@@ -19,9 +19,7 @@ from mm_utils.checkpoints import (
     checkpoint_folders,
     checkpoint_path,
     find_checkpoint,
-    make_room,
     newest_checkpoint,
-    remove_old_checkpoints,
     remove_unfinished,
     set_aside,
     size_of,
@@ -29,6 +27,7 @@ from mm_utils.checkpoints import (
     verify,
     write_checkpoint,
 )
+from mm_utils.rotation import make_room, remove_old_checkpoints
 from mm_utils.snapshot import STATE_FILE
 
 FILES = {STATE_FILE: b'{"global_step": 1}', "model.safetensors": b"weights" * 9, "deep/er/tokens.txt": b"a\nb\n"}

@@ -17,7 +17,7 @@ LAYERS = {
     | {"intervals", "ranking", "reranking", "split_embeddings", "word_order", "skipped"}
     | {"adapters", "classification"}
     | {"watchdog", "stragglers"},
-    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "saving", "persistence", "stepping", "reporting", "model_card", "hub", "run", "finish"}
+    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "rotation", "saving", "persistence", "stepping", "reporting", "model_card", "hub", "run", "finish"}
     | {"monitor", "benchmarks", "forecast", "sandbox", "dry_run", "data_report", "data_pictures", "diagnosis"}
     | {"zero_shot", "retrieval_report", "regions"}
     | {"finetuning", "interpolation"}

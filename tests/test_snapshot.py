@@ -59,7 +59,7 @@ def learn(objective: JointObjective, optimizer: torch.optim.AdamW, average: Weig
 def snapshot_of(objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage) -> Snapshot:
     run, state = {"identity": {"seed": 1}}, TrainerState(global_step=3, log_history=[{"step": 1, "loss": 0.5}])
     processor: Any = Processor()
-    return take(objective.model, processor, objective, optimizer, average, state, run, ranks.rank() == 0)
+    return take(objective.model, processor, objective, optimizer, average, state, run, ranks.rank() == 0, {})
 
 
 def save(folder: Path, shard: bool, lora_rank: int = 0) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ def test_the_log_of_a_snapshot_ends_with_it(tmp_path: Path) -> None:
     trained = parts()
     state = TrainerState(log_history=[{"step": 1}])
     processor: Any = Processor()
-    snapshot = take(trained[0].model, processor, *trained, state, {}, True)
+    snapshot = take(trained[0].model, processor, *trained, state, {}, True, {})
     state.log_history.append({"step": 2})
     snapshot.write(tmp_path)
     assert TrainerState.load_from_json(str(tmp_path / STATE_FILE)).log_history == [{"step": 1}]

@@ -343,9 +343,9 @@ def steps_lost(folder: Path, begun: int) -> int:
     return done + 1 - first
 
 
-def bytes_lost(folder: Path) -> int:
-    """Of checkpoints that callbacks were told of, where neither the newest of them nor a newer one is whole."""
-    newest = max((note["step"] for note in notes_in(folder, "saved")), default=0)
+def bytes_lost(folder: Path, since: int = 0) -> int:
+    """Of checkpoints that callbacks were told of, in starts from `since` on: where none as new as the newest is whole."""
+    newest = max((note["step"] for note in notes_in(folder, "saved") if note["begun"] >= since), default=0)
     path = checkpoint_path(folder, newest)
     whole, _ = newest_checkpoint(folder)
     if not newest or (whole is not None and step_of(whole) >= newest and not (path.exists() and verify(path))):

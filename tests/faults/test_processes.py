@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mm_utils.trainer import Trainer
-from tests.faults import rank_runs
+from tests.faults import rank_runs, soak
 from tests.faults.rank_runs import SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
 from tests.faults.tiny_run import STEPS, TinyRun
 
@@ -289,7 +289,7 @@ def test_a_launcher_that_restarts_its_processes(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--max_restarts", "3"]
     command += ["--main_process_port", "0", "-m", "tests.faults.restarted", str(folder), str(seed), str(kills)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     lost = [rank_runs.steps_lost(folder, begun) for begun in range(kills)]
     for each, steps in zip(injected, lost, strict=True):
@@ -299,3 +299,26 @@ def test_a_launcher_that_restarts_its_processes(
     assert max(note["begun"] for note in rank_runs.notes_in(folder, "steps")) == kills
     assert rank_runs.rows_of(folder) == rank_runs.rows_of(straight(2))
     assert rank_runs.difference(folder, straight(2)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_under_random_faults(fault: Any, tmp_path: Path, seed: int) -> None:
+    """It ends as the run that nothing happened to, whatever happened and on however many processes."""
+    straight = tmp_path / "straight"
+    assert start(1, exact_run(straight, max_steps=soak.LENGTH, eval_steps=7)).statuses == [0]
+    soaked = soak.soak(tmp_path / "run", 60.0, seed)
+    assert len(soaked.faults) >= 5
+    for kind in soaked.faults:
+        fault("soak", kind)
+    fault(
+        "soak",
+        "all together",
+        steps_lost=max(soaked.steps_lost),
+        save_interval=SAVE_STEPS,
+        bytes_lost=soaked.bytes_lost,
+    )
+    assert soaked.bytes_lost == 0
+    assert rank_runs.rows_of(tmp_path / "run") == rank_runs.rows_of(straight)
+    assert len(rank_runs.rows_of(straight)) == soak.LENGTH
+    assert rank_runs.difference(tmp_path / "run", straight) < TOLERANCE

@@ -6,15 +6,13 @@ it names neither path nor remedy; here both, and a result whose writer was kille
 
 import json
 import logging
-import os
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import datasets
 import numpy as np
+from filelock import FileLock
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +46,21 @@ def add_columns(
     # Tables read from text files live in memory, and `map` would keep its result there too.
     cache = Path(datasets.config.HF_DATASETS_CACHE, "tandem_tokens")
     cache.mkdir(parents=True, exist_ok=True)
-    _remove_damaged(cache, name)
-    added = whole.select_columns(list(columns)).map(
-        _derive,
-        batched=True,
-        with_indices=True,
-        num_proc=num_proc,
-        remove_columns=list(columns),
-        fn_kwargs={"derive": derive, "wanted": _wanted(rows)},
-        cache_file_name=str(cache / f"{name}.arrow"),
-        new_fingerprint=name,
-        features=features,
-        desc=title,
-    )
-    _seal(cache, name)
+    with FileLock(cache / f"{name}.lock"):  # what another run is making is waited for, and read
+        _remove_damaged(cache, name)
+        added = whole.select_columns(list(columns)).map(
+            _derive,
+            batched=True,
+            with_indices=True,
+            num_proc=num_proc,
+            remove_columns=list(columns),
+            fn_kwargs={"derive": derive, "wanted": _wanted(rows)},
+            cache_file_name=str(cache / f"{name}.arrow"),
+            new_fingerprint=name,
+            features=features,
+            desc=title,
+        )
+        _seal(cache, name)
     both = datasets.concatenate_datasets([whole, added], axis=1)
     return datasets.Dataset(both.data, info=both.info, split=rows.split, indices_table=rows._indices, fingerprint=name)
 
@@ -109,12 +108,9 @@ def _seal(cache: Path, name: str) -> None:
     sums = cache / f"{name}.sums"
     if sums.exists():
         return
-    with suppress(FileNotFoundError):  # another process did not know it for finished and makes its own
-        content = json.dumps(_sums(sorted(cache.glob(f"{name}*.arrow"))))
-        descriptor, scratch = tempfile.mkstemp(dir=cache)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(scratch, sums)
+    scratch = sums.with_suffix(".tmp")
+    scratch.write_text(json.dumps(_sums(sorted(cache.glob(f"{name}*.arrow")))), encoding="utf-8")
+    scratch.replace(sums)
 
 
 def _sums(files: Sequence[Path]) -> dict[str, int]:

@@ -207,11 +207,11 @@ def test_a_loss_that_is_not_finite_ends_it(tiny_flags, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_and_a_small_memory_are_warned_of(tiny_flags, tmp_path, caplog, monkeypatch):
-    usage = dry_run.shutil.disk_usage(tmp_path)._replace(free=10**6)
+    usage = dry_run.shutil.disk_usage(tmp_path)._replace(free=3 * 10**7)
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(dry_run.Rehearsal, "_free_memory", lambda _: 0.01)
     rehearse(tiny_flags, tmp_path)
-    assert f"The disk of {tmp_path} has 0.001 GB left" in caplog.text
+    assert f"The disk of {tmp_path} has 0.03 GB left" in caplog.text
     assert "0.01 GiB are there. Set --micro_batch_size auto" in caplog.text
 
 

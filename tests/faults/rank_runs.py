@@ -148,10 +148,16 @@ class Striker:
 
             return struck
 
-        steps.take, checkpoints.save, checkpoints.writer.start = noted_take, striking_save, striking_start  # type: ignore[method-assign]
-        checkpoints.save_model = before(checkpoints.save_model, "last", 0)  # type: ignore[method-assign]
-        trainer.accelerator.backward = before(trainer.accelerator.backward, "backward", 1)  # type: ignore[method-assign]
-        trainer.optimizer.step = before(trainer.optimizer.step, "optimizer", 1)  # type: ignore[method-assign]
+        replaced: list[tuple[object, str, Callable[..., Any]]] = [
+            (steps, "take", noted_take),
+            (checkpoints, "save", striking_save),
+            (checkpoints.writer, "start", striking_start),
+            (checkpoints, "save_model", before(checkpoints.save_model, "last", 0)),
+            (trainer.accelerator, "backward", before(trainer.accelerator.backward, "backward", 1)),
+            (trainer.optimizer, "step", before(trainer.optimizer.step, "optimizer", 1)),
+        ]
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
         trainer.model.vision_model.register_forward_pre_hook(lambda *_: self("tower", step() + 1))
         trainer.callbacks.append(_Events(self))
 
@@ -200,7 +206,7 @@ class WorkerBatches(Batches):
             lambda number: DataLoader(
                 range(start + number, stop),  # type: ignore[arg-type]
                 batch_size=None,
-                collate_fn=self.made,
+                collate_fn=self.made,  # type: ignore[arg-type]
                 num_workers=workers,
                 prefetch_factor=1,
                 multiprocessing_context="fork",  # as it is where ranks were not forked themselves

@@ -12,7 +12,7 @@ from mm_utils.checkpoints import newest_checkpoint, step_of
 from mm_utils.stepping import NONFINITE_FILE
 from mm_utils.trainer import Trainer
 from tests.faults import rank_runs
-from tests.faults.rank_runs import SAVE_STEPS, Fault, Raise, start
+from tests.faults.rank_runs import SAVE_STEPS, Action, Fault, Raise, start
 from tests.faults.test_processes import exact_run, slow
 from tests.faults.tiny_run import STEPS
 
@@ -76,7 +76,11 @@ def overflow(trainer: Trainer, batch: dict[str, Any]) -> None:
     weight.register_hook(lambda gradient: gradient + (left.pop() if left else 0.0))
 
 
-POISONS = {"NaN pixels": Pixels(math.nan), "infinite pixels": Pixels(math.inf), "an infinite gradient": overflow}
+POISONS: dict[str, Action] = {
+    "NaN pixels": Pixels(math.nan),
+    "infinite pixels": Pixels(math.inf),
+    "an infinite gradient": overflow,
+}
 CASES = [("NaN pixels", 1, None), ("an infinite gradient", 0, None), slow("NaN pixels", 0, None),
          slow("infinite pixels", 1, None), slow("an infinite gradient", 1, None), slow("NaN pixels", 1, "1"),
          slow("infinite pixels", 0, "2"), slow("an infinite gradient", 1, "1"), slow("NaN pixels", None, "2")]  # fmt: skip
@@ -244,7 +248,12 @@ def no_rows(trainer: Trainer, batch: dict[str, Any]) -> None:
         batch[name] = batch[name][:0]
 
 
-ODD = {"equal captions": same_captions, "equal images": same_images, "equal pairs": same_pairs, "no rows": no_rows}
+ODD: dict[str, Action] = {
+    "equal captions": same_captions,
+    "equal images": same_images,
+    "equal pairs": same_pairs,
+    "no rows": no_rows,
+}
 
 
 @pytest.mark.parametrize(

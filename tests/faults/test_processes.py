@@ -66,7 +66,7 @@ QUICK = [
     (1, "last", 10),
 ]
 PLACES = [("start", 0), ("batch", 1), ("batch", 5), ("tower", 2), ("backward", 8), ("optimizer", 4), ("end", 7),
-          ("save", 6), ("evaluation", 4), ("evaluation", 10), ("saved", 6), ("last", 10)]  # fmt: skip
+          ("save", 6), ("evaluation", 4), ("evaluation", 10), ("saved", 0), ("last", 10)]  # fmt: skip
 KILLS = [*QUICK, *(slow(rank, *place) for rank in range(3) for place in PLACES if (rank, *place) not in QUICK)]
 
 

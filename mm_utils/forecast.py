@@ -141,7 +141,8 @@ def describe_forecast(figures: dict[str, float], args: TrainingArguments, measur
 
 
 def _checkpoints(args: TrainingArguments, steps: int) -> int:
-    return steps // args.save_steps if args.save_steps > 0 else 0
+    """One every so many steps, and one at the end."""
+    return -(-steps // args.save_steps) if args.save_steps > 0 else 0
 
 
 def _duration(hours: float) -> str:

@@ -11,7 +11,6 @@ To see what a run has: python scripts/verify_checkpoints.py --output_dir outputs
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -170,16 +169,6 @@ def set_aside(output_dir: Path, after: int) -> None:
             logger.warning("%s is not gone on from; it is %s now", path, aside.name)
 
 
-def truncate_log(path: Path, step: int) -> None:
-    """Drop the lines of a metrics file that a resumed run is about to write again, and a torn last line."""
-    if not path.is_file():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    kept = path.with_name(f".{path.name}.kept")
-    kept.write_text("".join(line + "\n" for line in lines if _logged_step(line) <= step), encoding="utf-8")
-    kept.replace(path)
-
-
 # -- small parts --------------------------------------------------------------------------------------------------------
 
 
@@ -255,14 +244,6 @@ def _bring_back(old: Path) -> None:
     final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
     if os.path.lexists(old) and not os.path.lexists(final):
         old.rename(final)
-
-
-def _logged_step(line: str) -> float:
-    """The step of a line of the log; infinite if it is none."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 def _remove(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Training rows that could not be read: written down, counted over all ranks and restarts, and the end of a run of too many."""
 
-import json
 import logging
 import re
 from collections import Counter
@@ -12,6 +11,7 @@ from accelerate.utils import gather_object
 
 from mm_utils import ranks
 from mm_utils.data.substitutes import SHOWN_IN_VALIDATION
+from mm_utils.jsonl import append_rows
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ class SkippedImages:
 
     def _write(self, found: list[tuple[int, str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as file:
-            for step, image_id, reason in found:
-                file.write(json.dumps({"step": step, "image_id": image_id, "reason": reason}) + "\n")
+        append_rows(
+            self.path, ({"step": step, "image_id": image_id, "reason": reason} for step, image_id, reason in found)
+        )
         for step, _, reason in found[: _NAMED - self._named]:
             logger.warning("Step %d skipped %s", step, reason)
         if self._named < _NAMED <= self._named + len(found):

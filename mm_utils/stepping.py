@@ -5,7 +5,6 @@ nothing and is written down. What a step draws at random is a function of (seed,
 straight one without stored random states.
 """
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from mm_utils import ranks
 from mm_utils.averaging import WeightAverage
 from mm_utils.grad_cache import OutOfMemoryError, backward
+from mm_utils.jsonl import append_rows
 from mm_utils.memory import find_micro_batch_size
 from mm_utils.optim import LR_RULES, OptimizerArguments, schedule
 from mm_utils.training_arguments import TrainingArguments
@@ -148,8 +148,7 @@ class Stepper:
         path, step = Path(str(self.args.output_dir), NONFINITE_FILE), step + 1
         if self.accelerator.is_main_process:
             figures = {name: str(report[name].item()) for name in ("loss", "grad_norm")}
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **figures, "image_ids": image_ids}) + "\n")
+            append_rows(path, [{"step": step, **figures, "image_ids": image_ids}])
             logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, path)
         if self.nonfinite_steps >= self.args.max_nonfinite_steps:
             raise FloatingPointError(

@@ -5,7 +5,6 @@ the unit of a step is the global batch, whose rows depend on (data, seed, step) 
 of processes goes on with the same batches.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +21,12 @@ from transformers.trainer_callback import ExportableState
 
 from mm_utils import ranks
 from mm_utils.averaging import WeightAverage
-from mm_utils.checkpoints import checkpoint_path, remove_unfinished, set_aside, truncate_log
+from mm_utils.checkpoints import checkpoint_path, remove_unfinished, set_aside
 from mm_utils.data.loaders import DeviceLoader
 from mm_utils.flops import FlopCounts
 from mm_utils.fsdp import register_forward_methods, without_scalars
 from mm_utils.interruption import Interrupted, Interruption
+from mm_utils.jsonl import append_rows, truncate_rows
 from mm_utils.metrics import Evaluate
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.monitor import Throughput
@@ -173,7 +173,7 @@ class Trainer:
             self._resume(resume_from)
         if self.accelerator.is_main_process:
             for name in ("metrics.jsonl", SKIPPED_FILE, NONFINITE_FILE):
-                truncate_log(self.output_dir / name, self.state.global_step)
+                truncate_rows(self.output_dir / name, self.state.global_step)
         note_start(self.output_dir, self.state.global_step)
         if self.saves:
             limit = self.args.save_total_limit
@@ -447,8 +447,7 @@ class Trainer:
         row = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4), **values}
         self.state.log_history.append(row)
         if self.accelerator.is_main_process:
-            with open(self.output_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_rows(self.output_dir / "metrics.jsonl", [row])
         if self.tracking is not None:
             self.tracking.log(values, self.state.global_step)
         self._event("on_log", logs=row)

@@ -23,10 +23,10 @@ from mm_utils.checkpoints import (
     remove_unfinished,
     set_aside,
     size_of,
-    truncate_log,
     verify,
     write_checkpoint,
 )
+from mm_utils.jsonl import truncate_rows
 from mm_utils.rotation import make_room, remove_old_checkpoints
 from mm_utils.snapshot import STATE_FILE
 
@@ -381,12 +381,12 @@ def test_what_is_not_gone_on_from_is_set_aside(tmp_path: Path) -> None:
 
 def test_the_log_ends_where_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    truncate_log(path, 3)
+    truncate_rows(path, 3)
     assert not path.exists()
     rows = [{"step": step, "text": "\u2028é"} for step in (1, 2, 3, 4)]
     kept = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:3])
     path.write_bytes((kept + json.dumps(rows[3]) + '\n[1]\n{"step": "5"}\n{"st').encode() + b"\xff")
-    truncate_log(path, 3)
+    truncate_rows(path, 3)
     assert path.read_text() == kept
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -401,5 +401,5 @@ def test_a_log_that_cannot_be_rewritten_is_as_it_was(tmp_path: Path, monkeypatch
     monkeypatch.setattr("os.replace", failing)
     monkeypatch.setattr(Path, "replace", failing)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        truncate_log(path, 1)
+        truncate_rows(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

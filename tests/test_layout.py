@@ -10,7 +10,7 @@ PACKAGE = ROOT / "mm_utils"
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 LAYERS = {
-    0: {"arguments", "flat_yaml", "interruption", "processes", "ranks", "safe_text"},
+    0: {"arguments", "flat_yaml", "interruption", "jsonl", "processes", "ranks", "safe_text"},
     1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "noise", "optim", "padding"}
     | {"failures", "pretrained"},
     2: {"objectives", "metrics", "averaging", "sharding", "fsdp", "snapshot", "grad_cache", "feature_cache", "flops", "memory"}

@@ -13,11 +13,36 @@ LAYERS = {
     0: {"arguments", "flat_yaml", "interruption", "jsonl", "processes", "ranks", "safe_text"},
     1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "noise", "optim", "padding"}
     | {"failures", "pretrained"},
-    2: {"objectives", "metrics", "averaging", "sharding", "fsdp", "snapshot", "grad_cache", "feature_cache", "flops", "memory"}
+    2: {
+        "objectives",
+        "metrics",
+        "averaging",
+        "sharding",
+        "fsdp",
+        "snapshot",
+        "grad_cache",
+        "feature_cache",
+        "flops",
+        "memory",
+    }
     | {"intervals", "ranking", "reranking", "split_embeddings", "word_order", "skipped"}
     | {"adapters", "classification"}
     | {"watchdog", "stragglers"},
-    3: {"trainer", "training_arguments", "callbacks", "checkpoints", "rotation", "saving", "persistence", "stepping", "reporting", "model_card", "hub", "run", "finish"}
+    3: {
+        "trainer",
+        "training_arguments",
+        "callbacks",
+        "checkpoints",
+        "rotation",
+        "saving",
+        "persistence",
+        "stepping",
+        "reporting",
+        "model_card",
+        "hub",
+        "run",
+        "finish",
+    }
     | {"monitor", "benchmarks", "forecast", "sandbox", "dry_run", "data_report", "data_pictures", "diagnosis"}
     | {"zero_shot", "retrieval_report", "regions"}
     | {"finetuning", "interpolation"}

@@ -177,7 +177,7 @@ SHORTAGES = {
     "on both, one again": [Fault(FULL, "tower", STRUCK, 0), Fault(FULL, "backward", STRUCK, 1)],
     "after a resume": [Fault(FULL, "backward", 8, 1), Fault(rank_runs.kill, "backward", 9, 0)],
 }
-QUICK = ["in a forward pass", "in a backward pass"]
+QUICK = ["on both, one again"]
 
 
 @pytest.mark.parametrize("where", [*QUICK, *(slow(name) for name in SHORTAGES if name not in QUICK)])
@@ -201,7 +201,7 @@ def test_a_step_that_runs_out_of_memory(fault: Any, exact: Path, tmp_path: Path,
     ("parts", "place", "told"),
     [
         ("1", "tower", "with a single pair"),
-        (None, "tower", "--micro_batch_size auto"),
+        slow(None, "tower", "--micro_batch_size auto"),
         slow("1", "backward", "with a single pair"),
         slow(None, "backward", "--micro_batch_size auto"),
         slow(None, "optimizer", "CUDA out of memory"),

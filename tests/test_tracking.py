@@ -26,6 +26,7 @@ class FakeTracker(GeneralTracker):
     requires_logging_directory = False
     calls: ClassVar[list[tuple[Any, ...]]] = []
     faults: ClassVar[dict[str, str]] = {}
+    raised: ClassVar[list[str]] = []
 
     def __init__(self, project: str, **arguments: Any) -> None:
         super().__init__()
@@ -52,6 +53,7 @@ class FakeTracker(GeneralTracker):
         if fault == "hang":
             never.wait(300)
         elif fault:
+            self.raised.append(name)
             raise ConnectionError(fault)
         self.calls.append((name, *what))
 
@@ -141,9 +143,12 @@ def test_what_waits_is_bounded(
 
 def test_a_tracker_that_comes_back_gets_the_rest(track: Callable[..., Tracking], tmp_path: Path) -> None:
     FakeTracker.faults["log"] = "no network"
+    FakeTracker.raised.clear()
     tracking = track()
     tracking.log({"loss": 1.0}, step=1)
-    time.sleep(0.5)
+    until = time.monotonic() + 60
+    while "log" not in FakeTracker.raised and time.monotonic() < until:
+        time.sleep(0.01)
     FakeTracker.faults.clear()
     tracking.log({"loss": 1.0}, step=2)
     tracking.finish()

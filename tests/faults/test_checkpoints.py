@@ -368,7 +368,7 @@ class Killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-PLACES = [("batch", 1), ("forward", 2), ("forward", 4), ("end", 6), ("evaluation", 8), ("saved", 7), ("end", STEPS)]
+PLACES = [("batch", 1), ("forward", 2), ("forward", 4), ("end", 6), ("evaluation", 8), ("saved", 6), ("end", STEPS)]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
@@ -381,8 +381,8 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     assert status == -signal.SIGKILL
     path, _ = newest_checkpoint(run.folder)
     saved = 0 if path is None else step_of(path)
-    fault("resume", f"SIGKILL, {where} of step {step}", steps_lost=step - saved, save_interval=3)
-    assert step - saved <= 4
+    fault("resume", f"SIGKILL, {where} of step {step}", steps_lost=max(0, step - saved), save_interval=3)
+    assert step - saved <= 2 * 3  # the newest checkpoint may still have been in the making
     status, (_, last, _) = alone(train, run)
     assert (status, last) == (0, STEPS)
     assert digest(run.folder) == digest(straight)

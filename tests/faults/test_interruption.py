@@ -51,7 +51,7 @@ PLACES = [
     ("end", 6),
     ("evaluation", 4),
     ("evaluation", STEPS),
-    ("saved", 7),
+    ("saved", 6),
     ("end", STEPS),
 ]
 

@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from mm_utils import ranks
 from mm_utils.callbacks import TemperatureClamp
-from mm_utils.checkpoints import find_checkpoint
+from mm_utils.checkpoints import find_checkpoint, step_of
 from mm_utils.interruption import Interrupted
 from mm_utils.objectives import JointObjective
 from mm_utils.optim import OptimizerArguments, build_optimizer
@@ -114,8 +114,8 @@ class _Places(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.strike("end", state.global_step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.strike("saved", state.global_step)
+    def on_save(self, args: Any, state: Any, control: Any, checkpoint: Path, **kwargs: Any) -> None:
+        self.strike("saved", step_of(checkpoint))
 
 
 def build(run: TinyRun, seen: list[list[int]]) -> Trainer:

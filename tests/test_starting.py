@@ -355,6 +355,7 @@ def test_forked_processes_tokenize_with_one_thread(children: list[int], monkeypa
 
 
 @LINUX
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launched_process_ends_with_the_launcher(
@@ -377,6 +378,7 @@ def test_a_launched_process_ends_with_the_launcher(
     assert wait_until(lambda: not is_alive(child))
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_a_launcher_that_restarts_finds_the_folder_and_ends_when_nothing_is_gained(
     tmp_path: Path, children: list[int]

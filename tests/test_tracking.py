@@ -227,6 +227,7 @@ def test_it_gets_no_secret(track: Callable[..., Tracking], monkeypatch: pytest.M
     assert sys.argv[-1] == url
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "log"])
 def test_an_interrupted_process_sends_its_last_figures_and_ends(tmp_path: Path, fault: str) -> None:

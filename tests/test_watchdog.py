@@ -131,6 +131,7 @@ def healthy() -> None:
                 time.sleep(5)  # alone, longer than the timeout
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_nothing_happens_in_a_healthy_run() -> None:
     for ended in launch(3, healthy):

@@ -146,9 +146,9 @@ class Listener:
 
     def fail(self) -> NoReturn:
         """Exit with status 1, once the other processes have heard, in half a minute at most."""
+        self.over.set()
         if self._board is not None:
             board = self._board
-            self.over.set()
             within(5 * POLL, lambda: self._acknowledge(board, 3 * POLL, waits=True))
             # What is tidied up at the end may wait for a process that is gone.
             nothing = os.open(os.devnull, os.O_WRONLY)

@@ -30,6 +30,7 @@ class FakeTracker(GeneralTracker):
 
     def __init__(self, project: str, **arguments: Any) -> None:
         super().__init__()
+        self.taken = self.calls  # of this test; what hung in another is let go later
         self._call("init", project, arguments)
 
     @property
@@ -55,7 +56,7 @@ class FakeTracker(GeneralTracker):
         elif fault:
             self.raised.append(name)
             raise ConnectionError(fault)
-        self.calls.append((name, *what))
+        self.taken.append((name, *what))
 
 
 class OtherTracker(FakeTracker):

@@ -30,7 +30,8 @@ class FakeTracker(GeneralTracker):
 
     def __init__(self, project: str, **arguments: Any) -> None:
         super().__init__()
-        self.taken = self.calls  # of this test; what hung in another is let go later
+        # Those of this test: what hung in another is let go later, and goes on.
+        self.taken, self.injected, self.told = self.calls, self.faults, self.raised
         self._call("init", project, arguments)
 
     @property
@@ -50,11 +51,11 @@ class FakeTracker(GeneralTracker):
         self._call("finish")
 
     def _call(self, name: str, *what: Any) -> None:
-        fault = self.faults.get(name)
+        fault = self.injected.get(name)
         if fault == "hang":
             never.wait(300)
         elif fault:
-            self.raised.append(name)
+            self.told.append(name)
             raise ConnectionError(fault)
         self.taken.append((name, *what))
 
@@ -73,6 +74,7 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind.name, kind)
         monkeypatch.setattr(kind, "calls", [])
         monkeypatch.setattr(kind, "faults", {})
+        monkeypatch.setattr(kind, "raised", [])
 
     def start(*names: str, **config: Any) -> Tracking:
         return Tracking(Accelerator(log_with=list(names) or ["fake"]), "pretrain", config, tmp_path)
@@ -144,7 +146,6 @@ def test_what_waits_is_bounded(
 
 def test_a_tracker_that_comes_back_gets_the_rest(track: Callable[..., Tracking], tmp_path: Path) -> None:
     FakeTracker.faults["log"] = "no network"
-    FakeTracker.raised.clear()
     tracking = track()
     tracking.log({"loss": 1.0}, step=1)
     until = time.monotonic() + 60

@@ -111,8 +111,8 @@ class Checkpoints:
             weights |= copied(self.average.values, main)
         bad = [name for name, value in weights.items() if not value.isfinite().all()]
         settle(
-            f"the weights after the last step are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. Train "
-            "again with a lower --learning_rate, or in bf16 or fp32, and with --save_steps."
+            f"the weights after the last step are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. "
+            "Resume from the newest checkpoint, or train again, with a lower --learning_rate, or in bf16 or fp32."
             if bad
             else None
         )

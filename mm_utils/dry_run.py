@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from mm_utils import ranks
-from mm_utils.checkpoints import find_checkpoint
+from mm_utils.checkpoints import find_checkpoint, size_of
 from mm_utils.data.preview import describe_pairs
 from mm_utils.data.stream.stream import Stream
 from mm_utils.flops import FlopCounts
@@ -226,8 +226,8 @@ class Rehearsal(TrainerCallback):
             RunError: if what was saved is not what was trained.
         """
         self.seconds["finish"] = self._lap()
-        checkpoint_bytes, all_bytes = _size(self.checkpoint), _size(self.folder)
-        feature_bytes, cache_bytes = _size(self.sandbox.cache / "tandem_features"), _size(self.sandbox.cache)
+        checkpoint_bytes, all_bytes = size_of(self.checkpoint), size_of(self.folder)
+        feature_bytes, cache_bytes = size_of(self.sandbox.cache / "tandem_features"), size_of(self.sandbox.cache)
         self._check_what_was_saved(trainer)
         self._evaluate_again(trainer)
         alone = self._time_loader(trainer)
@@ -402,11 +402,6 @@ def _difference(place: Path, before: dict[str, Tensor], after: dict[str, Tensor]
     """What is wrong with weights that were read from `place`."""
     wrong = [name for name, value in after.items() if not torch.equal(before[name], value.detach().cpu())]
     return f"{place.name} holds other values of {', '.join(wrong[:3])} than were saved." if wrong else None
-
-
-def _size(path: Path) -> int:
-    """Bytes of all files below."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:

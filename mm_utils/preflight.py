@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import gather_object
 
 from mm_utils import ranks
-from mm_utils.checkpoints import checkpoint_folders
+from mm_utils.checkpoints import checkpoint_folders, size_of
 from mm_utils.data.loaders import Loaders
 from mm_utils.environment import code_digest, versions
 
@@ -247,9 +247,7 @@ def check_disk(folder: Path, checkpoint_bytes: int, kept: int | None) -> None:
     if ranks.rank() != 0:
         return settle()
     free = shutil.disk_usage(folder).free
-    there = sum(
-        path.stat().st_size for each in checkpoint_folders(folder) for path in each.rglob("*") if path.is_file()
-    )
+    there = sum(map(size_of, checkpoint_folders(folder)))
     needed = max(checkpoint_bytes, ((kept or 1) + 1) * checkpoint_bytes - there)
     if free >= needed:
         return settle()

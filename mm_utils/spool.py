@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_utils.checkpoints import checkpoint_folders
+from mm_utils.checkpoints import checkpoint_folders, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Entry:
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(path.stat().st_size for path in self.files.rglob("*") if path.is_file())
+        return size_of(self.files)
 
     def is_readable(self) -> bool:
         """Whether nothing else than `Spool.add` made it, and the disk has kept it."""

@@ -30,6 +30,12 @@ LONGEST_EXIT = 30.0  # seconds that a failed process may take to tidy up
 Answer = dict[str, Any]  # of one process to a roll call
 _active: "Listener | None" = None
 _begun = 0
+_at_stop: list[Callable[[], object]] = []
+
+
+def at_stop(call: Callable[[], object]) -> None:
+    """Let `Listener.stop` call this first: it leaves without what the interpreter does at its own end."""
+    _at_stop.append(call)
 
 
 def listen() -> "Listener":
@@ -158,6 +164,8 @@ class Listener:
     def stop(self, reason: str, seconds: float = 0.0) -> NoReturn:
         """Say why in one line, and leave after so many seconds with status 1, whatever the main thread is stuck in."""
         logger.error("Stopped, because %s", reason)
+        for call in _at_stop:
+            call()
         if self._board is not None:
             board = self._board
             within(5 * POLL, lambda: self._acknowledge(board, 3 * POLL))

@@ -11,6 +11,7 @@ import datasets
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from mm_utils import failures
 from mm_utils.run import RunError
 
 QUIET = ("mm_utils.finish", "mm_utils.monitor")  # they speak of a whole run and name a folder that goes
@@ -20,7 +21,7 @@ CACHE = "cache"
 class Sandbox:
     """A hidden folder where `output_dir` is or will be, so on the same disk; created on all ranks together.
 
-    It is removed by `remove`, and at the latest when the process ends.
+    It is removed by `remove`, and at the latest when the process ends, by the failure of another one too.
 
     Attributes:
         folder: it.
@@ -39,6 +40,7 @@ class Sandbox:
         self.folder, self.cache, self.cache_home = made, made / CACHE, Path(datasets.config.HF_DATASETS_CACHE)
         owned = accelerator.is_local_main_process
         self.remove = weakref.finalize(self, _clean_up, made, owned, datasets.config.HF_DATASETS_CACHE, _Silence())
+        failures.at_stop(self.remove)
 
     def take_cache(self) -> None:
         """From now on, what `datasets` caches goes here."""

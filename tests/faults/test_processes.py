@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mm_utils import ranks
+from mm_utils.sandbox import Sandbox
 from mm_utils.trainer import Trainer
 from tests.faults import rank_runs, soak
 from tests.faults.rank_runs import SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
@@ -167,6 +170,27 @@ def test_an_error_in_one_process(fault: Any, exact: Path, tmp_path: Path, error:
     [line] = ended.errors(1 - rank)
     assert f"process {rank} failed: {error}: {ERRORS[error]}" in line
     goes_on(injected, run, ended, 1, exact, TOLERANCE)
+
+
+@dataclass
+class FailInSandbox:
+    """Try something in a folder that is to go again, and fail in process 1."""
+
+    folder: Path
+
+    def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
+        batch["sandbox"] = Sandbox(trainer.accelerator, self.folder)  # it lives as long as the step
+        if ranks.rank() == 1:
+            raise RuntimeError("a bug")
+
+
+def test_an_error_in_a_dry_run_leaves_nothing(fault: Any, tmp_path: Path) -> None:
+    place = tmp_path / "outputs"
+    place.mkdir()
+    with fault(AREA, "an error in process 1 in a dry run, whose folder is process 0's"):
+        ended = start(2, TinyRun(tmp_path / "run"), Fault(FailInSandbox(place), "taken", 2, None))
+    assert ended.statuses == [1, 1]
+    assert not list(place.iterdir())
 
 
 @pytest.mark.parametrize("error", ["KeyError", slow("ValueError")])

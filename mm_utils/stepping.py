@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import ranks
 from mm_utils.averaging import WeightAverage
@@ -61,7 +62,7 @@ class Stepper:
         self.objective, self.optimizer, self.average = objective, optimizer, average
         self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
         self.micro_batch_size: int | None = None
-        self.nonfinite_steps, self._moved = 0, False
+        self.nonfinite_steps, self._moved, self._is_settled = 0, False, False
 
     def take(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
         """One global batch: loss, gradient, clipping, update. Returns what the objective reports and the gradient norm.
@@ -100,21 +101,43 @@ class Stepper:
         size = self.args.micro_batch_size
         if self.micro_batch_size is None and size is not None:
             self.micro_batch_size = int(size) if size != "auto" else self._fitting_micro_batch(batch)
+        if self.micro_batch_size is None and not self._is_settled:
+            self._settle_sums(batch, step)
         while True:
-            set_seed(((self.args.seed * 1_000_003 + step) * ranks.world_size() + ranks.rank()) % 2**32)
+            self._seed(step)
             try:
                 return backward(self.accelerator, self.objective, batch, step, self.micro_batch_size)
             except OutOfMemoryError as error:
                 here = error.here
             except torch.OutOfMemoryError as error:
-                raise ValueError(
-                    f"memory ran out with {len(batch['rows'])} pairs on this process. Set --micro_batch_size auto, which "
-                    "changes nothing that is learnt, or --gradient_checkpointing."
-                ) from error
+                raise _too_large(batch) from error
             self.optimizer.zero_grad()
             clear_device_cache(garbage_collection=True)
             if here:
                 self._halve_micro_batch(len(batch["rows"]), step)
+
+    def _seed(self, step: int) -> None:
+        set_seed(((self.args.seed * 1_000_003 + step) * ranks.world_size() + ranks.rank()) % 2**32)
+
+    def _settle_sums(self, batch: dict[str, Any], step: int) -> None:
+        """Let DDP find its order of the gradients in a first pass that nothing comes of.
+
+        It packs them anew after the first step of every start. Three and more numbers are added up in an order that depends
+        on where they lie, so the step after a resumption would differ from the straight run's in the last digits.
+        """
+        self._is_settled = True
+        if not isinstance(self.objective, DistributedDataParallel) or ranks.world_size() < 3:
+            return
+        buffers = [buffer.clone() for buffer in self.objective.buffers()]
+        self._seed(step)
+        try:
+            backward(self.accelerator, self.objective, batch, step, None)
+        except torch.OutOfMemoryError as error:
+            raise _too_large(batch) from error
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer, value in zip(self.objective.buffers(), buffers, strict=True):
+                buffer.copy_(value)
 
     def _fitting_micro_batch(self, batch: dict[str, Any]) -> int:
         largest = -(-self.sizes.sizes[-1] // ranks.world_size())
@@ -166,3 +189,10 @@ class Stepper:
                 f"the gradients of fp16 training are not finite at any scale, up to step {step + 1}. Lower --learning_rate, or "
                 "train in bf16."
             )
+
+
+def _too_large(batch: dict[str, Any]) -> ValueError:
+    return ValueError(
+        f"memory ran out with {len(batch['rows'])} pairs on this process. Set --micro_batch_size auto, which changes nothing "
+        "that is learnt, or --gradient_checkpointing."
+    )

@@ -41,15 +41,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     def run(world: int) -> Path:
         folder = root / str(world)
         if not folder.exists():
-            assert start(world, dropout_run(folder, world)).statuses == [0] * world
+            assert start(world, TinyRun(folder)).statuses == [0] * world
         return folder
 
     return run
-
-
-def dropout_run(folder: Path, world: int) -> TinyRun:
-    """Three and more processes add gradients up in an order that DDP changes after its first step; in parts it is one."""
-    return TinyRun(folder, arguments={"micro_batch_size": "1"} if world > 2 else {})
 
 
 def exact_run(folder: Path, **arguments: Any) -> TinyRun:
@@ -73,7 +68,7 @@ def test_a_killed_process(
     """The others say so and end; what goes on from there ends as a run that nothing happened to."""
     injected = fault(AREA, f"process {rank} of 3 killed in {place} of step {step}", save_interval=SAVE_STEPS)
     same = (rank + step) % 2 == 0
-    run = dropout_run(tmp_path / "run", 3) if same else exact_run(tmp_path / "run")
+    run = TinyRun(tmp_path / "run") if same else exact_run(tmp_path / "run")
     ended = start(3, run, Fault(kill, place, step, rank))
     assert_ended(ended, rank, -9)
     goes_on(injected, run, ended, 3 if same else 2, straight(3) if same else exact, 0.0 if same else TOLERANCE)

@@ -7,6 +7,7 @@ not needed, as every step seeds its own.
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from mm_utils import adapters
 from mm_utils.averaging import WeightAverage
 from mm_utils.fsdp import with_scalars
 from mm_utils.sharding import like, whole
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "trainer_state.json"
@@ -134,6 +137,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
                     f"{folder} has the optimizer's state of {len(unknown)} parameters that are not trained now, such as "
                     f"{unknown[0]}. Resume with the flags that froze or shaped the model when it was written."
                 )
+            fresh = [names[parameter] for parameter in parameters if names[parameter] not in stored]
+            if fresh:
+                logger.info(
+                    "%s has no optimizer's state of %d parameters that are trained now, such as %s; it begins at 0",
+                    folder, len(fresh), fresh[0],
+                )  # fmt: skip
             state["state"] = {
                 place: {
                     key: _placed(key, file.get_tensor(entry), parameter)

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
-from transformers import ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from mm_utils import ranks
@@ -309,9 +309,21 @@ class Trainer:
         for callback in self.callbacks:
             for name, value in exported.get(type(callback).__name__, {}).get("attributes", {}).items():
                 setattr(callback, name, value)
+            if isinstance(callback, EarlyStoppingCallback):
+                self._stop_again(callback)
         if self.accelerator.is_main_process:
             set_aside(self.output_dir, state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
+
+    def _stop_again(self, callback: EarlyStoppingCallback) -> None:
+        """A run that had stopped early takes no further step, unless it is given more patience."""
+        waited, patience = callback.early_stopping_patience_counter, callback.early_stopping_patience
+        if waited >= patience:
+            self.control.should_training_stop = True
+            logger.info(
+                "The run had stopped early, after %d evaluations without a better metric; to go on, give more than that as "
+                "--early_stopping_patience", waited,
+            )  # fmt: skip
 
     def _take_best(self, metrics: dict[str, float]) -> dict[str, float]:
         """Go back to the best checkpoint's weights; its metrics are those logged when it was evaluated."""

@@ -203,6 +203,25 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         load_optimizer(optimizer, objective, folder)
 
 
+def test_parameters_that_were_frozen_begin_anew_and_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = parts()
+    objective, optimizer, _ = trained
+    frozen = [name for name, _ in objective.named_parameters() if "vision_model" in name]
+    learn(*trained, 1)
+    for name, parameter in objective.named_parameters():
+        if name in frozen:
+            del optimizer.state[parameter]
+    (tmp_path / "checkpoint-3").mkdir()
+    snapshot_of(*trained).write(tmp_path / "checkpoint-3")
+    learn(*trained, 2)
+    with caplog.at_level("INFO"):
+        load_optimizer(optimizer, objective, tmp_path / "checkpoint-3")
+    assert f"{len(frozen)} parameters that are trained now, such as" in caplog.text
+    assert {name for name, value in objective.named_parameters() if value not in optimizer.state} == set(frozen)
+
+
 def test_what_is_in_the_files_is_no_pickle(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", False)
     endings = {path.suffix for path in (tmp_path / "checkpoint-3").iterdir()}

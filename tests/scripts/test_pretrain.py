@@ -155,8 +155,15 @@ def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):
 
 def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags, tmp_path):
     still = ["--learning_rate", "0", "--max_steps", "20", "--eval_steps", "2", "--early_stopping_patience", "1"]
-    pretrain.main([*tiny_flags, *still, "--load_best_model_at_end", "--output_dir", str(tmp_path)])
-    assert max(losses(tmp_path)) < 20
+    flags = [*tiny_flags, *still, "--load_best_model_at_end", "--output_dir", str(tmp_path)]
+    pretrain.main(flags)
+    last = max(losses(tmp_path))
+    assert last < 20
+    flags += ["--resume_from_checkpoint", "latest"]
+    pretrain.main(flags)
+    assert max(losses(tmp_path)) == last
+    pretrain.main([*flags, "--early_stopping_patience", "3"])
+    assert last < max(losses(tmp_path)) < 20
 
 
 def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path, monkeypatch):

@@ -186,9 +186,10 @@ def end_with_launcher() -> None:
     parent = os.getppid()
     if _libc is None:
         return
+    launched = not {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
     if _is_launcher(parent):
         end_with(parent)
-    elif parent == 1 and not {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):
+    elif launched and parent == 1 and not _is_python(1):
         raise ValueError("The launcher of this process has ended before it could begin. Start the run again.")
 
 
@@ -212,8 +213,17 @@ def fork_without_tokenizer_threads() -> None:
 
 
 def _is_launcher(process: int) -> bool:
-    try:
-        words = Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[:4]
-    except OSError:
-        return False
+    words = _command(process)[:4]
     return any(word in _LAUNCHER_MODULES or Path(word).name in _LAUNCHERS for word in words)
+
+
+def _is_python(process: int) -> bool:
+    """In a container, a launcher of another name may be the first process."""
+    return Path(_command(process)[0]).name.startswith("python")
+
+
+def _command(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+    except OSError:
+        return [""]

@@ -355,37 +355,17 @@ class Trainer:
         Returns the number of the signal that asks the run to stop, or 0. Such a step is logged; what else is due is left to
         `_leave` and to the run that goes on.
         """
-        control, writer = self.control, self.checkpoints.writer
-        number, log, evaluate, save, stop, saved, failures = ranks.max_over_ranks(
-            [
-                self.interruption.number,
-                control.should_log,
-                control.should_evaluate,
-                control.should_save,
-                control.should_training_stop,
-                writer.saved(),
-                writer.failures,
-            ],
-            self.accelerator.device,
-        )
-        control.should_log, control.should_evaluate, control.should_save = map(bool, (log, evaluate, save))
-        control.should_training_stop = bool(stop)
+        writer, device = self.checkpoints.writer, self.accelerator.device
+        told = (self.interruption.number, writer.saved(), writer.failures)
+        number, saved, failures = _share_wishes(self.control, device, *told)
         if saved:
             self._event("on_save", checkpoint=checkpoint_path(self.output_dir, saved))
-            self._agree_on_wishes()
+            _share_wishes(self.control, device)
         if failures >= MOST_FAILURES:
             self._give_up()
         if number:
-            control.should_evaluate = control.should_save = False
+            self.control.should_evaluate = self.control.should_save = False
         return number
-
-    def _agree_on_wishes(self) -> None:
-        """Let all ranks do what callbacks that were just told of something ask for on any, as some act on one alone."""
-        control = self.control
-        evaluate, save, stop = ranks.max_over_ranks(
-            [control.should_evaluate, control.should_save, control.should_training_stop], self.accelerator.device
-        )
-        control.should_evaluate, control.should_save, control.should_training_stop = map(bool, (evaluate, save, stop))
 
     def _look(self) -> None:
         """Stop, on all ranks at once, if a signal asked any of them to."""
@@ -444,10 +424,10 @@ class Trainer:
                     **({"nonfinite_steps": self.stepper.nonfinite_steps} if self.stepper.nonfinite_steps else {}),
                 }
             )
-            self._agree_on_wishes()
+            _share_wishes(self.control, self.accelerator.device)
         if self.control.should_evaluate:
             metrics = self.evaluate()
-            self._agree_on_wishes()
+            _share_wishes(self.control, self.accelerator.device)
         if self.control.should_save:
             self.save_checkpoint()
         if self.control.should_evaluate or self.control.should_save:
@@ -504,3 +484,12 @@ class _Watched:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _share_wishes(control: TrainerControl, device: torch.device, *numbers: int) -> list[int]:
+    """Let all ranks do what is wanted on any, as some callbacks act on one alone; returns the largest of each number."""
+    names = ("should_log", "should_evaluate", "should_save", "should_training_stop")
+    found = ranks.max_over_ranks([*(getattr(control, name) for name in names), *numbers], device)
+    for name, wanted in zip(names, found, strict=False):
+        setattr(control, name, bool(wanted))
+    return found[len(names) :]

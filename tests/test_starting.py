@@ -169,6 +169,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:
     """What torchelastic sets for one attempt of a launch."""
+    monkeypatch.setattr(starting, "end_with_launcher", lambda: None)  # there is none
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/te/{run_id}_{launch}/attempt_{attempt}/0/error.json")
@@ -315,13 +316,15 @@ def test_launchers_are_known_by_their_command(tmp_path: Path, children: list[int
 @LINUX
 def test_a_process_that_lost_its_launcher_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr(starting, "_is_launcher", lambda _: False)
+    monkeypatch.setattr(starting, "_command", lambda _: ["/sbin/init"])
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     starting.end_with_launcher()  # started by hand, whose shell has ended
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
     with pytest.raises(ValueError, match="launcher of this process has ended"):
         starting.end_with_launcher()
+    monkeypatch.setattr(starting, "_command", lambda _: ["/usr/bin/python3", "my_launcher.py"])
+    starting.end_with_launcher()  # of a container
 
 
 @LINUX

@@ -293,8 +293,7 @@ class Rehearsal(TrainerCallback):
         late = ranks.any_rank(self.seconds["evaluation"] > LOADER_SECONDS, self.accelerator.device)
         if not late and trainer.evaluate_model and trainer.eval_loader:
             self._lap()
-            trainer.objective.eval()
-            trainer.evaluate_model(trainer.model, trainer.eval_loader, self.accelerator)
+            trainer.measure()
             self.seconds["evaluation"] = self._lap()
 
     def _time_loader(self, trainer: Trainer) -> LoaderPass:

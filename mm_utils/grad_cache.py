@@ -63,7 +63,8 @@ def backward(
         OutOfMemoryError: with a `micro_batch_size`, on all ranks if one runs out of memory.
     """
     if micro_batch_size is None:
-        report = objective(batch, step)
+        with accelerator.autocast():  # DDP would have it by itself, FSDP2 has not
+            report = objective(batch, step)
         accelerator.backward(report["loss"])
         return {name: value.detach() for name, value in report.items()}
     whole = accelerator.unwrap_model(objective)

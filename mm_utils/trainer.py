@@ -19,12 +19,11 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from mm_utils import ranks
+from mm_utils import fsdp, ranks
 from mm_utils.averaging import WeightAverage
 from mm_utils.checkpoints import checkpoint_path, remove_unfinished, set_aside
 from mm_utils.data.loaders import DeviceLoader
 from mm_utils.flops import FlopCounts
-from mm_utils.fsdp import register_forward_methods, without_scalars
 from mm_utils.interruption import Interrupted, Interruption
 from mm_utils.jsonl import append_rows, truncate_rows
 from mm_utils.metrics import Evaluate
@@ -93,9 +92,9 @@ class Trainer:
             config["train_micro_batch_size_per_gpu"] = max(1, self.sizes.at(0) // accelerator.num_processes)
         if accelerator.distributed_type == DistributedType.FSDP:
             objective.groups_texts = False
-            without_scalars(objective)
+            fsdp.get_ready(accelerator, objective)
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
-        register_forward_methods(self.objective)
+        fsdp.wake(self.objective)
         self.model: FusionDualEncoderModel = objective.model
         self.processor, self.train_batches, self.num_rows = processor, train_batches, num_rows
         self.eval_loader, self.evaluate_model, self.callbacks = eval_loader, evaluate, list(callbacks)
@@ -230,15 +229,11 @@ class Trainer:
         With an average of the weights, which is what will be saved, `eval_*` are its figures, and `eval_raw_*` those of the
         weights as they are.
         """
-        if self.evaluate_model is None or self.eval_loader is None:
-            raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
         self.watchdog.at(self.state.global_step, "evaluation")
-        self.objective.eval()
         # What is saved comes last: evaluators keep their last findings, for the pictures.
-        loader = _Watched(self.eval_loader, self._look)
-        raw = self.evaluate_model(self.model, loader, self.accelerator) if self.average is not None else {}
+        raw = self.measure() if self.average is not None else {}
         with self.average.applied() if self.average is not None else nullcontext():
-            found = self.evaluate_model(self.model, loader, self.accelerator)
+            found = self.measure()
         metrics = {f"eval_{name}": value for name, value in found.items()}
         metrics |= {f"eval_raw_{name}": value for name, value in raw.items()}
         self._evaluated_at = self.state.global_step
@@ -254,6 +249,14 @@ class Trainer:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         self.control.should_save |= self.state.global_step in self._best_steps()
         return metrics
+
+    def measure(self) -> dict[str, float]:
+        """What `evaluate` finds of the weights as they are, and no more than that."""
+        if self.evaluate_model is None or self.eval_loader is None:
+            raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
+        self.objective.eval()
+        with fsdp.gathered(self.objective):
+            return self.evaluate_model(self.model, _Watched(self.eval_loader, self._look), self.accelerator)
 
     def _best_steps(self) -> list[int]:
         """Of all evaluations, the steps of those whose checkpoints are kept for being the best."""

@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 SLOW = ("start", "evaluation", "save")  # phases in which the others wait for what one process does alone
 SHORTEST_PATIENCE = 30.0
+LONGEST_QUIET = 3600.0  # seconds without a sign of life in a slow phase; a longer timeout counts there too
 
 
 class Watchdog:
-    """Within its context, the process group waits `timeout` seconds in steps, and hours in evaluation and saving.
+    """Within its context, a run that does not move ends after `timeout` seconds in steps, an hour in evaluation and saving.
 
     Args:
         timeout: seconds without a move, in the data and the computing of a step, after which the run ends.
@@ -96,10 +97,10 @@ class Watchdog:
         first = ranks.rank() == 0
         while not self._over.wait(min(1.0, self.patience / 5)):
             slow = self._phase in SLOW
-            limit = ranks.PATIENCE if slow else self.timeout
+            limit = max(LONGEST_QUIET, self.timeout) if slow else self.timeout
             idle = time.monotonic() - self._since
             if idle > limit + (0 if first else 5 * failures.POLL):
-                self._end(idle)
+                self._end(idle, limit)
             elif first and self._named != self._moves and idle > self.patience * (4 if slow else 1):
                 self._named = self._moves
                 self._warn(idle)
@@ -111,7 +112,7 @@ class Watchdog:
             logger.warning("No process moves: %s", self._say(answers, behind, idle))
             within(failures.POLL, lambda: self._listener.ask_for_stacks(behind))
 
-    def _end(self, idle: float) -> None:
+    def _end(self, idle: float, limit: float) -> None:
         answers = within(10 * failures.POLL, self._listener.roll_call)
         if answers is None:
             self._listener.stop(
@@ -119,7 +120,7 @@ class Watchdog:
                 f"{idle:.0f} s (stopped? its machine lost?)"
             )
         reason = self._say(answers, laggards(answers), idle)
-        reason += f". --ddp_timeout is {self.timeout:.0f} s; raise it if so long a wait is right"
+        reason += f". --ddp_timeout is {self.timeout:.0f} s; give more than {limit:.0f} if so long a wait is right"
         within(10 * failures.POLL, lambda: self._listener.announce(reason))
         self._over.wait(10 * failures.POLL)
 
@@ -148,7 +149,7 @@ class Watchdog:
 def laggards(answers: list[Answer | None]) -> list[int]:
     """The processes that the others wait for: those without an answer, else those behind, else those in another place.
 
-    Empty where all that answered are in one phase, and no less than half of them in any one place.
+    Of those in one phase, whoever is in a collective waits. Empty where all are, or none, and half of them in no one place.
     """
     silent = [rank for rank, answer in enumerate(answers) if answer is None]
     if silent:
@@ -157,6 +158,9 @@ def laggards(answers: list[Answer | None]) -> list[int]:
     moves = [answer.get("moves", -1) for answer in told]
     if min(moves) < max(moves):
         return [rank for rank, count in enumerate(moves) if count == min(moves)]
+    computing = [rank for rank, answer in enumerate(told) if not str(answer.get("place")).startswith("ranks.py:")]
+    if 0 < len(computing) <= len(told) / 2:
+        return computing
     places = Counter(answer.get("place") for answer in told)
     [(usual, count)] = places.most_common(1)
     if count * 2 <= len(told):

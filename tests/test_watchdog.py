@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mm_utils import failures, ranks, stragglers
+from mm_utils import failures, ranks, stragglers, watchdog
 from mm_utils.failures import Answer
 from mm_utils.run import run_script, set_up_logging
 from mm_utils.stragglers import Stragglers
@@ -121,12 +121,12 @@ def at_step(step: int, send: signal.Signals, rank: int) -> Callable[[list[int], 
 
 
 def healthy() -> None:
-    for step, phase, watchdog in steps(20, timeout=3.0, patience=2.0):
+    for step, phase, of_run in steps(20, timeout=3.0, patience=2.0):
         if (step, phase) == (10, "step"):
             for _ in range(12):  # an evaluation longer than is waited for, that shows signs of life
-                watchdog.at(step, "evaluation")
+                of_run.at(step, "evaluation")
                 time.sleep(0.75)
-            watchdog.at(step, "save")
+            of_run.at(step, "save")
             if ranks.rank() == 0:
                 time.sleep(5)  # alone, longer than the timeout
 
@@ -235,6 +235,23 @@ def test_a_hang_is_named_with_its_stack_and_ends_the_run() -> None:
         assert re.search(r"Stopped, because process 1 .* has been in 'data' of step 6 for \d+ s", ended.lines[-1])
 
 
+def hangs_in_an_evaluation() -> None:
+    watchdog.LONGEST_QUIET = 6.0
+    for step, phase, of_run in steps(10**6, timeout=3.0, patience=1.0):
+        if (step, phase) == (6, "step"):
+            of_run.at(step, "evaluation")
+            time.sleep(LONG if ranks.rank() == 1 else 0)
+
+
+def test_a_hang_in_an_evaluation_ends_the_run_later() -> None:
+    endings = launch(2, hangs_in_an_evaluation)
+    assert [ended.status for ended in endings] == [1, 1]
+    for ended in endings:
+        assert re.search(
+            r"process 1 .* has been in 'evaluation' of step 6 for [6-9] s.* give more than 6", ended.lines[-1]
+        )
+
+
 def slow_for_a_while() -> None:
     for step, phase, _ in steps(8, timeout=30.0, patience=1.5):
         if (step, phase, ranks.rank()) == (5, "data", 1):
@@ -286,7 +303,8 @@ def test_who_is_behind() -> None:
     assert laggards([answer(5), answer(4), answer(5)]) == [1]
     assert laggards([answer(5), {}, answer(5)]) == [1]
     assert laggards([answer(5), answer(5, "loaders.py:1"), answer(5)]) == [1]
-    assert laggards([answer(5), answer(5, "loaders.py:1")]) == []
+    assert laggards([answer(5), answer(5, "loaders.py:1")]) == [1]
+    assert laggards([answer(5, "trainer.py:1"), answer(5, "loaders.py:1")]) == []
     assert laggards([answer(5)] * 4) == []
 
 

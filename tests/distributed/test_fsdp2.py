@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mm_utils import ranks
-from mm_utils.fsdp import register_forward_methods, without_scalars
+from mm_utils.fsdp import make_shardable, wake
 from mm_utils.grad_cache import backward
 from mm_utils.objectives import JointObjective
 from mm_utils.sharding import whole
@@ -44,14 +44,14 @@ SHARDED = SimpleNamespace(
 
 
 def sharded(objective: JointObjective) -> JointObjective:
-    without_scalars(objective)
+    make_shardable(objective)
     objective.groups_texts = False
     mesh = init_device_mesh("cpu", (ranks.world_size(),))
     model = objective.model
     for part in (model.vision_model, model.text_model, model.fusion, objective):
         if part is not None:
             fully_shard(part, mesh=mesh)
-    register_forward_methods(objective)
+    wake(objective)
     return objective
 
 

@@ -1,0 +1,78 @@
+"""Whole runs with FSDP2, as `accelerate launch` starts them: they learn what one process learns, and read its checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from scripts import finetune, pretrain
+from tests.scripts.test_finetune import flags as finetuning_flags  # noqa: F401
+from tests.scripts.test_finetune import questions, started  # noqa: F401
+from tests.scripts.test_pretrain import ROOT, ROUNDED, launch, losses, rows_of, weights
+
+pytestmark = pytest.mark.slow
+
+
+def run(script: str, flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:
+    """Two processes to the end of a run, in `folder`."""
+    words = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), "--mixed_precision", precision]
+    words += ["--num_processes", "2", "--main_process_port", "0"]
+    if config == "fsdp2":
+        words += [str(Path(__file__).with_name("fsdp2_on_cpu.py")), script]
+        environment = {"ACCELERATE_TORCH_DEVICE": "cpu"}
+    else:
+        words, environment = [*words, str(ROOT / f"scripts/{script}.py")], {"ACCELERATE_USE_CPU": "true"}
+    ended = launch([*words, *flags, "--output_dir", str(folder)], folder.parent, PYTHONPATH=str(ROOT), **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert f"2 x cpu, mixed precision {precision}" in ended.stderr
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=ROUNDED, msg=name)
+
+
+def test_sharded_and_plain_runs_learn_the_same_and_go_on_from_each_other(
+    tiny_flags: list[str], tmp_path: Path
+) -> None:
+    """Weights, their average, the optimizer's state, and what evaluation finds; batches that do not divide by two."""
+    flags = [*tiny_flags, "--global_batch_size", "7", "--ema_decay", "0.5", "--save_steps", "2", "--eval_steps", "2"]
+    plain, sharded = tmp_path / "plain", tmp_path / "sharded"
+    pretrain.main([*flags, "--output_dir", str(plain)])
+    run("pretrain", flags, sharded)
+    assert losses(sharded) == pytest.approx(losses(plain), rel=1e-5)
+    assert_same(weights(sharded), weights(plain))
+    found: list[dict[str, Any]] = [
+        [row for row in rows_of(folder) if "eval_text_to_image_recall@1" in row][-1] for folder in (plain, sharded)
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
+
+    run("pretrain", [*flags, "--resume_from_checkpoint", str(plain / "checkpoint-2")], tmp_path / "sharded after")
+    assert_same(weights(tmp_path / "sharded after"), weights(plain))
+    resume = ["--resume_from_checkpoint", str(sharded / "checkpoint-2"), "--output_dir", str(tmp_path / "plain after")]
+    pretrain.main([*flags, *resume])
+    assert_same(weights(tmp_path / "plain after"), weights(plain))
+
+
+def test_bf16_rounds_where_it_does_without_sharding(tiny_flags: list[str], tmp_path: Path) -> None:
+    run("pretrain", tiny_flags, tmp_path / "plain", "bf16", "two_processes")
+    run("pretrain", tiny_flags, tmp_path / "sharded", "bf16")
+    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "whole")])
+    first = {name: losses(tmp_path / name)[1] for name in ("plain", "sharded", "whole")}
+    assert first["sharded"] == pytest.approx(first["plain"], rel=1e-6)
+    assert first["sharded"] != pytest.approx(first["whole"], rel=1e-4)
+
+
+def test_fine_tuning(finetuning_flags: list[str], tmp_path: Path) -> None:  # noqa: F811
+    flags = [*finetuning_flags, "--classifier_dropout", "0", "--lora_rank", "2", "--lora_towers", "text"]
+    finetune.main([*flags, "--output_dir", str(tmp_path / "plain")])
+    run("finetune", flags, tmp_path / "sharded")
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    one, other = (
+        FusionDualEncoderForClassification.from_pretrained(tmp_path / name).state_dict()
+        for name in ("plain", "sharded")
+    )
+    assert_same(one, other)

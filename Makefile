@@ -13,10 +13,10 @@ quality:  ## What the continuous integration checks besides tests.
 	mypy
 
 test:  ## The quick tests.
-	python -m pytest -m "not slow"
+	python -m pytest -n 2 -m "not slow"
 
 test-slow:  ## The long ones.
-	python -m pytest -m slow
+	python -m pytest -n 2 -m slow
 
 smoke:  ## The main job on a few scenes.
 	accelerate launch scripts/pretrain.py --max_train_samples 256 --max_eval_samples 64 --max_steps 4 \

@@ -13,7 +13,7 @@ from transformers import ProcessorMixin, TrainerState
 
 from mm_utils import adapters
 from mm_utils.averaging import WeightAverage
-from mm_utils.fsdp import with_scalars
+from mm_utils.backends import with_scalars
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective
 from mm_utils.preflight import settle

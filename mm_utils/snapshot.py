@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, ProcessorMixin, TrainerState
 
 from mm_utils import adapters
 from mm_utils.averaging import WeightAverage
-from mm_utils.fsdp import with_scalars
+from mm_utils.backends import with_scalars
 from mm_utils.sharding import like, whole
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import EarlyStoppingCallback, ProcessorMixin, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from mm_utils import fsdp, ranks
+from mm_utils import backends, ranks
 from mm_utils.averaging import WeightAverage
 from mm_utils.checkpoints import checkpoint_path, remove_unfinished, set_aside
 from mm_utils.data.loaders import DeviceLoader
@@ -86,15 +86,9 @@ class Trainer:
     ):
         self.args, self.accelerator = args, accelerator
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
-        if accelerator.state.deepspeed_plugin is not None:
-            # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
-            config = accelerator.state.deepspeed_plugin.deepspeed_config
-            config["train_micro_batch_size_per_gpu"] = max(1, self.sizes.at(0) // accelerator.num_processes)
-        if accelerator.distributed_type == DistributedType.FSDP:
-            objective.groups_texts = False
-            fsdp.get_ready(accelerator, objective)
+        backends.get_ready(accelerator, objective, self.sizes.at(0))
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
-        fsdp.wake(self.objective)
+        backends.wake(self.objective)
         self.model: FusionDualEncoderModel = objective.model
         self.processor, self.train_batches, self.num_rows = processor, train_batches, num_rows
         self.eval_loader, self.evaluate_model, self.callbacks = eval_loader, evaluate, list(callbacks)
@@ -255,7 +249,7 @@ class Trainer:
         if self.evaluate_model is None or self.eval_loader is None:
             raise ValueError("this Trainer was given nothing to evaluate; pass eval_loader and evaluate")
         self.objective.eval()
-        with fsdp.gathered(self.objective):
+        with backends.gathered(self.objective):
             return self.evaluate_model(self.model, _Watched(self.eval_loader, self._look), self.accelerator)
 
     def _best_steps(self) -> list[int]:

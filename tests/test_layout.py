@@ -18,7 +18,7 @@ LAYERS = {
         "metrics",
         "averaging",
         "sharding",
-        "fsdp",
+        "backends",
         "snapshot",
         "grad_cache",
         "feature_cache",

@@ -276,15 +276,16 @@ def test_an_interrupted_run_is_no_failure() -> None:
         assert (ended.status, ended.text) == (143, "")
 
 
-def two_watched_loops() -> tuple[int, bool]:
+def two_watched_loops(folder: Path) -> tuple[int, bool]:
+    os.chdir(folder)
     for _ in range(2):
         for _ in steps(3):
             assert failures.is_listening()
     return ranks.rank(), failures.is_listening()
 
 
-def test_without_a_script_it_listens_by_itself() -> None:
-    assert run_on_ranks(2, two_watched_loops) == [(0, False), (1, False)]
+def test_without_a_script_it_listens_by_itself(tmp_path: Path) -> None:
+    assert run_on_ranks(2, two_watched_loops, tmp_path) == [(0, False), (1, False)]
 
 
 def test_one_process_costs_nothing() -> None:

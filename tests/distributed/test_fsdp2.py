@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mm_utils import ranks
-from mm_utils.fsdp import make_shardable, wake
+from mm_utils.backends import make_shardable, wake
 from mm_utils.grad_cache import backward
 from mm_utils.objectives import JointObjective
 from mm_utils.sharding import whole

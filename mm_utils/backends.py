@@ -1,10 +1,15 @@
-"""What FSDP2 must know of the model."""
+"""What FSDP2 and DeepSpeed must be told, so that a run learns with them what it learns with DDP.
+
+By default, Accelerate lets both round more than autocast does: weights, so the temperature, too, the loss, and the sums of
+gradients. Here weights are fp32, and autocast rounds where it is safe.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -17,22 +22,25 @@ from mm_utils.modeling_fusion_dual_encoder import (
     FusionLayer,
     RegionHead,
 )
-from mm_utils.objectives import JointObjective
+from mm_utils.objectives import JointObjective, Objective
 
-LEAST_PARAMETERS = 1_000_000  # of a block that is sharded, gathered and freed by itself; all else is one unit
+LEAST_PARAMETERS = 1_000_000  # of a block that FSDP2 gathers and frees by itself; all else is one unit
 _SCALARS = ("logit_scale", "logit_bias")
 
 
-def get_ready(accelerator: Accelerator, objective: nn.Module) -> None:
-    """Let `accelerator.prepare` shard what computes, but for that, what it would compute on one device.
-
-    The units are the large blocks of towers and head. Weights travel in fp32 and are rounded by autocast where it is safe,
-    as without FSDP2: by default, Accelerate would round the temperature, the loss and the sums of gradients, too. Every
-    process has the weights already, so none waits for them.
+def get_ready(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    """Call it before `accelerator.prepare`.
 
     Raises:
-        ValueError: with the first FSDP, or with a teacher.
+        ValueError: if the configuration of accelerate, or the objective, is one that this cannot be done with.
     """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        _get_fsdp_ready(accelerator, objective)
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _get_deepspeed_ready(accelerator, objective, global_batch_size)
+
+
+def _get_fsdp_ready(accelerator: Accelerator, objective: Objective) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
@@ -44,8 +52,27 @@ def get_ready(accelerator: Accelerator, objective: nn.Module) -> None:
             "--objectives has a term that is taught by the weights' average, which takes their place in the middle of a step; "
             "FSDP2 does not let it. Drop the term, or use DDP (accelerate_configs/multi_gpu.yaml)."
         )
-    plugin.mixed_precision_policy, plugin.cpu_ram_efficient_loading = None, False
+    plugin.mixed_precision_policy = None
+    plugin.cpu_ram_efficient_loading = False  # every process has the weights already
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, blocks(objective)
+    objective.groups_texts = False  # ranks may have other numbers of groups, and would wait for each other
+    make_shardable(objective)
+
+
+def _get_deepspeed_ready(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin.zero_stage == 3:
+        raise ValueError(
+            "zero_stage is 3 in the configuration of accelerate; this shards weights by FSDP2 only. Use "
+            "accelerate_configs/fsdp2.yaml, or set it to 2."
+        )
+    config = plugin.deepspeed_config
+    # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
+    config["train_micro_batch_size_per_gpu"] = max(1, global_batch_size // accelerator.num_processes)
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed precision is fp16, which DeepSpeed would train in throughout. Use bf16, or DDP.")
+    if config.pop("bf16", {}).get("enabled"):
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     make_shardable(objective)
 
 
@@ -63,15 +90,15 @@ def blocks(objective: nn.Module) -> list[str]:
 
 
 def make_shardable(objective: nn.Module) -> None:
-    """Make vectors of one of temperature and bias, and all weights contiguous, in place: FSDP2 refuses others."""
+    """Make vectors of one of temperature and bias, and all weights contiguous, in place: both refuse others."""
     for parameter in objective.parameters():
         parameter.data = (parameter.data if parameter.dim() else parameter.data.view(1)).contiguous()
 
 
 def wake(objective: nn.Module) -> None:
-    """Call it on what was sharded before anything else: what is called first is the root for FSDP2.
+    """Call it after `accelerator.prepare`, before anything else of the objective: what is called first is FSDP2's root.
 
-    It is told which methods besides `forward` use a module's weights, so that it gathers them there too.
+    FSDP2 is told which methods besides `forward` use a module's weights, so that it gathers them there too.
     """
     methods = {
         JointObjective: ("encode", "part"),

@@ -9,9 +9,9 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from mm_utils import fsdp
+from mm_utils import backends
 from mm_utils.run import run_script
 
 PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign,assignment]
-fsdp.LEAST_PARAMETERS = 1000
+backends.LEAST_PARAMETERS = 1000
 run_script(importlib.import_module(f"scripts.{sys.argv.pop(1)}").main)

@@ -1,5 +1,7 @@
-"""Whole runs with FSDP2, as `accelerate launch` starts them: they learn what one process learns, and read its checkpoints."""
+"""Whole runs with FSDP2 and DeepSpeed, as `accelerate launch` starts them: they learn what one process learns."""
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ def run(script: str, flags: list[str], folder: Path, precision: str = "no", conf
     """Two processes to the end of a run, in `folder`."""
     words = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), "--mixed_precision", precision]
     words += ["--num_processes", "2", "--main_process_port", "0"]
-    if config == "fsdp2":
-        words += [str(Path(__file__).with_name("fsdp2_on_cpu.py")), script]
-        environment = {"ACCELERATE_TORCH_DEVICE": "cpu"}
-    else:
+    if config == "two_processes":
         words, environment = [*words, str(ROOT / f"scripts/{script}.py")], {"ACCELERATE_USE_CPU": "true"}
-    ended = launch([*words, *flags, "--output_dir", str(folder)], folder.parent, PYTHONPATH=str(ROOT), **environment)
+    else:
+        words += [str(Path(__file__).with_name("backends_on_cpu.py")), script]
+        environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    ended = launch([*words, *flags, "--output_dir", str(folder)], folder.parent, PYTHONPATH=path, **environment)
     assert ended.returncode == 0, ended.stderr
     assert f"2 x cpu, mixed precision {precision}" in ended.stderr
 
@@ -57,13 +60,37 @@ def test_sharded_and_plain_runs_learn_the_same_and_go_on_from_each_other(
     assert_same(weights(tmp_path / "plain after"), weights(plain))
 
 
-def test_bf16_rounds_where_it_does_without_sharding(tiny_flags: list[str], tmp_path: Path) -> None:
+BACKENDS = [
+    "fsdp2",
+    pytest.param(
+        "deepspeed_zero2",
+        marks=pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed"),
+    ),
+]
+
+
+@pytest.mark.parametrize("config", BACKENDS)
+def test_bf16_rounds_where_it_does_with_ddp(config: str, tiny_flags: list[str], tmp_path: Path) -> None:
     run("pretrain", tiny_flags, tmp_path / "plain", "bf16", "two_processes")
-    run("pretrain", tiny_flags, tmp_path / "sharded", "bf16")
+    run("pretrain", tiny_flags, tmp_path / "sharded", "bf16", config)
     pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "whole")])
     first = {name: losses(tmp_path / name)[1] for name in ("plain", "sharded", "whole")}
     assert first["sharded"] == pytest.approx(first["plain"], rel=1e-6)
     assert first["sharded"] != pytest.approx(first["whole"], rel=1e-4)
+
+
+@pytest.mark.parametrize("config", BACKENDS[1:])
+def test_deepspeed_learns_what_one_process_learns_and_goes_on(
+    config: str, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    flags = [*tiny_flags, "--global_batch_size", "7", "--ema_decay", "0.5", "--save_steps", "2"]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "plain")])
+    run("pretrain", flags, tmp_path / "sharded", config=config)
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    assert_same(weights(tmp_path / "sharded"), weights(tmp_path / "plain"))
+    resume = ["--resume_from_checkpoint", str(tmp_path / "sharded/checkpoint-2")]
+    run("pretrain", [*flags, *resume], tmp_path / "after", config=config)
+    assert_same(weights(tmp_path / "after"), weights(tmp_path / "plain"))
 
 
 def test_fine_tuning(finetuning_flags: list[str], tmp_path: Path) -> None:  # noqa: F811

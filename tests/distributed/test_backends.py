@@ -3,18 +3,20 @@
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
+from mm_utils import backends
 from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from scripts import finetune, pretrain
 from tests.scripts.test_finetune import flags as finetuning_flags  # noqa: F401
 from tests.scripts.test_finetune import questions, started  # noqa: F401
 from tests.scripts.test_pretrain import ROOT, ROUNDED, launch, losses, rows_of, weights
-
-pytestmark = pytest.mark.slow
+from tests.test_objectives import tiny_objective
 
 
 def run(script: str, flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:
@@ -38,6 +40,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=ROUNDED, msg=name)
 
 
+@pytest.mark.slow
 def test_sharded_and_plain_runs_learn_the_same_and_go_on_from_each_other(
     tiny_flags: list[str], tmp_path: Path
 ) -> None:
@@ -69,6 +72,7 @@ BACKENDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", BACKENDS)
 def test_bf16_rounds_where_it_does_with_ddp(config: str, tiny_flags: list[str], tmp_path: Path) -> None:
     run("pretrain", tiny_flags, tmp_path / "plain", "bf16", "two_processes")
@@ -79,6 +83,7 @@ def test_bf16_rounds_where_it_does_with_ddp(config: str, tiny_flags: list[str], 
     assert first["sharded"] != pytest.approx(first["whole"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", BACKENDS[1:])
 def test_deepspeed_learns_what_one_process_learns_and_goes_on(
     config: str, tiny_flags: list[str], tmp_path: Path
@@ -93,6 +98,7 @@ def test_deepspeed_learns_what_one_process_learns_and_goes_on(
     assert_same(weights(tmp_path / "after"), weights(tmp_path / "plain"))
 
 
+@pytest.mark.slow
 def test_fine_tuning(finetuning_flags: list[str], tmp_path: Path) -> None:  # noqa: F811
     flags = [*finetuning_flags, "--classifier_dropout", "0", "--lora_rank", "2", "--lora_towers", "text"]
     finetune.main([*flags, "--output_dir", str(tmp_path / "plain")])
@@ -103,3 +109,28 @@ def test_fine_tuning(finetuning_flags: list[str], tmp_path: Path) -> None:  # no
         for name in ("plain", "sharded")
     )
     assert_same(one, other)
+
+
+def accelerator(kind: str, precision: str = "bf16", **plugin: Any) -> Any:
+    """As a configuration of accelerate makes it."""
+    state = SimpleNamespace(**{f"{kind}_plugin": SimpleNamespace(**plugin)})
+    return SimpleNamespace(
+        distributed_type=DistributedType(kind.upper()), state=state, mixed_precision=precision, num_processes=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "terms", "reason"),
+    [
+        (accelerator("fsdp", fsdp_version=1), "contrastive", "fsdp_version is 1 .*fsdp2.yaml"),
+        (accelerator("fsdp", fsdp_version=2), "distilled", "FSDP2 does not let it.*multi_gpu.yaml"),
+        (accelerator("deepspeed", zero_stage=3), "contrastive", "zero_stage is 3 .*fsdp2.yaml"),
+        (accelerator("deepspeed", "fp16", zero_stage=2, deepspeed_config={}), "contrastive", "fp16.*Use bf16, or DDP"),
+    ],
+)
+def test_what_they_cannot_do_is_said_at_the_start(given: Any, terms: str, reason: str) -> None:
+    objective = tiny_objective("contrastive")
+    if terms == "distilled":
+        objective.needs_teacher = True
+    with pytest.raises(ValueError, match=reason):
+        backends.get_ready(given, objective, 8)

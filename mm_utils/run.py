@@ -23,7 +23,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 
-from mm_utils import failures, preflight, ranks, spool, starting
+from mm_utils import failures, meeting, preflight, ranks, spool, starting
 from mm_utils.arguments import arg, to_dict
 from mm_utils.environment import describe_start
 from mm_utils.safe_text import SafeFormatter, printable, redact, without_secrets
@@ -100,14 +100,14 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
         raise RunError(
             f"--report_to is {report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
         )
-    accelerator = Accelerator(
-        log_with=report_to,
-        project_dir=project_dir,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=LONGEST_MEETING)),
-        ],
-    )
+    handlers = [
+        DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        InitProcessGroupKwargs(init_method=meeting.init_method(), timeout=timedelta(seconds=LONGEST_MEETING)),
+    ]
+    try:
+        accelerator = Accelerator(log_with=report_to, project_dir=project_dir, kwargs_handlers=handlers)
+    except TimeoutError as error:
+        raise RunError(str(error)) from error
     ranks.any_rank(False, accelerator.device)  # all meet now, as NCCL connects them at their first collective only
     ranks.set_timeout(ranks.PATIENCE)
     set_up_logging(accelerator.is_main_process, accelerator.is_local_main_process)

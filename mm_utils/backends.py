@@ -4,6 +4,7 @@ By default, Accelerate lets both round more than autocast does: weights, so the 
 gradients. Here weights are fp32, and autocast rounds where it is safe.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,6 +120,8 @@ def wake(objective: nn.Module) -> None:
                 for name in names:
                     register_fsdp_forward_method(module, name)
     if isinstance(objective, FSDPModule):
+        # Writing into it would be a mistake, and nobody does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         root: Any = objective
         root.do_nothing = lambda: None
         register_fsdp_forward_method(root, "do_nothing")

@@ -4,11 +4,12 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kills import Checkpoints, Work, wait_for_checkpoints
 from trials import Ranks, Run, train
 
 TOLD = re.compile(r"No space left|disk .*is full|quota", re.IGNORECASE)
@@ -52,26 +53,28 @@ class Neighbour(threading.Thread):
         self.path.unlink()
 
 
-def fill(work: Callable[[Run], None], run: Run, checkpoint: int, neighbour: bool) -> str:
+def fill(work: Work, run: Run, checkpoints: Checkpoints, size: int, neighbour: bool) -> str:
     """Save twice where the second checkpoint finds no room; what went wrong, empty if nothing.
 
     Right is: the first checkpoint is loaded by a restart, and the error said what the matter was.
 
     Args:
-        checkpoint: bytes of one.
+        size: bytes of a checkpoint.
         neighbour: one checkpoint is kept, the disk holds two and a half, and another program fills it before the second is
             saved; without, two are kept and it holds one and a half.
     """
     disk = Path(run.folder)
-    with small_disk(disk, int(checkpoint * (2.5 if neighbour else 1.5))) as mounted:
+    with small_disk(disk, int(size * (2.5 if neighbour else 1.5))) as mounted:
         if not mounted:
             return "skipped: a small disk can be mounted by root alone"
         run = replace(run, folder=str(disk / "run"), steps=4, keep=1 if neighbour else 2)
-        ranks = Ranks(work, replace(run, saves=(1, 3), digests=True))
+        ranks = Ranks(work, replace(run, saves=(1, 3), digests=True, hold_after=2))
         ranks.wait_for("went_on", step=2)
+        wait_for_checkpoints(checkpoints, run, ranks, 1)
         other = Neighbour(disk) if neighbour else None
         if other:
             other.start()
+        Path(run.folder, "go").touch()
         [failed] = ranks.end()
         if other:
             other.end()

@@ -162,7 +162,7 @@ def disk(who: Contestant, folder: Path, trials: int) -> Answer:
     train(who.train, run)
     size = sum(file.stat().st_size for file in who.checkpoints(run.folder)[0].rglob("*") if file.is_file())
     problems = [
-        fill(who.train, replace(run, folder=str(folder / f"disk-{neighbour}")), size, neighbour)
+        fill(who.train, replace(run, folder=str(folder / f"disk-{neighbour}")), who.checkpoints, size, neighbour)
         for neighbour in (False, True)
     ]
     return _answer([not problem for problem in problems], problems)

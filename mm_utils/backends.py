@@ -54,7 +54,6 @@ def _get_fsdp_ready(accelerator: Accelerator, objective: Objective) -> None:
             "FSDP2 does not let it. Drop the term, or use DDP (accelerate_configs/multi_gpu.yaml)."
         )
     plugin.mixed_precision_policy = None
-    plugin.cpu_ram_efficient_loading = False  # every process has the weights already
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, blocks(objective)
     objective.groups_texts = False  # ranks may have other numbers of groups, and would wait for each other
     make_shardable(objective)

@@ -100,6 +100,8 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
         raise RunError(
             f"--report_to is {report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
         )
+    # transformers would load a model in one process, and leave its weights empty in the others, for FSDP to fill.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         InitProcessGroupKwargs(init_method=meeting.init_method(), timeout=timedelta(seconds=LONGEST_MEETING)),

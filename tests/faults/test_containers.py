@@ -5,14 +5,17 @@ import os
 import shutil
 import signal
 import tarfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 from datasets import disable_progress_bars, load_from_disk
+from tqdm.auto import tqdm
 
 from mm_utils.data.images import open_image
 from mm_utils.data.sources import DataArguments, load_pairs
@@ -213,6 +216,11 @@ def in_a_fork(work: Callable[[], object]) -> int:
         code = 4
         try:
             signal.alarm(120)
+            for bars in (
+                tqdm,
+                datasets.utils.tqdm,
+            ):  # whose lock processes share, and one that is killed does not give back
+                bars.set_lock(threading.RLock())
             work()
             code = 0
         except ValueError as error:

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import settings
 from PIL import Image, ImageDraw
 
+from tests.faults.conftest import pytest_configure  # noqa: F401
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)  # python -m pytest --hypothesis-profile=explore
 settings.load_profile("repeatable")

@@ -143,7 +143,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Summary(config))
+    """Also called by `tests/conftest.py`, as a process that leaves the tests to others never comes by this folder."""
+    if not config.pluginmanager.has_plugin("table of faults"):
+        config.pluginmanager.register(_Summary(config), "table of faults")
 
 
 class _Summary:

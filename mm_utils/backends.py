@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from mm_utils.modeling_fusion_dual_encoder import (
-    Attention,
-    FusionDualEncoderForClassification,
-    FusionDualEncoderModel,
-    FusionHead,
-    FusionLayer,
-    RegionHead,
-)
+from mm_utils.modeling_fusion_dual_encoder import FusionLayer
 from mm_utils.objectives import JointObjective, Objective
 
 LEAST_PARAMETERS = 1_000_000  # of a block that FSDP2 gathers and frees by itself; all else is one unit
@@ -100,19 +93,7 @@ def wake(objective: nn.Module) -> None:
 
     FSDP2 is told which methods besides `forward` use a module's weights, so that it gathers them there too.
     """
-    methods = {
-        JointObjective: ("encode", "part"),
-        FusionDualEncoderModel: (
-            *("encode_image", "encode_text", "vision_features", "text_features", "project_image", "project_text"),
-            "match_pairs",
-            *("token_logits", "caption_logits", "caption_scores", "region_embeds", "cell_embeds"),
-        ),
-        FusionDualEncoderForClassification: ("classify",),
-        FusionHead: ("encode_vision", "encode_text", "match_logits", "decode"),
-        FusionLayer: ("encode_image",),
-        Attention: ("keys_values",),
-        RegionHead: ("cells",),
-    }
+    methods = {JointObjective: ("encode", "part"), FusionLayer: ("encode_image",)}
     for module in objective.modules():
         for kind, names in methods.items():
             if isinstance(module, FSDPModule) and isinstance(module, kind):

@@ -1,4 +1,4 @@
-"""A step of sharded weights is a step of whole ones: two processes, `fully_shard` on towers, head and objective."""
+"""A step of sharded weights is a step of whole ones: two processes, `fully_shard` on towers, the head's layers and the objective."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -48,9 +48,9 @@ def sharded(objective: JointObjective) -> JointObjective:
     objective.groups_texts = False
     mesh = init_device_mesh("cpu", (ranks.world_size(),))
     model = objective.model
-    for part in (model.vision_model, model.text_model, model.fusion, objective):
-        if part is not None:
-            fully_shard(part, mesh=mesh)
+    layers = model.fusion.layers if model.fusion is not None else ()
+    for part in (model.vision_model, model.text_model, *layers, objective):
+        fully_shard(part, mesh=mesh)
     wake(objective)
     return objective
 

@@ -1,21 +1,67 @@
-"""Turn dataclasses into command-line flags, with a flat YAML file as a second source of defaults.
+"""Turn dataclasses into command-line flags and back, with a flat YAML file as a second source of defaults.
 
 Precedence: dataclass default < ``--config file.yaml`` < command line. An unknown key is an error in both places.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
+import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import yaml
 from transformers import HfArgumentParser
 
-from mm_utils.flat_yaml import read_flat_yaml
-from mm_utils.safe_text import printable, redact
+from mm_utils.text import printable, redact
 
 T = TypeVar("T")
+
+# Flags of other trainers (transformers, sentence-transformers, open_clip) and of the launcher: what to write instead, and the
+# flag that a script must have for the advice to hold.
+_OF_OTHERS = (
+    (
+        "bf16 fp16 tf32 mixed_precision precision amp",
+        "",
+        "goes before the script: accelerate launch --mixed_precision bf16",
+    ),
+    (
+        "num_processes num_machines multi_gpu gpu_ids",
+        "",
+        "goes before the script: accelerate launch --num_processes 4",
+    ),
+    ("config_file", "", "goes before the script: accelerate launch --config_file FILE"),
+    (
+        "per_device_train_batch_size per_gpu_train_batch_size train_batch_size batch_size",
+        "global_batch_size",
+        "is --global_batch_size here, the pairs of a step over all processes",
+    ),
+    (
+        "gradient_accumulation_steps accum_freq mini_batch_size",
+        "micro_batch_size",
+        "is --micro_batch_size here, which bounds memory and leaves the loss exact",
+    ),
+    ("do_train do_eval", "global_batch_size", "is not needed; the script trains, then evaluates"),
+    ("eval_strategy evaluation_strategy", "eval_steps", "is --eval_steps here; 0 evaluates at the end"),
+    ("save_strategy save_frequency", "save_steps", "is --save_steps here"),
+    ("lr", "learning_rate", "is --learning_rate here"),
+    ("wd", "weight_decay", "is --weight_decay here"),
+    ("warmup warmup_steps", "warmup_ratio", "is --warmup_ratio here, a share of all steps"),
+    ("epochs num_epochs", "num_train_epochs", "is --num_train_epochs here"),
+    ("workers", "dataloader_num_workers", "is --dataloader_num_workers here"),
+    ("train_data", "train_file", "is --train_file or --dataset_name here"),
+    ("val_data", "validation_file", "is --validation_file here"),
+    ("resume", "resume_from_checkpoint", "is --resume_from_checkpoint latest here"),
+    ("siglip", "objectives", "is --objectives sigmoid:1,matching:1 here"),
+    ("lock_image", "freeze_vision", "is --freeze_vision here"),
+    ("lock_text", "freeze_text", "is --freeze_text here"),
+    ("image_column caption_column", "sources", "belongs to a source: --sources pairs.csv,caption_column=NAME"),
+)
+
+_MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 
 
 def arg(default: T, help: str, **metadata: Any) -> T:
@@ -23,31 +69,25 @@ def arg(default: T, help: str, **metadata: Any) -> T:
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
-class _Parser(HfArgumentParser):
-    """What it complains of may hold a secret."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(printable(redact(message)))
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keep the docstring's line breaks; show each flag's default once."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if action.default in (None, argparse.SUPPRESS) or "%(default)" in text:
-            return text
-        return f"{text} (default: %(default)s)"
-
-
 def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None) -> tuple[Any, ...]:
-    """Parse `argv` (default: the command line) into one instance of each dataclass in `arg_classes`.
+    """Parse the command line into one instance of each dataclass.
 
-    `doc` (the script's docstring) becomes the description in ``--help``. Any mistake, a ``ValueError`` of a
-    dataclass's ``__post_init__`` included, ends the program with one line and exit status 2.
+    Any mistake, a ``ValueError`` of a dataclass's ``__post_init__`` included, ends the program with one line and exit
+    status 2.
+
+    Args:
+        arg_classes: the dataclasses; each becomes a group of flags in ``--help``, titled by its docstring.
+        argv: the words to parse; default: the command line.
+        doc: the script's docstring, which becomes the description in ``--help``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(arg_classes, description=doc, allow_abbrev=False, formatter_class=_Help)
+    parser = _Parser(
+        [_titled(each) for each in arg_classes],
+        description=doc,
+        usage="%(prog)s [flags]",
+        allow_abbrev=False,
+        formatter_class=_Help,
+    )
     parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
     path = _take_config(parser, argv)
     if path is not None:
@@ -59,13 +99,76 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
     except ValueError as error:
         parser.error(str(error))
     if unknown:
-        parser.error(f"unknown argument {unknown[0]}{_did_you_mean(unknown[0].lstrip('-'), _known(parser))}")
+        known = _known(parser)
+        flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
+        parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
     return tuple(parsed[: len(arg_classes)])
 
 
 def to_dict(*parsed: Any) -> dict[str, Any]:
     """Flatten parsed dataclasses into one dict, as ``--config`` reads it back."""
     return {key: value for args in parsed for key, value in dataclasses.asdict(args).items()}
+
+
+def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[str] = ()) -> list[str]:
+    """Return the command line of those fields of `arg_class` whose value in `settings` is not the default.
+
+    Args:
+        arg_class: a dataclass of flags.
+        settings: values by name, as `to_dict` returns them; a field that is not among them is left out.
+        leave_out: names of fields to leave out.
+    """
+    words: list[str] = []
+    for each in dataclasses.fields(arg_class):
+        value = settings.get(each.name)
+        if value is not None and value != each.default and each.name not in leave_out:
+            words += [f"--{each.name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return words
+
+
+def launch_command(script: str, words: Sequence[str]) -> str:
+    """Return the shell command that launches a script of this repository, to be pasted in the working folder.
+
+    Args:
+        script: the script's name, such as `pretrain`.
+        words: its arguments.
+    """
+    path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
+    if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
+        path = Path(__file__).resolve().parents[1] / "scripts" / f"{script}.py"
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"accelerate launch {shlex.join([str(path), *words])}"
+
+
+class _Parser(HfArgumentParser):
+    """Report a mistake in one line, without secrets and without the list of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keep the docstring's line breaks; show each flag once, with its default."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        options = action.option_strings
+        shown = copy.copy(action)  # without the spelling --a-b of --a_b
+        shown.option_strings = [each for each in options if each == f"--{action.dest}" or "-" not in each.lstrip("-")]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if any(option.startswith("--no_") for option in action.option_strings):
+            return f"Turn --{action.dest} off."
+        text = action.help or ""
+        if action.default in (None, argparse.SUPPRESS) or "%(default)" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+def _titled(arg_class: Any) -> Any:
+    """Set the group title that HfArgumentParser looks for."""
+    arg_class._argument_group_name = (arg_class.__doc__ or arg_class.__name__).splitlines()[0].rstrip(".")
+    return arg_class
 
 
 def _take_config(parser: HfArgumentParser, argv: list[str]) -> str | None:
@@ -96,7 +199,7 @@ def _set_defaults(parser: HfArgumentParser, path: str) -> None:
 
 
 def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
-    """YAML reads `1e-3` as a string and `1` as an int: convert by the flag's own type, as the command line does."""
+    """Convert a YAML value by the flag's own type: YAML reads `1e-3` as a string and `1` as an int."""
     if value is None or action.type is None or (isinstance(value, list) and action.nargs == "+"):
         return value
     expected = getattr(action.type, "__name__", "a value")
@@ -112,10 +215,88 @@ def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place:
 
 
 def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
-    actions = reversed(parser._actions)  # --flag and --no_flag share a dest; argparse heeds the default of the first
+    actions = reversed(parser._actions)  # --flag and --no_flag share a dest; argparse uses the default of the first
     return {action.dest: action for action in actions if action.dest not in ("help", "config")}
+
+
+def _advice(word: str, known: dict[str, Any]) -> str:
+    """Return what to write in place of an unknown flag: the equal of another trainer's flag, or the closest match."""
+    name = word.partition("=")[0].replace("-", "_")
+    for names, needed, advice in _OF_OTHERS:
+        if name in names.split() and (not needed or needed in known):
+            return f": it {advice}."
+    return _did_you_mean(word, known)
 
 
 def _did_you_mean(word: str, known: dict[str, Any]) -> str:
     close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-    return f". Did you mean '--{close[0]}'?" if close else ". See --help."
+    return f". Did you mean '--{close[0]}'? See --help." if close else ". See --help."
+
+
+# -- YAML that anyone may have written ----------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """A value and the number of the line of its key."""
+
+    value: Any
+    line: int
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuse aliases, nine of which can stand for gigabytes, and repeated keys; tags that make objects are off anyway."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(
+                None, None, "an alias; write the value out", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            earlier = seen.setdefault(str(key.value), key)
+            if earlier is not key:
+                problem = f"the key '{key.value}' again, after line {earlier.start_mark.line + 1}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_flat_yaml(path: str) -> dict[str, Entry]:
+    """Return the entries of a YAML file that holds one mapping, or nothing.
+
+    Raises:
+        ValueError: one line that names the file, and the line of the mistake where there is one.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"--config is {path}; there is no such file")
+    if Path(path).stat().st_size > _MAX_YAML_BYTES:
+        raise ValueError(
+            f"--config is {path}; it has more than {_MAX_YAML_BYTES:,} bytes. Give flat 'flag: value' lines"
+        )
+    try:
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        values = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}{_line_of(error)} is not valid YAML: {_problem(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start + 1}). Save it as UTF-8") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply; give flat 'flag: value' lines") from error
+    if node is None or values is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}; give flat 'flag: value' lines")
+    lines = [key.start_mark.line + 1 for key, _ in node.value]
+    return {str(key): Entry(value, line) for (key, value), line in zip(values.items(), lines, strict=True)}
+
+
+def _line_of(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f", line {mark.line + 1},"
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or " ".join(str(error).split()))

@@ -4,7 +4,7 @@ The test split of the embedded data set:
     accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/pretrain-1 --split test
 
 Your own pairs, re-ranking the first 32 of every query, with the curve of recall against their number and what it costs:
-    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl
+    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
         --split validation --rerank_top_k 32 --output_dir outputs/retrieval
 """
 
@@ -13,32 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.tokens import tokenize_captions
-from mm_utils.diagnosis import with_health
-from mm_utils.flops import measure_flops
-from mm_utils.metrics import EvaluationArguments, RetrievalEvaluator
-from mm_utils.models import image_geometry, load_model, load_processor_of
-from mm_utils.retrieval_report import report_retrieval
-from mm_utils.run import RunError, make_accelerator, report_figures, run_script
-from mm_utils.word_order import order_texts
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.evaluation.retrieval_report import report_retrieval
+from mm_utils.model.build import load_model
+from mm_utils.model.flops import measure_flops
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class EvalRetrievalArguments:
-    """What to evaluate, on what."""
+    """The model and the split to evaluate."""
 
-    model_name_or_path: str | None = arg(None, "The model: the folder that a run left, a checkpoint, or a Hub id.")
-    split: str = arg("validation", "Which split: train, validation or test.")
-    per_device_eval_batch_size: int = arg(64, "Images per process and forward; it does not change the result.")
-    output_dir: str | None = arg(None, "Also leave metrics.json, reranking.json and reranking.png in this folder.")
+    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
+    split: str = arg("validation", "The split: train, validation or test.")
+    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
+    output_dir: str | None = arg(None, "Also write metrics.json, reranking.json and reranking.png to this folder.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
-            raise ValueError("--model_name_or_path is missing; give the folder that a run left, or a Hub id.")
+            raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -46,14 +47,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (EvalRetrievalArguments, EvaluationArguments, DataArguments, LoaderArguments)
     args, eval_args, data_args, loader_args = parse_args(*groups, argv=argv, doc=__doc__)
+    check_model(args.model_name_or_path)
     accelerator = make_accelerator()
 
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with accelerator.main_process_first():
-        pairs = load_pairs(data_args, need_train=args.split == "train")
+        # Rows that training held out of train are the validation split here, too.
+        pairs = load_pairs(data_args, need_train=args.split == "train", hold_out=args.split != "test")
         if args.split not in pairs:
-            raise RunError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
+            raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
         rows = tokenize_captions(pairs[args.split], processor.tokenizer, loader_args.max_seq_length)
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -67,14 +70,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = accelerator.prepare(model)
 
     # 4. Evaluate.
-    order = order_texts(rows, processor.tokenizer, loader_args.max_seq_length)
+    order = word_order_probes(rows, processor.tokenizer, loader_args.max_seq_length)
     evaluator = RetrievalEvaluator(eval_args, order)
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
-    metrics = with_health(evaluator)(accelerator.unwrap_model(model), loader, accelerator)
+    metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, flops, args.output_dir)
-    report_figures(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
+    report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     accelerator.end_training()
     return metrics
 

@@ -1,14 +1,14 @@
-"""Measure zero-shot classification: which class's name, in templates like "a photo of a {}.", is nearest to an image.
+"""Measure zero-shot classification: an image is given the class whose text, "a photo of a {}.", is nearest to it.
 
 A data set with labels on the Hub:
     accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/pretrain-1 --dataset_name uoft-cs/cifar10
 
 A folder of images per class, named by WordNet ids, with the table and picture of confusions:
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name imagenet/
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name imagenet/ \\
         --classes_file LOC_synset_mapping.txt --output_dir outputs/zero-shot
 
-Templates of your own, and the fusion head ordering the first 5 classes of every image anew:
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/
+Templates of your own, and the fusion head re-ranking the first 5 classes of every image:
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --templates "a scan of a {}." "{}, seen from above" --rerank_top_k 5
 """
 
@@ -17,26 +17,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.labelled import LabelledArguments, load_labelled
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.models import image_geometry, load_model, load_processor_of
-from mm_utils.run import make_accelerator, report_figures, run_script
-from mm_utils.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
+from mm_utils.data.labelled_images import LabelledArguments, load_labelled
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class EvalZeroShotArguments:
-    """What to evaluate, and where to leave the figures."""
+    """The model to evaluate, and the folder of the results."""
 
-    model_name_or_path: str | None = arg(None, "The model: the folder that a run left, a checkpoint, or a Hub id.")
-    per_device_eval_batch_size: int = arg(64, "Images per process and forward; it does not change the result.")
-    output_dir: str | None = arg(None, "Also leave metrics.json, classes.csv and confusion.png in this folder.")
+    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
+    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
+    output_dir: str | None = arg(None, "Also write metrics.json, classes.csv and confusion.png to this folder.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
-            raise ValueError("--model_name_or_path is missing; give the folder that a run left, or a Hub id.")
+            raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
         if self.per_device_eval_batch_size < 1:
             raise ValueError(f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; it counts from 1.")
 
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (EvalZeroShotArguments, LabelledArguments, ZeroShotArguments, LoaderArguments)
     args, data_args, zero_shot_args, loader_args = parse_args(*groups, argv=argv, doc=__doc__)
+    check_model(args.model_name_or_path)
     accelerator = make_accelerator()
 
     # 2. Data: the main process fills the cache first, the others read it.
@@ -67,7 +70,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 5. Report.
     report_classes(accelerator, evaluator, args.output_dir)
-    report_figures(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
+    report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     accelerator.end_training()
     return metrics
 

@@ -1,75 +1,72 @@
 """Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers), of images, or of texts.
 
-On a laptop, from what scripts/pretrain.py left: does a text describe the picture, how many things, which colour?
+On a laptop, from the model that scripts/pretrain.py trained: the colour of the things in a picture
     accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour
 
-The same by both embeddings side by side, for comparison:
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour
+The same from both embeddings side by side, for comparison:
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour \\
         --classifier_inputs pair
 
 Questions about your own images, answered by one of the 1,000 most frequent answers:
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
         --text_column question --label_column answers --num_answers 1000
 
-A folder of images per class; adapters in the vision tower, lower layers slower, weights between start and end:
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/
+A folder of images per class; adapters in a vision transformer, lower layers slower, weights between start and end:
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --lora_rank 8 --lora_towers vision --layerwise_lr_decay 0.9 --wise_ft
 """
 
 import logging
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from transformers import EarlyStoppingCallback
+from transformers import TrainerCallback
 
-from mm_utils.adapters import LoraArguments, merged
 from mm_utils.arguments import parse_args, to_dict
-from mm_utils.callbacks import ProgressBar
-from mm_utils.checkpoints import find_checkpoint
-from mm_utils.classification import ClassificationObjective, ClassifierArguments, build_classifier, weigh_classes
-from mm_utils.data.labelled_pairs import TaskArguments, load_task
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.tokens import fingerprint, global_order, tokenize_splits
-from mm_utils.finetuning import ClassificationEvaluator, FinetuningArguments, finish_finetuning
-from mm_utils.finish import HubCallback
-from mm_utils.hub import HubArguments, HubPusher
-from mm_utils.interpolation import InterpolationArguments, choose_between
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
-from mm_utils.models import image_geometry, load_processor_of
-from mm_utils.monitor import LoaderAdvice
-from mm_utils.optim import OptimizerArguments, build_optimizer
-from mm_utils.preflight import check_loading
-from mm_utils.run import run_script, start_run
-from mm_utils.tracking import Tracking
-from mm_utils.trainer import Trainer
+from mm_utils.checkpointing.files import find_checkpoint
+from mm_utils.data.loading.loaders import LoaderArguments
+from mm_utils.data.tasks import TaskArguments
+from mm_utils.data.training_data import open_task
+from mm_utils.evaluation.classification import ClassificationEvaluator, InterpolationArguments, choose_between
+from mm_utils.model.adapt import LoraArguments, merged
+from mm_utils.model.classifier import ClassifierArguments, build_classifier
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from mm_utils.model.processor import load_processor_of
+from mm_utils.objectives.classification import ClassificationObjective, weigh_classes
+from mm_utils.reports.hub import HubArguments
+from mm_utils.run.callbacks import default_callbacks
+from mm_utils.run.checks import check_model
+from mm_utils.run.dry_run import dry_run
+from mm_utils.run.finish import finish_finetuning
+from mm_utils.run.start import RunArguments, run_script, start_run
+from mm_utils.training.arguments import FinetuningArguments
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
+def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, float]:
+    """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    data = (TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments)
-    learning = (OptimizerArguments, FinetuningArguments, InterpolationArguments, HubArguments)
-    parsed = parse_args(*data, *learning, argv=argv, doc=__doc__)
-    task_args, loader_args, classifier_args, lora_args, *others = parsed
-    optimizer_args, args, interpolation_args, hub_args = others
-    accelerator = start_run("finetune", args, *parsed, report_to=args.report_to)
-    tracking = Tracking(accelerator, "finetune", to_dict(*parsed), args.output_dir)
+    parsed = parse_args(
+        *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments),
+        *(FinetuningArguments, InterpolationArguments, HubArguments, RunArguments),
+        argv=argv,
+        doc=__doc__,
+    )
+    task_args, loader_args, classifier_args, lora_args, optimizer_args, *others = parsed
+    args, interpolation_args, hub_args, run_args = others
+    check_model(classifier_args.model_name_or_path)
+    if run_args.dry_run:
+        return dry_run(main, "finetune", argv, args, to_dict(*parsed))
+    run = start_run("finetune", args, run_args, hub_args, to_dict(*parsed))
 
-    # 2. Data: the main process fills the cache first, the others read it.
+    # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)
-    with accelerator.main_process_first():
-        task = load_task(task_args)
-        task.splits = tokenize_splits(
-            task.splits, processor.tokenizer, loader_args.max_seq_length, task_args.preprocessing_num_workers
-        )
-    rows = task.splits["train"]
-    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
-    check_loading(loaders, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size)
-    counts = ", ".join(f"{name}: {len(split):,} rows" for name, split in task.splits.items())
-    logger.info("%s; %s classes", counts, f"{len(task.classes):,}")
+    task, data = open_task(run.accelerator, task_args, loader_args, args, processor)
+    rows, classes = data.splits["train"], len(task.classes)
+    logger.info("%s classes", f"{classes:,}")
 
     # 3. Model, objective, optimizer.
     model = build_classifier(
@@ -77,54 +74,45 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     )
     start = {name: value.clone() for name, value in merged(model.state_dict()).items() if interpolation_args.wise_ft}
     labels = torch.tensor(rows["label"][:])
-    weights = weigh_classes(labels, len(task.classes), classifier_args.class_weights)
+    weights = weigh_classes(labels, classes, classifier_args.class_weights)
     objective = ClassificationObjective(model, labels, weights)
-    optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=accelerator.device)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    logger.info("%s parameters, %s of them trained", f"{model.num_parameters():,}", f"{trained:,}")
+    optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
+    counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
+    logger.info("%s parameters, %s of them trained", *counts)
 
     # 4. Train.
-    order = global_order(rows, args.batch_sizes, args.seed, loader_args.length_bucket_window)
-    evaluator, pusher = (
-        ClassificationEvaluator(task.splits["validation"], len(task.classes)),
-        HubPusher(hub_args, args.output_dir),
-    )
-    eval_loader = loaders.evaluation(task.splits["validation"], args.per_device_eval_batch_size)
-    callbacks = [ProgressBar(), HubCallback(pusher), LoaderAdvice(lambda: loaders.workers)]
-    if args.early_stopping_patience:
-        callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
+    evaluator = ClassificationEvaluator(data.splits["validation"], classes)
     trainer = Trainer(
         args,
         optimizer_args,
-        accelerator,
+        run.accelerator,
         objective,
         optimizer,
-        processor,
-        train_batches=partial(loaders.train, rows, order),
-        num_rows=len(rows),
-        eval_loader=eval_loader,
+        data,
         evaluate=evaluator,
-        callbacks=callbacks,
-        max_seq_length=loader_args.max_seq_length,
-        identity={"data": fingerprint(rows), **loader_args.order},
-        tracking=tracking,
+        callbacks=[*default_callbacks(run, objective, data), *callbacks],
     )
     metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
 
-    # 5. Finish, with what was saved: weights in between, the test split, pictures, model card, push.
-    folder = Path(args.output_dir)
-    saved = FusionDualEncoderForClassification.from_pretrained(folder).to(accelerator.device).eval()
+    # 5. Finish, with the saved model: interpolated weights, the test split, pictures, model card, push.
+    saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
     if interpolation_args.wise_ft:
         found = choose_between(
-            interpolation_args, start, saved, evaluator, eval_loader, accelerator, args.metric_for_best_model, folder
+            interpolation_args,
+            start,
+            saved,
+            evaluator,
+            data.evaluation("validation"),
+            run.accelerator,
+            args.metric_for_best_model,
+            run.output_dir,
         )
         metrics = {f"eval_{name}": value for name, value in found.items()}
-    if "test" in task.splits:
-        evaluator = ClassificationEvaluator(task.splits["test"], len(task.classes))
-        loader = loaders.evaluation(task.splits["test"], args.per_device_eval_batch_size)
-        metrics |= {f"test_{name}": value for name, value in evaluator(saved, loader, accelerator).items()}
-    finish_finetuning(accelerator, folder, saved, task, evaluator, metrics, to_dict(*parsed), pusher)
-    tracking.finish()
+    if "test" in data.splits:
+        evaluator = ClassificationEvaluator(data.splits["test"], classes)
+        found = evaluator(saved, data.evaluation("test"), run.accelerator)
+        metrics |= {f"test_{name}": value for name, value in found.items()}
+    finish_finetuning(run, saved, task, data.fingerprint, evaluator, metrics, argv)
     return metrics
 
 

@@ -4,8 +4,12 @@ A file with one image and its caption, or captions, a row:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine
 
 Several sources of any kind: COCO captions and shards, three pairs of the first for one of the second:
-    python scripts/prepare_data.py --output_dir data/mixed --sources
+    python scripts/prepare_data.py --output_dir data/mixed --sources \\
         coco/captions_train2017.json,image_root=coco/train2017,weight=3  "shards/web-{000000..000099}.tar,weight=1"
+
+A table with columns of other names; two lists, whose lines are key, tab, path and key, tab, caption:
+    python scripts/prepare_data.py --output_dir data/mixed --sources photos.csv,image_column=Bild,caption_column=Text
+    python scripts/prepare_data.py --output_dir data/lists --sources images.tsv,captions=captions.tsv
 
 A thousand rows of each, to try; the report is in data/try/report.md:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/try --max_rows 1000
@@ -14,7 +18,7 @@ Train on it, and look later whether a copy is whole:
     accelerate launch scripts/pretrain.py --dataset_name data/mine
     python scripts/prepare_data.py --verify data/mine
 
-An interrupted run goes on where it stopped when the same command is given again.
+An interrupted run continues where it stopped when the same command is given again.
 """
 
 import logging
@@ -22,13 +26,13 @@ import time
 
 from mm_utils.arguments import parse_args, to_dict
 from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
+from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
-from mm_utils.data.prepare.prepared import removed_examples, verify, write_findings, write_pairs
-from mm_utils.data.prepare.reconcile import ReconcileArguments, reconcile
 from mm_utils.data.prepare.summary import describe, summarize
-from mm_utils.data.raw.paths import PathArguments
-from mm_utils.data_report import write_report
-from mm_utils.run import run_script, set_up_logging
+from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.reports.data_report import write_report
+from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        ingested = ingest_sources(args, checks, paths, work)
+        sources = [Source.parse(item) for item in args.sources]
+        ingested = ingest_sources(sources, paths, args.plan(checks), work)
 
         # 3. Rows together: duplicates, leaks, splits.
         found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl")

@@ -1,11 +1,11 @@
-"""Checkpoints: folders `checkpoint-N` that are complete or not there, and of which it can be told whether they are whole.
+"""Atomic, verifiable checkpoint folders.
 
-One is written beside its final name, with a manifest of its files' sizes and SHA-256; files, manifest and folder reach the
-disk before it is renamed, and older ones are removed only after that. So a run that is killed at any instant leaves no half
-of one under that name. What happens to a folder later, on a disk or in a copy, its manifest tells: the newest checkpoint is
-the newest that verifies.
+A checkpoint is written beside its final name `checkpoint-N`, with a manifest of its files' sizes and SHA-256. Files, manifest
+and folder reach the disk before the folder is renamed, and older checkpoints are removed only after that. So a run that is
+killed at any instant leaves no half checkpoint under that name. Later damage, on a disk or in a copy, shows against the
+manifest: `latest` is the newest checkpoint that verifies.
 
-To see what a run has: python scripts/verify_checkpoints.py --output_dir outputs/mine
+To list a run's checkpoints: python scripts/verify_checkpoints.py --output_dir outputs/mine
 """
 
 import hashlib
@@ -20,28 +20,29 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from mm_utils import ranks
-from mm_utils.snapshot import STATE_FILE
+from mm_utils import distributed
+from mm_utils.files import readable
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+STATE_FILE = "trainer_state.json"
 _FORMAT = 1
 _BLOCK = 2**22
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the folder of the checkpoint of a step."""
     return Path(output_dir) / f"checkpoint-{step}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in its name."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:
-    """Folders of a run that are named as a checkpoint, oldest step first."""
+    """Return the run's folders that are named like a checkpoint, oldest step first."""
     found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
 
@@ -50,16 +51,22 @@ def checkpoint_folders(output_dir: Path) -> list[Path]:
 
 
 def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
-    """Make the folder `final`, named `checkpoint-N`, of what `write` puts into the folder that it is given.
+    """Create the checkpoint folder `final` atomically.
 
-    When this returns, the checkpoint is on the disk; when it raises, whatever was there before is there still.
+    When this returns, the checkpoint is on the disk; when it raises, an earlier folder of that name is intact.
+
+    Args:
+        final: the folder, named `checkpoint-N`.
+        write: writes the files into the folder that it is given.
     """
     temporary, old = (final.parent / f".{final.name}.{ending}" for ending in ("tmp", "old"))
     _remove(temporary)
     temporary.mkdir(parents=True)
     try:
         write(temporary)
-        files = {str(path.relative_to(temporary)): _recorded(path) for path in _files(temporary)}
+        readable(temporary)
+        written = sorted(path for path in temporary.rglob("*") if path.is_file())
+        files = {str(path.relative_to(temporary)): _recorded(path) for path in written}
         manifest = {"format": _FORMAT, "step": step_of(final), "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in (temporary / MANIFEST, *(path for path in temporary.rglob("*") if path.is_dir()), temporary):
@@ -77,7 +84,7 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_unfinished(output_dir: Path) -> None:
-    """Remove what a killed run had begun to write or to remove; what it had not yet replaced comes back."""
+    """Remove folders that a killed run left half written or half removed; restore one that it had not replaced yet."""
     for path in output_dir.glob(".checkpoint-*.old"):
         _bring_back(path)
     for ending in ("tmp", "old", "removed"):
@@ -89,7 +96,7 @@ def remove_unfinished(output_dir: Path) -> None:
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line per file; nothing if it is whole. Every byte is read."""
+    """Compare every byte of a checkpoint with its manifest; return one line per damaged file."""
     wrong = misfits(path)
     if wrong:
         return wrong
@@ -103,7 +110,7 @@ def verify(path: Path) -> list[str]:
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest checkpoint that verifies, if there is one, and what is wrong with newer ones."""
+    """Return the newest checkpoint that verifies, if any, and the damage of newer ones."""
     damaged: dict[Path, list[str]] = {}
     for path in reversed(checkpoint_folders(output_dir)):
         wrong = verify(path)
@@ -114,22 +121,24 @@ def newest_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, list[st
 
 
 def find_checkpoint(name: str | None, output_dir: str | Path) -> Path | None:
-    """The checkpoint to resume from: None, a folder, or `latest` for the newest that verifies in `output_dir`.
+    """Return the checkpoint to resume from, or None for a first start; called on all ranks.
 
-    `latest` is None where there is no checkpoint yet. Called on all ranks; the main process looks.
+    Args:
+        name: a checkpoint folder, or `latest` for the newest that verifies; None if nothing is to be resumed.
+        output_dir: the run's output folder, where `latest` is searched.
 
     Raises:
-        ValueError: if the folder is no checkpoint, or is damaged, or if all that there are are damaged.
+        ValueError: if the folder is no checkpoint or is damaged, or if all checkpoints are damaged.
     """
     if name is None:
         return None
     found: list[Any] = [None, None]
-    if ranks.rank() == 0:
+    if distributed.rank() == 0:
         try:
             found[0] = _newest(Path(output_dir)) if name == "latest" else _given(Path(name))
         except ValueError as error:
             found[1] = str(error)
-    if ranks.world_size() > 1:
+    if distributed.world_size() > 1:
         broadcast_object_list(found)
     if found[1] is not None:
         raise ValueError(found[1])
@@ -160,20 +169,20 @@ def _given(path: Path) -> Path:
 
 
 def set_aside(output_dir: Path, after: int) -> None:
-    """Rename the checkpoints of steps beyond `after`, from which a run does not go on: it will come by there again."""
+    """Rename checkpoints of steps beyond `after`, because a run resumed from `after` will write them again."""
     for path in checkpoint_folders(output_dir):
         if step_of(path) > after:
             aside = path.parent / f"{path.name}.{'damaged' if verify(path) else 'superseded'}"
             _remove(aside)
             path.rename(aside)
-            logger.warning("%s is not gone on from; it is %s now", path, aside.name)
+            logger.warning("%s is newer than the step that the run resumes from; renamed to %s", path, aside.name)
 
 
 # -- small parts --------------------------------------------------------------------------------------------------------
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest, if it has the form of one; else a ValueError."""
+    """Return the manifest; raise ValueError if the file is none."""
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']}, this version reads {_FORMAT}")
@@ -187,7 +196,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def misfits(path: Path) -> list[str]:
-    """What is wrong with a checkpoint at first sight: no manifest, files that are missing or of another size."""
+    """Compare a checkpoint's files with its manifest by presence and size alone; return one line per misfit."""
     try:
         files = _manifest(path)["files"]
     except FileNotFoundError:
@@ -209,16 +218,12 @@ def misfits(path: Path) -> list[str]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in it."""
-    return sum(path.stat().st_size for path in _files(folder))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """Return the bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file, which is on the disk then."""
+    """Flush a file to disk and return its manifest entry."""
     _sync(path)
     return {"size": path.stat().st_size, "sha256": _digest(path)}
 
@@ -240,14 +245,14 @@ def _sync(path: Path) -> None:
 
 
 def _bring_back(old: Path) -> None:
-    """Give what was to be replaced its name again, unless what replaces it has it."""
+    """Give a folder that was about to be replaced its name again, unless the new one has it."""
     final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
     if os.path.lexists(old) and not os.path.lexists(final):
         old.rename(final)
 
 
 def _remove(path: Path) -> None:
-    """A folder with all in it, or a file or a link that is there in its place."""
+    """Remove a folder with its contents, or a file or link of that name."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)

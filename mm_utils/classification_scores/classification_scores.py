@@ -1,11 +1,11 @@
-"""Accuracy, macro F1 and, given scores, the area under the ROC curve, as a metric for `evaluate`.
+"""A metric for `evaluate`: accuracy, macro F1 and, given scores, the area under the curve.
 
     import evaluate
     metric = evaluate.load("mm_utils/classification_scores")
     metric.compute(predictions=[0, 1, 1], references=[0, 1, 0], scores=[[0.9, 0.1], [0.2, 0.8], [0.4, 0.6]])
     {"accuracy": 0.667, "macro_f1": 0.667, "roc_auc": 1.0}
 
-It depends on `datasets`, `evaluate` and numpy alone, so it loads from a path without network.
+It depends on `datasets`, `evaluate` and numpy alone, so it loads from a path without a network.
 """
 
 import datasets
@@ -16,19 +16,19 @@ _DESCRIPTION = "Accuracy, macro F1 and area under the ROC curve of a classifier.
 _CITATION = ""
 _INPUTS = """
 Args:
-    predictions: the class of each example, from 0.
-    references: the right one; a negative number is a class that the classifier does not know, and counts as wrong.
-    scores: of each example one for every class, any that rise with its probability; without, no `roc_auc`.
+    predictions: predicted class of each example, from 0.
+    references: right class of each example; a negative number is a class unknown to the classifier, and counts as wrong.
+    scores: for each example a score per class that rises with the class's probability; without scores, no `roc_auc`.
 Returns:
-    accuracy: share of examples that are right.
-    macro_f1: mean of the F1 of every class that occurs in references or predictions.
-    roc_auc: of two classes the probability that an example of the second scores higher for it than one of the first, ties
-        counting half; of more, the mean over the classes, each against the others, of those that have both.
+    accuracy: share of right predictions.
+    macro_f1: mean F1 of the classes that occur in references or predictions.
+    roc_auc: for two classes, the probability that an example of the second has a higher score for it than an example of the
+        first; ties count half. For more classes, the mean over each class against the others, if both occur.
 """
 
 
 class ClassificationScores(evaluate.Metric):
-    """See the module's docstring."""
+    """Scores of a classifier, see the module's docstring."""
 
     def _info(self) -> evaluate.MetricInfo:
         number = datasets.Value("int64")
@@ -49,7 +49,7 @@ class ClassificationScores(evaluate.Metric):
 
 
 def _macro_f1(guesses: np.ndarray, right: np.ndarray) -> float:
-    """A class has F1 = 2 x hits / (times guessed + times right)."""
+    """Return the mean F1 of the classes; F1 = 2 x hits / (times predicted + times right)."""
     classes = int(max(guesses.max(), right.max())) + 1
     hits, guessed, occurs = (
         np.bincount(values[values >= 0], minlength=classes) for values in (guesses[guesses == right], guesses, right)
@@ -66,7 +66,7 @@ def _roc_auc(scores: np.ndarray, right: np.ndarray) -> "float | None":
 
 
 def _area(score: np.ndarray, positive: np.ndarray) -> "float | None":
-    """By the ranks of the positive ones (Mann and Whitney), equal scores sharing their mean rank."""
+    """Return the area by the ranks of positive examples (Mann-Whitney); ties share ranks."""
     count, others = int(positive.sum()), int((~positive).sum())
     if not count or not others:
         return None

@@ -1,1 +1,1 @@
-"""From raw sources to batches. Nothing here imports a model."""
+"""Data: sources, preparing, loading, streaming. Nothing here knows the model."""

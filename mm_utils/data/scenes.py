@@ -1,11 +1,11 @@
-"""The embedded data set: synthetic scenes of two or three objects, with English and German captions.
+"""The embedded data set: synthetic scenes with English and German captions.
 
-With it a pre-training run starts with no arguments and no network. No bag of words solves it: half the drawn scenes
-get a *mirror twin* in their split, with the first two objects exchanged and captions of the same words in another
-order (67 % of the default training images are one of such a pair). Each of the 62.9 million possible contents occurs
-at most once, and a hash of it, not the seed, decides the split. Captions may leave out size or texture, so 0.1 % of
-the training captions also describe another scene. The 5000 default scenes take 11 s on one core and 10 MB on disk;
-they are held in memory until saved. Pixels follow from the seed everywhere, PNG bytes from it and Pillow's zlib.
+With it a run starts without arguments and network. No bag of words solves it: half the drawn scenes get a *mirror twin*
+in their split, with the first two objects exchanged and captions of the same words in another order (67 % of the default
+training images are one of such a pair). Each of the 62.9 million possible contents occurs at most once, and a hash of it,
+not the seed, decides the split. Captions may leave out size or texture, so 0.1 % of the training captions also describe
+another scene. The 5000 default scenes take 11 s on one core and 10 MB on disk; they are held in memory until saved.
+Pixels follow from the seed everywhere, PNG bytes from it and Pillow's zlib.
 """
 
 import hashlib
@@ -13,8 +13,6 @@ import io
 import logging
 import os
 import random
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,18 +22,19 @@ import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
 
+from mm_utils.files import atomic_folder
+
 logger = logging.getLogger(__name__)
 
 GENERATOR_VERSION = "1"
-"""Part of the cache folder's name; raise it with every change that alters a generated row."""
+"""Part of the cache folder's name; raise it with every change of a generated row."""
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond")
 COLOURS = {
     "red": (214, 30, 34), "green": (28, 150, 60), "blue": (34, 70, 214), "yellow": (246, 224, 40),
     "orange": (245, 134, 20), "purple": (138, 40, 170), "white": (252, 252, 252), "black": (22, 22, 24),
 }  # fmt: skip
-SIZES = {"small": 8.0, "large": 12.5}
-"""Half the extent of an object in a scene of 64 pixels."""
+SIZES = {"small": 8.0, "large": 12.5}  # half the extent of an object in a scene of 64 pixels
 TEXTURES = ("plain", "striped", "dotted")
 
 _OVERSAMPLING = 4
@@ -110,14 +109,14 @@ class _Thing(NamedTuple):
 
 
 class _Scene(NamedTuple):
-    """The first thing is left of or above the second, as `axis` says; a third is on `side` of both."""
+    """The first thing is left of or above the second (`axis`); a third is on `side` of both."""
 
     axis: str
     side: str
     things: tuple[_Thing, ...]
 
     def group(self) -> str:
-        """What the scene and its mirror twin have in common, whatever the seed; it decides the split."""
+        """Return the text that a scene and its mirror twin share; it decides the split."""
         first, second, *third = (" ".join(thing) for thing in self.things)
         return "; ".join([self.axis, self.side, *sorted([first, second]), *third])
 
@@ -133,7 +132,7 @@ def load_scenes(
     seed: int = 0,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> datasets.DatasetDict:
-    """The splits `train`, `validation` and `test`, memory-mapped from the cache and generated there on first use.
+    """Load the splits train, validation and test from the cache; generate them on first use.
 
     A row has `id`, `image` (PNG bytes, not decoded), four `captions` with their `languages`, English first, `regions`
     (a `box` as x, y, width, height in pixels and a `phrase` for each object) and the `order_pair` of `order_pairs`.
@@ -153,7 +152,7 @@ def load_scenes(
 
 
 def order_pairs(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
-    """For each row its index, a true English caption, and the same words in the order that makes them false.
+    """Give each row's index, a true English caption, and the same words in a false order.
 
     Raises:
         ValueError: if the data set has no column `order_pair`.
@@ -165,23 +164,13 @@ def order_pairs(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
 
 def _generate_into(folder: Path, counts: dict[str, int], image_size: int, seed: int) -> None:
     logger.info("Generating %d scenes of %d pixels into %s", sum(counts.values()), image_size, folder)
-    scratch = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
-    scratch.mkdir(parents=True)
-    try:
+    with atomic_folder(folder) as scratch:
         splits = datasets.DatasetDict()
         for split, scenes in _draw_contents(counts, seed).items():
             numbered = enumerate(tqdm(scenes, desc=f"Generating {split} scenes", unit="scene"))
             rows = [_row(scene, split, index, image_size, seed) for index, scene in numbered]
             splits[split] = datasets.Dataset.from_list(rows, features=datasets.Features(_FEATURES))
         splits.save_to_disk(str(scratch))
-        try:
-            os.replace(scratch, folder)
-        except OSError:
-            # Renaming onto a filled folder fails: another process was first, and its rows are the same.
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _draw_contents(counts: dict[str, int], seed: int) -> dict[str, list[_Scene]]:
@@ -223,7 +212,7 @@ def _row(scene: _Scene, split: str, index: int, image_size: int, seed: int) -> d
 
 
 def _captions(scene: _Scene, seed: int) -> tuple[list[str], list[str]]:
-    """Four captions and their languages. The choice of templates is the group's, so a twin has the same words."""
+    """Return four captions and their languages; a twin gets the same templates and words."""
     rng = random.Random(f"{seed} {scene.group()}")
     languages = ["en", "en", rng.choices(["en", "de"])[0], "de"]
     templates = {name: sorted(options, key=lambda _: rng.random()) for name, options in _TEMPLATES.items()}
@@ -246,7 +235,7 @@ def _caption(scene: _Scene, language: str, case: str, pattern: str, suffix: str,
 
 
 def _phrase(thing: _Thing, case: str, details: tuple[str, ...]) -> str:
-    """The thing with an indefinite article: in German in that grammatical case, in English where there is none."""
+    """Name a thing with an indefinite article: in English, or in German in a grammatical case."""
     *adjectives, shape = words = [*(getattr(thing, detail) for detail in details), thing.colour, thing.shape]
     if not case:
         return " ".join(["an" if words[0][0] in "aeiou" else "a", *words])
@@ -256,7 +245,7 @@ def _phrase(thing: _Thing, case: str, details: tuple[str, ...]) -> str:
 
 
 def _centres(scene: _Scene, rng: random.Random) -> list[tuple[float, float]]:
-    """Where the things lie in a square of `_LAYOUT_SIZE`: at least 27 apart along the axis that relates them."""
+    """Place the things in a square of `_LAYOUT_SIZE`, at least 27 apart along their axis."""
     if not scene.side:
         apart, shift, level = rng.uniform(27, 33), rng.uniform(-1, 1), rng.uniform(-12, 12)
         along = [32 + shift - apart / 2, 32 + shift + apart / 2]
@@ -269,7 +258,7 @@ def _centres(scene: _Scene, rng: random.Random) -> list[tuple[float, float]]:
 
 
 def _draw(scene: _Scene, image_size: int, rng: random.Random) -> tuple[np.ndarray, list[list[float]]]:
-    """The picture, and the tight box of each thing in its order in the scene."""
+    """Return the picture, and the tight box of each thing in its order in the scene."""
     grey, scale = rng.uniform(145, 175), image_size / _LAYOUT_SIZE
     pixels = np.empty((image_size, image_size, 3))
     pixels[:] = [grey + rng.uniform(-7, 7) for _ in range(3)]
@@ -303,7 +292,7 @@ def _draw_thing(
 
 
 def _inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which points belong to the shape, whose box is about [-1, 1] in x and y with y pointing down."""
+    """Return a mask of the points in the shape, whose box is about [-1, 1]; y points down."""
     if shape == "circle":
         return x * x + y * y <= 1
     if shape == "square":

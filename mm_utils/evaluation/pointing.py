@@ -1,67 +1,53 @@
-"""What a model makes of regions: where in an image it finds what a phrase says, and which phrase it gives to a box.
+"""Measure regions: finding a phrase in the image, and choosing the phrase of a box.
 
-Pointing (the pointing game, arXiv 1608.00507): it points at the cell of the image's grid whose embedding has the highest
-cosine with the phrase's, and is right if the cell's centre lies in the phrase's box. Pointing blindly is right as often as
-boxes cover of the image, which is given beside it as chance.
-
-Choice: the box's own phrase has the highest cosine with the box among the different phrases of its image.
-
-Ties, and scores that are no number, count against the model.
+Pointing (the pointing game, arXiv 1608.00507): the model points at the cell of the image's grid whose embedding has the highest
+cosine with the phrase. It is a hit if the cell's centre lies in the phrase's box. Chance is the mean share of the image that
+boxes cover. Choice: the box's own phrase has the highest cosine with the box, among the different phrases of its image. Ties and
+NaN count against the model.
 
 Shape letters: R regions of a batch, N of the split, h x w cells, E embedding width.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
-import numpy as np
 import torch
 from accelerate import Accelerator
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Rectangle
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mm_utils import ranks
-from mm_utils.data.augment import center_square
+from mm_utils import distributed
 from mm_utils.data.images import open_image
-from mm_utils.data.regions import Regions, regions_of
-from mm_utils.data.tokens import caption_key
-from mm_utils.intervals import mean_interval
-from mm_utils.metrics import Evaluate
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.reporting import GREEN, INK, ORANGE, draw_text, missing_glyphs_allowed, new_figure, wrap
+from mm_utils.data.loading.augment import center_square
+from mm_utils.data.loading.regions import Regions, regions_of
+from mm_utils.data.loading.tokens import caption_key
+from mm_utils.evaluation.metrics import mean_interval
+from mm_utils.evaluation.retrieval import Evaluate
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.reports.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
 
-TILES, COLUMNS, SIDE = 18, 6, 160  # of the picture: phrases, phrases a row, pixels
+TILES, COLUMNS, SIDE = 18, 6, 160  # of regions.png: phrases, phrases per row, pixels of an image
 
 
-@dataclass
-class Pointed:
-    """A phrase of an image, and where the model looked for it.
+class Pointed(NamedTuple):
+    """A phrase of an image, and where the model located it."""
 
-    Attributes:
-        row: the image's place in the data set.
-        key: of the phrase, see `mm_utils.data.regions`.
-        box: left, top, right, bottom in shares of the centre square.
-        is_hit: whether the highest cell lies in the box.
-        heat: `[h, w]` cosines of the cells with the phrase.
-    """
-
-    row: int
-    key: int
-    box: list[float]
-    is_hit: bool
-    heat: Tensor
+    row: int  # the image's row in the data set
+    key: int  # the phrase's key, see `mm_utils.data.loading.regions`
+    box: list[float]  # left, top, right, bottom as shares of the centre square
+    is_hit: bool  # whether the highest cell lies in the box
+    heat: Tensor  # `[h, w]` cosines of the cells with the phrase
 
 
 class PointingEvaluator:
-    """How often the model points into the box, and knows its phrase; all ranks get the same figures, however many.
+    """Measure pointing and choice; all ranks get the same metrics.
 
     Attributes:
-        examples: some phrases of the last evaluation, on each rank its own.
+        examples: some phrases of the last evaluation, different ones on each rank.
     """
 
     def __init__(self) -> None:
@@ -69,12 +55,11 @@ class PointingEvaluator:
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        """Look at the regions of what `loader` yields; see `region_figures`."""
+        """Return the metrics of `region_metrics` for batches with regions."""
         self.examples, device = [], accelerator.device
         found = [torch.empty(0, 4, dtype=torch.long, device=device)]
         areas = [torch.empty(0, dtype=torch.double, device=device)]
-        progress = tqdm(loader, desc="Pointing", leave=False, disable=not accelerator.is_main_process, delay=2)
-        for batch in progress:
+        for batch in tqdm(loader, desc="Pointing", leave=False, disable=not accelerator.is_main_process, delay=2):
             if not len(batch["rows"]):
                 continue
             regions, count = regions_of(batch)
@@ -91,23 +76,24 @@ class PointingEvaluator:
             shown = slice(min(count, TILES - len(self.examples)))
             lists = [column[shown].tolist() for column in (row_R, regions.keys, regions.boxes, is_hit_R)]
             self.examples += map(Pointed, *lists, heat_Rhw[shown].cpu())
-        sizes = ranks.gather_sizes(sum(map(len, found)), device)
-        return region_figures(ranks.gather(torch.cat(found), sizes), ranks.gather(torch.cat(areas), sizes))
+        sizes = distributed.gather_sizes(sum(map(len, found)), device)
+        return region_metrics(distributed.gather(torch.cat(found), sizes), distributed.gather(torch.cat(areas), sizes))
 
 
-def region_figures(found_N4: Tensor, area_N: Tensor) -> dict[str, float]:
-    """`pointing_accuracy` with its 95 % interval over images, `_low` to `_high`, and `pointing_chance`; and where images
-    have several phrases, `region_choice` and `region_choice_chance`. Nothing, if there is no region.
+def region_metrics(found_N4: Tensor, area_N: Tensor) -> dict[str, float]:
+    """Return `pointing_accuracy`, its interval (`_low`, `_high`), and `pointing_chance`.
+
+    If images have several phrases, also `region_choice` and `region_choice_chance`; without regions, nothing.
 
     Args:
-        found_N4: image, whether it was hit, whether it was chosen, number of phrases it was chosen among.
-        area_N: of the boxes.
+        found_N4: columns image, is hit, is chosen, and number of phrases to choose from.
+        area_N: area of each box.
     """
     if not len(found_N4):
         return {}
     row_N, is_hit_N, is_chosen_N, phrases_N = found_N4.unbind(1)
     accuracy, half = mean_interval(is_hit_N, row_N)
-    figures = {
+    metrics = {
         "pointing_accuracy": accuracy,
         "pointing_accuracy_low": max(0.0, accuracy - half),
         "pointing_accuracy_high": min(1.0, accuracy + half),
@@ -115,20 +101,20 @@ def region_figures(found_N4: Tensor, area_N: Tensor) -> dict[str, float]:
     }
     several = phrases_N > 1
     if several.any():
-        figures["region_choice"] = is_chosen_N[several].double().mean().item()
-        figures["region_choice_chance"] = (1 / phrases_N[several].double()).mean().item()
-    return figures
+        metrics["region_choice"] = is_chosen_N[several].double().mean().item()
+        metrics["region_choice_chance"] = (1 / phrases_N[several].double()).mean().item()
+    return metrics
 
 
 def chosen(cosine_RR: Tensor, regions: Regions) -> tuple[Tensor, Tensor]:
-    """Whether each box (a row) is nearest to its own phrase among those of its image, bool `[R]`; and their number."""
+    """Return for each box whether its own phrase is the nearest, and among how many, `[R]`."""
     is_rival_RR = (regions.image[:, None] == regions.image) & (regions.keys[:, None] != regions.keys)
     is_wrong_RR = ~(cosine_RR < cosine_RR.diagonal()[:, None]) & is_rival_RR
     return ~is_wrong_RR.any(1), 1 + is_rival_RR.sum(1)
 
 
 def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
-    """Whether the highest cell's centre is in the box, bool `[R]`. A box between all centres cannot be hit."""
+    """Return whether the centre of the highest cell lies in the box, bool `[R]`."""
     height, width = heat_Rhw.shape[1:]
     down, across = ((torch.arange(size, device=boxes.device) + 0.5) / size for size in (height, width))
     in_rows = (boxes[:, 1, None] <= down) & (down <= boxes[:, 3, None])
@@ -140,38 +126,30 @@ def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
 
 
 def with_pointing(evaluate: Evaluate, pointing: PointingEvaluator | None) -> Evaluate:
-    """An evaluator that measures pointing too, on a loader of regions; without `pointing`, `evaluate` as it is."""
+    """Return an evaluator that also measures `pointing`, if given, on batches with regions."""
     if pointing is None:
         return evaluate
-
-    def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        return evaluate(model, loader, accelerator) | pointing(model, loader, accelerator)
-
-    return measure
+    return lambda model, loader, accelerator: (
+        evaluate(model, loader, accelerator) | pointing(model, loader, accelerator)
+    )
 
 
 def report_pointing(
-    accelerator: Accelerator, pointing: PointingEvaluator | None, rows: datasets.Dataset, folder: str
+    accelerator: Accelerator, pointing: PointingEvaluator | None, rows: datasets.Dataset, folder: Path
 ) -> None:
-    """On the main process, draw examples of the last evaluation, whose `rows` these were, as `regions.png`."""
-    if accelerator.is_main_process and pointing is not None and pointing.examples:
-        draw_pointing(pointing.examples, rows, Path(folder, "regions.png"))
+    """On the main process, draw `regions.png` from the last evaluation, which was on `rows`.
 
-
-def draw_pointing(examples: list[Pointed], rows: datasets.Dataset, out_path: Path) -> None:
-    """Draw some phrases of `rows` a tile each: the image, its box, how the model sees the phrase in it, where it points.
-
-    Boxes and titles are green where it points into the box.
+    It has the image of each phrase with its box, the cosines, and the highest cell; box and title are green for a hit, else
+    orange.
     """
-    if not examples:
-        raise ValueError("examples is empty; there is nothing to draw. Evaluate images that have regions.")
-    columns = min(COLUMNS, len(examples))
-    lines = -(-len(examples) // columns)
+    if not accelerator.is_main_process or pointing is None or not pointing.examples:
+        return
+    columns = min(COLUMNS, len(pointing.examples))
+    lines = -(-len(pointing.examples) // columns)
     figure = new_figure(1.7 * columns, 1.9 * lines)
-    for number, example in enumerate(examples):
-        _draw_tile(figure.add_subplot(lines, columns, number + 1), example, rows[example.row])
-    with missing_glyphs_allowed():
-        FigureCanvasAgg(figure).print_png(str(out_path))
+    for number, example in enumerate(pointing.examples, 1):
+        _draw_tile(figure.add_subplot(lines, columns, number), example, rows[example.row])
+    save_figure(figure, Path(folder, "regions.png"))
 
 
 def _draw_tile(ax: Axes, example: Pointed, row: dict) -> None:
@@ -179,7 +157,7 @@ def _draw_tile(ax: Axes, example: Pointed, row: dict) -> None:
     square = center_square(open_image(row["image"]), SIDE).permute(1, 2, 0).numpy()
     heat = (example.heat - example.heat.min()) / (example.heat.max() - example.heat.min()).clamp(min=1e-6)
     extent = (0, 1, 1, 0)
-    ax.imshow(np.asarray(square), extent=extent)
+    ax.imshow(square, extent=extent)
     ax.imshow(heat.numpy(), cmap="magma", extent=extent, alpha=0.45, interpolation="bilinear", vmin=0, vmax=1)
     left, top, right, bottom = example.box
     color = GREEN if example.is_hit else ORANGE

@@ -1,9 +1,8 @@
-"""The model FLOPs of a training step, counted while the model runs, so that every backbone has its own.
+"""Model FLOPs of a training step, counted exactly for any backbone by running the model.
 
 Model FLOPs as in PaLM's MFU (arXiv 2204.02311): every image, text and scored pair of the global batch goes forward and
-backward once. What is computed again, by gradient caching, by checkpointing or because another rank needs the same text,
-is not counted. Matrix products and convolutions count, attention without regard to masks; a multiplication with its
-addition is two.
+backward once. Recomputation, by gradient caching, by checkpointing or because another rank needs the same text, is not counted.
+Matrix products and convolutions count, attention without regard to masks; a multiplication with its addition is two FLOPs.
 """
 
 from collections import Counter
@@ -17,54 +16,47 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, is_trained
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, is_trained
 
 
 class Quadratic(NamedTuple):
-    """FLOPs by sequence length: linear layers make the linear term, attention the quadratic one, poolers the constant."""
+    """FLOPs by sequence length: poolers are constant, linear layers linear, attention quadratic."""
 
     constant: int
     linear: int
     quadratic: int
 
     def at(self, length: int) -> int:
-        """The value for `length` tokens."""
+        """Return the FLOPs for `length` tokens."""
         return self.constant + self.linear * length + self.quadratic * length**2
 
 
-NOTHING = Quadratic(0, 0, 0)
+_ZERO = Quadratic(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """FLOPs of one more row in a forward pass, and which towers were trained when they were counted.
+    """FLOPs of one row's forward pass, 0 for a missing head, and which towers are trained."""
 
-    Attributes:
-        image: vision tower and projection, per image.
-        keys_values: the image's side of the fusion head, per image; 0 without a head.
-        text: text tower and projection, per text.
-        pair: fusion head, per scored pair, by the length of its text; 0 without a head.
-        frozen_towers_run: False where their features are cached.
-        text_side: the text's side of the fusion head, per text; 0 without a head.
-    """
-
-    image: int
-    keys_values: int
-    text: Quadratic
-    pair: Quadratic
+    image: int  # vision tower and projection, per image
+    keys_values: int  # image side of the fusion head, per image
+    text: Quadratic  # text tower and projection, per text
+    pair: Quadratic  # fusion head, per scored pair, by the length of its text
     vision_trained: bool
     text_trained: bool
-    frozen_towers_run: bool = True
-    text_side: Quadratic = NOTHING
+    frozen_towers_run: bool = True  # False if features of frozen towers are cached
+    text_side: Quadratic = _ZERO  # text side of the fusion head, per text
 
     def training_step(self, images: int, text_lengths: Iterable[int], pairs: int = 0, pair_length: int = 0) -> int:
-        """FLOPs of one step; a backward pass costs two forward passes, and a frozen tower has none.
+        """Return the FLOPs of one step.
+
+        A backward pass counts as two forward passes; a frozen tower has none.
 
         Args:
-            images: how many there are in the batch.
+            images: number of images in the batch.
             text_lengths: padded length of every text, or a `Counter` of them.
-            pairs, pair_length: how many pairs of these images and as many texts the fusion head scores, and the padded length
-                of their texts.
+            pairs: number of pairs of these images with as many texts that the fusion head scores.
+            pair_length: padded length of the texts of these pairs.
         """
         texts = sum(count * self.text.at(length) for length, count in Counter(text_lengths).items())
         towers = images * self.image * self._passes(self.vision_trained) + texts * self._passes(self.text_trained)
@@ -80,7 +72,7 @@ class FlopCounts:
 def measure_flops(
     model: FusionDualEncoderModel, image_size: int, max_seq_length: int, frozen_towers_run: bool = True
 ) -> FlopCounts:
-    """Count on blank images and texts. Call it after freezing, and before the model is prepared for several processes."""
+    """Count FLOPs on blank inputs, after freezing and before `accelerator.prepare`."""
     device = next(model.parameters()).device
     channels = image_shape(model.vision_model)[0]
     pixels = torch.zeros(2, channels, image_size, image_size, dtype=model.dtype, device=device)
@@ -90,7 +82,7 @@ def measure_flops(
 
     with _evaluating(model), sdpa_kernel(SDPBackend.MATH):  # torch 2.6 counts fused attention on CPUs as 0
         image = _per_row(lambda rows: model.encode_image(pixels[:rows], with_keys_values=False))
-        image_side = _per_row(lambda rows: model.encode_image(pixels[:rows]))
+        with_image_side = _per_row(lambda rows: model.encode_image(pixels[:rows]))
         keys_values = model.encode_image(pixels)[1]
 
         def text_flops(length: int, with_states: bool = False) -> int:
@@ -106,25 +98,17 @@ def measure_flops(
                 lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in keys_values), states[:rows], mask[:rows])
             )
 
-        def side_flops(length: int) -> int:
+        def text_side_flops(length: int) -> int:
             return text_flops(length, with_states=True) - text_flops(length)
 
-        counted = (text_flops, pair_flops, side_flops)
+        counted = (text_flops, pair_flops, text_side_flops)
         text, pair, text_side = (_fit(lengths, [flops(length) for length in lengths]) for flops in counted)
-    return FlopCounts(
-        image,
-        image_side - image,
-        text,
-        pair,
-        is_trained(model.vision_model),
-        is_trained(model.text_model),
-        frozen_towers_run,
-        text_side,
-    )
+    trained = is_trained(model.vision_model), is_trained(model.text_model)
+    return FlopCounts(image, with_image_side - image, text, pair, *trained, frozen_towers_run, text_side)
 
 
 def _per_row(run: Callable[[int], Any]) -> int:
-    """FLOPs of one more row. What a pass costs whatever its rows (DeBERTa projects all relative positions) is left out."""
+    """Return the FLOPs of one more row, without fixed costs (DeBERTa's relative positions)."""
     counted = []
     for rows in (1, 2):
         with FlopCounterMode(display=False) as counter:
@@ -134,7 +118,7 @@ def _per_row(run: Callable[[int], Any]) -> int:
 
 
 def _fit(lengths: tuple[int, int, int], flops: list[int]) -> Quadratic:
-    """The quadratic through three points whose lengths are 1, 2 and 3 times the first."""
+    """Return the quadratic through three points whose lengths are 1, 2 and 3 times the first."""
     step, (first, second, third) = lengths[0], flops
     quadratic = (third - 2 * second + first) // (2 * step**2)
     linear = (second - first) // step - 3 * step * quadratic
@@ -143,7 +127,7 @@ def _fit(lengths: tuple[int, int, int], flops: list[int]) -> Quadratic:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, evaluation mode; afterwards every module is in the mode it was in, which `train()` alone does not give."""
+    """Set evaluation mode; then restore the mode of every single module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

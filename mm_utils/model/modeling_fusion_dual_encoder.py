@@ -1,13 +1,14 @@
-"""A vision-text dual encoder with a cross-attention fusion head, for any pair of `AutoModel` backbones.
+"""A vision-text dual encoder with a cross-attention fusion head, for any `AutoModel` towers.
 
-The two towers, their projections and the temperature carry the parameter names of `VisionTextDualEncoderModel`, so a
-checkpoint of that class loads here unchanged and `FusionDualEncoderModel.to_dual_encoder` gives one back. The head
-(`fusion.`) lets text tokens attend to image tokens: keys and values are made once per image by
-`FusionHead.encode_vision` and reused for every candidate text.
+The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`: a checkpoint
+of that class loads here unchanged, and `FusionDualEncoderModel.to_dual_encoder` converts back. In the fusion head
+(`fusion.`), text tokens attend to image tokens. `FusionHead.encode_vision` computes keys and values once per image, and every
+candidate text reuses them.
 
-This file depends on torch and transformers alone, because it travels with pushed checkpoints.
+This file depends on torch and transformers alone, because it is saved with every checkpoint that is pushed.
 
-Shape letters: B images or texts, P pairs, C channels, N image tokens, L text tokens, D fusion width, E embedding width.
+Shape letters: B images or texts, P pairs, R boxes, C channels of a backbone, N image tokens, L text tokens, M chosen tokens,
+V words of the vocabulary, D fusion width, E embedding width.
 """
 
 import copy
@@ -33,42 +34,44 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
 POOLINGS = ("auto", "pooler", "mean", "cls")
-CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 DIRECTIONS = ("text_to_image", "both")
-MOST_TAPS = 3  # hidden states of a tower that a head reads, if nobody says which
+CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
+MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
 KeysValues = tuple[Tensor, ...]
-"""What a fusion head keeps of B images, one tensor per block with the image as dimension 1: keys and values
-`[2, B, heads, N, D / heads]`; or, where image tokens read the text too, the tokens `[1, B, N, D]` that enter there."""
+"""The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
+`[2, B, heads, N, D / heads]`. If image tokens attend to the text too, the tokens `[1, B, N, D]` that enter at each block."""
+
+
+# -- configuration and output -----------------------------------------------------------------------------------------
 
 
 class FusionDualEncoderConfig(PreTrainedConfig):
-    """Two backbone configs, how their outputs are pooled and projected, and the shape of the fusion head.
+    """Two backbone configs, pooling and projection, and the shape of the fusion head.
 
     Args:
         vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
-        projection_dim: width of the shared embedding space, by default 256, or 3/4 of a narrower text tower.
+        projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
         logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
-        vision_pooling, text_pooling: `auto` is resolved when the model is built: `pooler` where the backbone returns a
-            `pooler_output`, else the (masked) `mean` of the tokens. BERT's kind of pooler, a dense layer on the first
-            token, is passed over: after pretraining it is untrained or knows next-sentence prediction alone.
-        vision_widths, vision_pooled_width, text_width: channels of every hidden state and of the pooled outputs. They
-            are measured by `FusionDualEncoderModel.from_backbones`, not guessed from a config's attribute names.
-        fusion_layers: blocks of the head; 0 leaves the head out.
-        fusion_dim, fusion_heads: its width, by default half the text tower's in steps of 32 and at most 512, and one head
-            per 32 channels.
-        fusion_vision_taps: which of the vision tower's hidden states the head reads, coarse before fine, as indices into
-            `hidden_states`.
-        fusion_text_taps: which of the text tower's, as indices into its `hidden_states`; -1 is what it puts out.
-        fusion_hierarchy: block k reads the first taps only, the last block all, and the text tower anew (see `FusionHead`);
-            else every block reads every tap.
-        fusion_direction: `text_to_image`, where image tokens are never changed and can be kept, or `both`.
-        fusion_tokens_per_tap: a tap with more tokens is pooled down to this many.
-        token_head, caption_head: whether there is a head that tells words from fused states, and an entrance for words
-            without their text tower, to write captions.
-        region_head: whether boxes of an image have embeddings of their own (`RegionHead`).
-        freeze_batch_norm: keep the running statistics of batch norms fixed in training.
-        classifier_inputs, classifier_dropout: of `FusionDualEncoderForClassification`.
+        logit_bias_init_value: initial bias of the sigmoid loss; None for a model without bias.
+        vision_pooling, text_pooling: one of `POOLINGS`. `auto` is resolved when the model is built: `pooler` if the backbone
+            returns a `pooler_output`, else the (masked) `mean` of the tokens. BERT's pooler, a dense layer on the first token,
+            does not count: after pretraining it is untrained, or knows next-sentence prediction alone.
+        vision_widths, vision_pooled_width, text_width: channels of the hidden states and of the pooled outputs, measured by
+            `FusionDualEncoderModel.from_backbones`.
+        fusion_layers: number of blocks of the fusion head; 0 for no head.
+        fusion_dim: width of the head; default: half the text tower's, a multiple of 32, at most 512.
+        fusion_heads: attention heads; default: one per 32 channels.
+        fusion_vision_taps, fusion_text_taps: hidden states of the towers that the head reads, coarse before fine, as indices
+            into `hidden_states`; a text tap of -1 is `last_hidden_state`.
+        fusion_hierarchy: whether block k reads only the first taps (the last block all) and receives the text tower's states
+            again, see `FusionHead`; else every block reads every tap.
+        fusion_direction: `text_to_image`: image tokens never change and can be cached; `both`: they attend to the text.
+        fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
+        token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
+        freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
+        classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
+            `FusionDualEncoderForClassification`.
     """
 
     model_type = "fusion-dual-encoder"
@@ -109,11 +112,14 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             # A copy: PreTrainedConfig.__init__ below resets the attention implementation of its sub-configs, and a tower
             # whose own config lost it would silently ignore its padding mask.
             setattr(self, name, AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config))
-        for name, pooling in (("vision_pooling", vision_pooling), ("text_pooling", text_pooling)):
-            if pooling not in POOLINGS:
-                raise ValueError(f"{name} is {pooling!r}; choose one of {', '.join(POOLINGS)}.")
-        if fusion_direction not in DIRECTIONS:
-            raise ValueError(f"fusion_direction is {fusion_direction!r}; choose one of {', '.join(DIRECTIONS)}.")
+        for name, value, choices in (
+            ("vision_pooling", vision_pooling, POOLINGS),
+            ("text_pooling", text_pooling, POOLINGS),
+            ("fusion_direction", fusion_direction, DIRECTIONS),
+            ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
         fusion_dim = fusion_dim or max(32, min(512, text_width // 64 * 32))
         fusion_heads = fusion_heads or max(1, fusion_dim // 32)
         if fusion_layers and fusion_dim % (4 * fusion_heads):
@@ -123,8 +129,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
         self.logit_scale_init_value = logit_scale_init_value
         self.logit_bias_init_value = logit_bias_init_value
-        self.vision_pooling = vision_pooling
-        self.text_pooling = text_pooling
+        self.vision_pooling, self.text_pooling = vision_pooling, text_pooling
         self.vision_widths = list(vision_widths)
         self.vision_pooled_width = vision_pooled_width
         self.text_width = text_width
@@ -136,59 +141,151 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_text_taps = list(fusion_text_taps)
         self.fusion_hierarchy = fusion_hierarchy
         self.fusion_direction = fusion_direction
-        self.token_head = token_head
-        self.caption_head = caption_head
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
-        self.region_head = region_head
+        self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
         self.freeze_batch_norm = freeze_batch_norm
-        if classifier_inputs not in CLASSIFIER_INPUTS:
-            raise ValueError(
-                f"classifier_inputs is {classifier_inputs!r}; choose one of {', '.join(CLASSIFIER_INPUTS)}."
-            )
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
 
 
 @dataclass
 class FusionDualEncoderOutput(ModelOutput):
-    """What `FusionDualEncoderModel.forward` returns; a field whose inputs were not given is None.
+    """Output of `FusionDualEncoderModel.forward`; a field is None if its inputs were not given."""
 
-    Attributes:
-        loss: scalar InfoNCE over this batch, with `return_loss=True` only (training uses `mm_utils.losses`).
-        logits_per_image: `[B, B]` scaled cosines, plus the bias of a model that has one.
-        logits_per_text: its transpose.
-        text_embeds, image_embeds: `[B, E]`, of unit length.
-        keys_values: the image side of the fusion head, see `FusionHead.encode_vision`.
-        text_states: `[B, L, C]`, the text side of the fusion head, see `FusionHead.encode_text`.
-        logit_scale: scalar log inverse temperature.
-        match_logits: `[B]` logit that image b and text b belong together, when both are given.
+    loss: Tensor | None = None  # scalar InfoNCE over this batch, with `return_loss=True`
+    logits_per_image: Tensor | None = None  # `[B, B]` scaled cosines, plus the bias if the model has one
+    logits_per_text: Tensor | None = None  # the transpose of `logits_per_image`
+    text_embeds: Tensor | None = None  # `[B, E]`, of unit length
+    image_embeds: Tensor | None = None  # `[B, E]`, of unit length
+    keys_values: KeysValues | None = None  # image side of the fusion head, see `FusionHead.encode_vision`
+    text_states: Tensor | None = None  # text side of the fusion head, see `FusionHead.encode_text`
+    match_logits: Tensor | None = None  # `[B]` logits that image b and text b belong together
+    logit_scale: Tensor | None = None  # scalar log inverse temperature
+
+
+# -- backbones: inputs, outputs, pooling, taps ------------------------------------------------------------------------
+
+
+def is_trained(tower: nn.Module) -> bool:
+    """Return whether any parameter of the tower is trained."""
+    return any(parameter.requires_grad for parameter in tower.parameters())
+
+
+def image_shape(backbone: PreTrainedModel) -> tuple[int, int, int]:
+    """Return channels, height and width of a vision backbone's input."""
+    size = getattr(backbone.config, "image_size", None) or 64
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return getattr(backbone.config, "num_channels", 3), height, width
+
+
+def probe_input(backbone: PreTrainedModel, tower: str) -> dict[str, Tensor]:
+    """Return a fixed input of a `vision` backbone, one image, or of a `text` backbone, two tokens."""
+    parameter = next(backbone.parameters())
+    if tower == "text":
+        ones = torch.ones(1, 2, dtype=torch.long, device=parameter.device)
+        return {"input_ids": ones, "attention_mask": ones}
+    shape = image_shape(backbone)
+    return {"pixel_values": torch.linspace(-1, 1, math.prod(shape)).view(1, *shape).to(parameter)}
+
+
+@torch.no_grad()
+def _probe(backbone: PreTrainedModel, tower: str) -> ModelOutput:
+    """Run the backbone on `probe_input` in evaluation mode.
+
+    Raises:
+        ValueError: if it returns no hidden states, or its output is another in a second run, or in a batch with other rows.
     """
-
-    loss: Tensor | None = None
-    logits_per_image: Tensor | None = None
-    logits_per_text: Tensor | None = None
-    text_embeds: Tensor | None = None
-    image_embeds: Tensor | None = None
-    keys_values: KeysValues | None = None
-    text_states: Tensor | None = None
-    logit_scale: Tensor | None = None
-    match_logits: Tensor | None = None
-
-
-def _sincos_positions(height: int, width: int, dim: int, device: torch.device) -> Tensor:
-    """Fixed 2-D sine-cosine positions `[height * width, dim]` on a grid normalised to [0, 1]: any resolution works."""
-    frequency = 100.0 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
-    rows, columns = (
-        (torch.arange(size, device=device) + 0.5)[:, None] / size * 2 * math.pi * frequency for size in (height, width)
+    was_training = backbone.training
+    inputs, name = probe_input(backbone, tower), type(backbone).__name__
+    batch = {field: torch.cat([value, value.flip(-1)]) for field, value in inputs.items()}
+    if tower == "text":  # the first row is padded to the length of the second
+        pad = getattr(backbone.config, "pad_token_id", None) or 0
+        batch["input_ids"] = F.pad(batch["input_ids"], (0, 4), value=1)
+        batch["attention_mask"] = F.pad(batch["attention_mask"], (0, 4), value=1)
+        batch["input_ids"][0, 2:], batch["attention_mask"][0, 2:] = pad, 0
+    first, second, among = (
+        backbone.eval()(**given, output_hidden_states=True, return_dict=True) for given in (inputs, inputs, batch)
     )
-    rows = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)
-    columns = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
-    return torch.cat([rows, columns], -1).flatten(0, 1)
+    backbone.train(was_training)
+    if first.get("last_hidden_state") is None or first.get("hidden_states") is None:
+        raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
+    one, again, row = (output["last_hidden_state"] for output in (first, second, among))
+    if not _close(one, again):
+        masked = backbone.config.model_type == "vit_mae"
+        raise ValueError(
+            f"{name} gives other outputs for the same input each time, in evaluation too: "
+            + ("it hides random patches" if masked else "it draws random numbers")
+            + ". "
+            + ("Load its weights as a ViTModel, with model_type vit." if masked else "Choose another backbone.")
+        )
+    row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
+    if len(among["last_hidden_state"]) != 2 or not _close(one, row):
+        found = (
+            "an image's output depends on the other images"
+            if tower == "vision"
+            else "a text's output depends on padding"
+        )
+        raise ValueError(f"{name} does not keep the rows of a batch apart: {found}. Choose another backbone.")
+    return first
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two outputs are equal up to rounding, of half precision too."""
+    if one.shape != other.shape:
+        return False
+    tolerance = 1e-3 if one.dtype == torch.float32 else 5e-2
+    return bool((one - other).abs().max() <= tolerance * one.abs().max().clamp(min=1e-6))
+
+
+def _has_bert_pooler(text_model: PreTrainedModel) -> bool:
+    """Return whether the tower has BERT's layers and pooler, a dense layer on the first token."""
+    layers = getattr(getattr(text_model, "encoder", None), "layer", None)
+    return hasattr(getattr(text_model, "pooler", None), "dense") and hasattr(
+        layers[0] if layers else None, "attention"
+    )
+
+
+def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = None) -> Tensor:
+    """Pool the output of a backbone to one vector per row, `[B, C]`."""
+    if pooling == "pooler":
+        return output["pooler_output"].flatten(1)
+    hidden = output["last_hidden_state"]
+    if hidden.dim() == 4:
+        return hidden.mean((2, 3))
+    if pooling == "cls":
+        return hidden[:, 0]
+    if attention_mask is None:
+        return hidden.mean(1)
+    weight = attention_mask[..., None].to(hidden.dtype)
+    return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def _num_channels(hidden: Tensor) -> int:
+    return hidden.shape[1] if hidden.dim() == 4 else hidden.shape[-1]
+
+
+def _num_positions(hidden: Tensor) -> int:
+    return hidden.shape[-2] * hidden.shape[-1] if hidden.dim() == 4 else hidden.shape[1]
+
+
+def _default_taps(positions: Sequence[int], most: int) -> list[int]:
+    """Choose up to `most` hidden states by their numbers of positions, the last one first.
+
+    With several resolutions these are the last of each; else the last one and others at equal distances before it. The
+    embeddings, which come first, are not among them.
+    """
+    last_of_each = [at for at in range(1, len(positions)) if positions[at : at + 2] != [positions[at]] * 2]
+    if len(last_of_each) > 1:
+        return [at - len(positions) for at in last_of_each[::-1][:most]]
+    distance = max(1, (len(positions) - 1) // most)
+    return list(range(-1, -len(positions), -distance))[:most] or [-1]
 
 
 def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Tokens `[B, N, C]` of a vision transformer as what stands before the patches, `[B, s, C]`, and the patches as a map
-    `[B, C, h, h]`; None instead of the map, where there is no square number of them."""
+    """Split tokens of a vision transformer into special tokens and patches.
+
+    `[B, N, C]` -> `[B, s, C]` and a map `[B, C, h, h]`; all tokens and None if the number of patches is no square.
+    """
     side = math.isqrt(tokens.shape[1])
     special = tokens.shape[1] - side**2
     if special > MOST_SPECIAL_TOKENS:
@@ -197,7 +294,10 @@ def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class LevelAdapter(nn.Module):
-    """Any hidden state, a `[B, C, h, w]` map or `[B, N, C]` tokens, as `[B, n, D]` tokens with n <= `max_tokens`."""
+    """Projection of a hidden state to at most `max_tokens` tokens `[B, n, D]`.
+
+    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`.
+    """
 
     def __init__(self, width: int, dim: int, max_tokens: int):
         super().__init__()
@@ -207,7 +307,7 @@ class LevelAdapter(nn.Module):
         self.level = nn.Parameter(torch.zeros(dim))
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """At most `max_tokens` of them, by averages of neighbours; class and register tokens stay as they are."""
+        """Average neighbours until at most `max_tokens` are left; keep special tokens."""
         side = int(self.max_tokens**0.5)
         if hidden.dim() == 4:
             return F.adaptive_avg_pool2d(hidden, side) if hidden.shape[-1] * hidden.shape[-2] > side**2 else hidden
@@ -219,7 +319,7 @@ class LevelAdapter(nn.Module):
         return torch.cat([special, F.adaptive_avg_pool2d(grid, side).flatten(2).transpose(1, 2)], 1)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Project, and mark position (of maps) and level."""
+        """Project a pooled state; add the level's embedding, and to a map the positions."""
         positions: Tensor | float = 0.0
         if pooled.dim() == 4:
             height, width = pooled.shape[-2:]
@@ -229,8 +329,22 @@ class LevelAdapter(nn.Module):
         return tokens + self.level + (positions.to(tokens.dtype) if isinstance(positions, Tensor) else 0.0)
 
 
+def _sincos_positions(height: int, width: int, dim: int, device: torch.device) -> Tensor:
+    """Return fixed 2-D sine-cosine positions `[height * width, dim]` for any resolution."""
+    frequency = 100.0 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
+    rows, columns = (
+        (torch.arange(size, device=device) + 0.5)[:, None] / size * 2 * math.pi * frequency for size in (height, width)
+    )
+    rows = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)
+    columns = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
+    return torch.cat([rows, columns], -1).flatten(0, 1)
+
+
+# -- fusion head ------------------------------------------------------------------------------------------------------
+
+
 class Attention(nn.Module):
-    """Multi-head attention whose keys and values are computed apart from its queries, so that they can be kept."""
+    """Multi-head attention with keys and values apart from queries, so that they can be kept."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -245,7 +359,7 @@ class Attention(nn.Module):
         return self.key_value(tokens).view(batch, length, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
 
     def forward(self, tokens: Tensor, keys_values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`[P, L, D]` queries against the keys and values of P sequences; `mask` is True where one may look."""
+        """Attend from `[P, L, D]` to P sequences; `mask` is True where attention is allowed."""
         pairs, length, dim = tokens.shape
         query = self.query(tokens).view(pairs, length, self.heads, -1).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, keys_values[0], keys_values[1], attn_mask=mask)
@@ -253,9 +367,9 @@ class Attention(nn.Module):
 
 
 class FusionLayer(nn.Module):
-    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward; residuals kept.
+    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward.
 
-    With `updates_image`, image tokens attend to the text after that, and have a feed-forward of their own.
+    With `updates_image`, image tokens then attend to the text, followed by a feed-forward of their own (`ImageUpdate`).
     """
 
     def __init__(self, dim: int, heads: int, mlp_ratio: int, updates_image: bool = False):
@@ -268,11 +382,11 @@ class FusionLayer(nn.Module):
         self.image = ImageUpdate(dim, heads, mlp_ratio) if updates_image else None
 
     def encode_image(self, tokens: Tensor) -> Tensor:
-        """This layer's keys and values of image tokens `[B, N, D]`."""
+        """Return this layer's keys and values of image tokens `[B, N, D]`."""
         return self.cross_attention.keys_values(tokens)
 
     def forward(self, tokens: Tensor, keys_values: Tensor, text_mask: Tensor) -> Tensor:
-        """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]`, or `[P, 1, L, L]` with a row per query."""
+        """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]` or, per query, `[P, 1, L, L]`."""
         normed = self.self_norm(tokens)
         tokens = tokens + self.self_attention(normed, self.self_attention.keys_values(normed), text_mask)
         tokens = tokens + self.gate * self.cross_attention(self.cross_norm(tokens), keys_values)
@@ -280,7 +394,7 @@ class FusionLayer(nn.Module):
 
 
 class ImageUpdate(nn.Module):
-    """Image tokens `[P, N, D]` read the text tokens of their pair `[P, L, D]`."""
+    """Attention of image tokens `[P, N, D]` to text tokens `[P, L, D]`, and feed-forward."""
 
     def __init__(self, dim: int, heads: int, mlp_ratio: int):
         super().__init__()
@@ -300,7 +414,10 @@ def _mlp(dim: int, ratio: int) -> nn.Sequential:
 
 
 class TextBridge(nn.Module):
-    """Layers of the text tower, mixed by learned weights (ManagerTower's static manager, arXiv 2306.00103), in D channels."""
+    """Layers of the text tower, mixed by learned weights and projected.
+
+    This is ManagerTower's static manager (arXiv 2306.00103).
+    """
 
     def __init__(self, width: int, taps: int, dim: int):
         super().__init__()
@@ -317,13 +434,13 @@ class TextBridge(nn.Module):
 
 
 class FusionHead(nn.Module):
-    """Text tokens read image tokens; a learned `[CLS]` in front of them collects the answer.
+    """Cross-attention of a text to an image; a learned `[CLS]` token collects the answer.
 
-    The image never reads the text, so its side depends on the image alone and is computed once (ALBEF, BLIP and
-    BridgeTower project the same image again for every candidate text).
+    The image does not attend to the text, so its side is computed once per image (ALBEF, BLIP and BridgeTower project the same
+    image again for every candidate text).
 
-    With a hierarchy, block k attends to the taps of the vision tower up to its own, coarse ones first, and receives the text
-    tower's layers once more through a bridge (BridgeTower, arXiv 2206.08657), which begins at zero.
+    With a hierarchy, block k attends to the vision taps up to its own, coarse ones first, and the text tower's states are
+    added again through a bridge (BridgeTower, arXiv 2206.08657), which is zero at initialisation.
     """
 
     def __init__(self, config: FusionDualEncoderConfig):
@@ -345,21 +462,20 @@ class FusionHead(nn.Module):
         )
         self.output_norm = nn.LayerNorm(dim)
         self.match = nn.Linear(dim, 1)
-        self.keeps_tokens = both
-        # how many taps each block reads
+        self.keeps_tokens = both  # keys and values of image tokens that attend to the text cannot be kept
         last = len(self.taps)
+        # number of taps that each block reads
         self.reach = [-(-last * (block + 1) // blocks) if config.fusion_hierarchy else last for block in range(blocks)]
 
     def pool_taps(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tapped ones of all hidden states, each with at most `fusion_tokens_per_tap` tokens."""
+        """Select the tapped hidden states, and pool each to at most `fusion_tokens_per_tap` tokens."""
         return tuple(adapter.pool(hidden_states[tap]) for adapter, tap in zip(self.adapters, self.taps, strict=True))
 
     def encode_vision(self, taps: Sequence[Tensor]) -> KeysValues:
-        """The image side: pooled taps of B images -> keys and values for every block."""
+        """Compute the image side: pooled taps of B images -> keys and values for every block."""
         levels = [adapter(tap) for adapter, tap in zip(self.adapters, taps, strict=True)]
         if self.keeps_tokens:
-            begins = [0, *self.reach[:-1]]
-            empty = levels[0][:, :0]
+            begins, empty = [0, *self.reach[:-1]], levels[0][:, :0]
             return tuple(
                 torch.cat([empty, *levels[begin:end]], 1)[None] for begin, end in zip(begins, self.reach, strict=True)
             )
@@ -371,23 +487,23 @@ class FusionHead(nn.Module):
         )
 
     def encode_text(self, states: Tensor) -> Tensor:
-        """The text side: layers of the text tower `[B, L, taps x C]` -> what enters every block, `[B, L, blocks x D]`."""
+        """Compute the text side: `[B, L, taps x C]` -> input of every block `[B, L, blocks x D]`."""
         return torch.cat([bridge(states) for bridge in self.bridges], -1)
 
     def forward(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Fused states `[P, 1 + L, D]` of P pairs, the fused `[CLS]` first; padding changes none of the others."""
+        """Return fused states `[P, 1 + L, D]` of P pairs, `[CLS]` first, independent of padding."""
         first, *later = text_states.chunk(len(self.bridges), -1)
         tokens = torch.cat([self.cls_token.expand(len(first), -1, -1), first], 1)
         mask = F.pad(attention_mask.bool(), (1, 0), value=True)[:, None, None]
         return self._run(tokens, mask, keys_values, [F.pad(states, (0, 0, 1, 0)) for states in later])
 
     def match_logits(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits `[P]` that the pairs belong together."""
+        """Return logits `[P]` that the pairs belong together."""
         fused = self.forward(keys_values, text_states, attention_mask)
         return self.match(fused[:, 0])[:, 0]
 
     def decode(self, keys_values: KeysValues, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """Fused states `[P, L, D]` of `tokens` `[P, L, D]`, each of which sees those before it and the image."""
+        """Return fused states of `tokens` `[P, L, D]`; each sees itself, those before, the image."""
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         itself = torch.eye(length, dtype=torch.bool, device=tokens.device)  # so that padding sees something
@@ -408,8 +524,11 @@ class FusionHead(nn.Module):
         return self.output_norm(tokens)
 
 
+# -- heads for words and regions --------------------------------------------------------------------------------------
+
+
 class TokenHead(nn.Module):
-    """Fused states as logits over the text tower's vocabulary, whose embeddings they are compared with."""
+    """Logits over the text tower's vocabulary, by comparing fused states with its embeddings."""
 
     def __init__(self, dim: int, width: int, vocabulary: int):
         super().__init__()
@@ -417,12 +536,12 @@ class TokenHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, fused: Tensor, embeddings: Tensor) -> Tensor:
-        """`[M, D]` and `[V, W]` -> `[M, V]`."""
+        """`[M, D]` and `[V, width]` -> `[M, V]`."""
         return F.linear(self.transform(fused), embeddings, self.bias)
 
 
 class CaptionAdapter(nn.Module):
-    """Word embeddings `[P, L, W]`, with their places, as tokens `[P, L, D]`: an entrance without a text tower."""
+    """Word embeddings and positions as input of the fusion head, without the text tower."""
 
     def __init__(self, width: int, dim: int):
         super().__init__()
@@ -430,18 +549,24 @@ class CaptionAdapter(nn.Module):
         self.projection = nn.Linear(width, dim)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Positions are those of "Attention is all you need" (arXiv 1706.03762)."""
+        """`[P, L, width]` -> `[P, L, D]`, with the sine-cosine positions of arXiv 1706.03762."""
         tokens = self.projection(self.norm(embeddings))
         frequency = 10000.0 ** -(torch.arange(0, tokens.shape[2], 2, device=tokens.device) / tokens.shape[2])
         angle = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequency
         return tokens + torch.cat([angle.sin(), angle.cos()], 1).to(tokens.dtype)
 
 
-class RegionHead(nn.Module):
-    """Boxes of an image, and the cells of its grid, in the space of the texts (X-VLM, arXiv 2111.08276).
+def target_mask(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks `[P, L]` of predicted tokens, all but the first, and of those before these."""
+    is_target = attention_mask.bool() & (torch.arange(attention_mask.shape[1], device=attention_mask.device) > 0)
+    return is_target, F.pad(is_target[:, 1:], (0, 1))
 
-    It reads the fusion head's last tap, the finest. A box is the mean of the cells under it, weighted by the area of each
-    that it covers: exact, also for boxes smaller than a cell, and with a gradient by the cells.
+
+class RegionHead(nn.Module):
+    """Unit embeddings of boxes and grid cells in the space of the texts.
+
+    It reads the last vision tap of the fusion head, the finest (X-VLM, arXiv 2111.08276). A box is the mean of the cells under
+    it, weighted by covered area: exact for boxes smaller than a cell too, and differentiable with respect to the cells.
     """
 
     def __init__(self, width: int, dim: int):
@@ -450,19 +575,19 @@ class RegionHead(nn.Module):
         self.projection = nn.Linear(width, dim, bias=False)
 
     def forward(self, grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
-        """Unit embeddings `[R, E]` of R boxes, see `FusionDualEncoderModel.region_embeds`, of `[B, C, h, w]` maps."""
+        """Embed R boxes, `[R, E]`, of maps `[B, C, h, w]`; see `region_embeds`."""
         return self._embed(mean_in_boxes(grid, boxes, image))
 
     def cells(self, grid: Tensor) -> Tensor:
-        """Unit embeddings `[B, h, w, E]`, each what `forward` gives of a box inside that cell."""
+        """Embed all cells, `[B, h, w, E]`; each equals the embedding of a box inside it."""
         return self._embed(grid.permute(0, 2, 3, 1))
 
     def _embed(self, pooled: Tensor) -> Tensor:
         return F.normalize(self.projection(self.norm(pooled)), dim=-1)
 
 
-def _grid(tap: Tensor) -> Tensor:
-    """A hidden state, a map or tokens, as the map `[B, C, h, w]` that it is of the image."""
+def _as_map(tap: Tensor) -> Tensor:
+    """Return a hidden state, a map or tokens, as the map `[B, C, h, w]`."""
     grid = tap if tap.dim() == 4 else split_grid(tap)[1]
     if grid is None:
         raise ValueError(
@@ -472,7 +597,7 @@ def _grid(tap: Tensor) -> Tensor:
 
 
 def mean_in_boxes(grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
-    """Mean `[R, C]` of the cells under each box, by area; zeros for a box without any."""
+    """Return the area-weighted mean `[R, C]` of the cells under each box; 0 for an empty box."""
     weight = cells_covered(boxes, *grid.shape[-2:])
     weight = weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-6)
     # index_select, because the backward of indexing adds in no fixed order on CPUs
@@ -480,8 +605,7 @@ def mean_in_boxes(grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
 
 
 def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
-    """Which share of each cell of a grid lies in each box, `[R, height, width]`; boxes `[R, 4]` are left, top, right, bottom
-    in shares of the grid."""
+    """Return the share of each grid cell that lies in each box, `[R, height, width]`."""
 
     def along(spans: Tensor, cells: int) -> Tensor:
         begin = torch.arange(cells, device=spans.device)
@@ -491,10 +615,13 @@ def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
     return along(boxes[:, 1::2], height)[:, :, None] * along(boxes[:, ::2], width)[:, None]
 
 
-class FusionDualEncoderModel(PreTrainedModel):
-    """Two towers in one embedding space, and a head that scores a pair by looking at both.
+# -- dual encoder -----------------------------------------------------------------------------------------------------
 
-    Build it with `from_backbones` (or `mm_utils.models.build_model`), load it with `from_pretrained`.
+
+class FusionDualEncoderModel(PreTrainedModel):
+    """Two towers with one embedding space, and a fusion head that looks at image and text.
+
+    Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`.
     """
 
     config_class = FusionDualEncoderConfig
@@ -555,15 +682,17 @@ class FusionDualEncoderModel(PreTrainedModel):
     def from_backbones(
         cls, vision_model: PreTrainedModel, text_model: PreTrainedModel, **config: Any
     ) -> "FusionDualEncoderModel":
-        """Join two backbones; `config` are fields of `FusionDualEncoderConfig`. Runs both once on zeros to measure them.
+        """Join two backbones, after one run of each on a blank input to measure its outputs.
 
-        Without `fusion_vision_taps` and `fusion_text_taps`, the head reads a hidden state of each tower per block, three at
-        most: the last of each resolution, or, where there is only one, the last and others at equal distances before it.
+        Args:
+            config: fields of `FusionDualEncoderConfig`. Without `fusion_vision_taps` or `fusion_text_taps`, the head reads
+                one hidden state of that tower per block, at most three: the last of each resolution, or, if there is only
+                one resolution, the last one and others at equal distances before it.
 
         Raises:
-            ValueError: if a backbone returns no hidden states, or a pooling it was asked for.
+            ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
         """
-        vision, text = _probe_vision(vision_model), _probe_text(text_model)
+        vision, text = _probe(vision_model, "vision"), _probe(text_model, "text")
         for name, output in (("vision_pooling", vision), ("text_pooling", text)):
             pooler = output.get("pooler_output")
             wanted = config.get(name, "auto")
@@ -573,15 +702,15 @@ class FusionDualEncoderModel(PreTrainedModel):
             best = "mean" if pooler is None or first_token_only else "pooler"
             config[name] = best if wanted == "auto" else wanted
         most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))
-        config.setdefault("fusion_vision_taps", _apart([_places(hidden) for hidden in vision["hidden_states"]], most))
-        config.setdefault("fusion_text_taps", _apart([1] * len(text["hidden_states"]), most))
-        widths = [_channels(hidden) for hidden in vision["hidden_states"]]
-        pooled = _pool(vision, config["vision_pooling"], None)
+        config.setdefault(
+            "fusion_vision_taps", _default_taps(list(map(_num_positions, vision["hidden_states"])), most)
+        )
+        config.setdefault("fusion_text_taps", _default_taps([1] * len(text["hidden_states"]), most))
         resolved = FusionDualEncoderConfig(
             vision_model.config,
             text_model.config,
-            vision_widths=widths,
-            vision_pooled_width=pooled.shape[-1],
+            vision_widths=list(map(_num_channels, vision["hidden_states"])),
+            vision_pooled_width=_pool(vision, config["vision_pooling"]).shape[-1],
             text_width=text["last_hidden_state"].shape[-1],
             **config,
         )
@@ -594,8 +723,22 @@ class FusionDualEncoderModel(PreTrainedModel):
                     )
         return cls(resolved, vision_model, text_model)
 
+    @classmethod
+    def from_dual_encoder(cls, stock: VisionTextDualEncoderModel, **config: Any) -> "FusionDualEncoderModel":
+        """Convert a stock model with its embeddings; `config` are fields of the new config."""
+        taken = {"vision_pooling": "pooler", "text_pooling": "pooler", "projection_dim": stock.config.projection_dim}
+        model = cls.from_backbones(stock.vision_model, stock.text_model, **{**taken, **config})
+        model.visual_projection, model.text_projection = stock.visual_projection, stock.text_projection
+        model.logit_scale = stock.logit_scale
+        return model
+
+    def check_repeatable(self) -> None:
+        """Raise ValueError if a tower gives other outputs for the same input each time."""
+        _probe(self.vision_model, "vision")
+        _probe(self.text_model, "text")
+
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
-        """As `nn.Module.train`, but frozen towers and, if the config says so, batch norms stay in evaluation mode."""
+        """Set the mode, except for frozen towers and fixed batch norms, which stay in evaluation."""
         super().train(mode)
         for tower in (self.vision_model, self.text_model):
             if not is_trained(tower):
@@ -606,38 +749,25 @@ class FusionDualEncoderModel(PreTrainedModel):
                     module.eval()
         return self
 
-    @classmethod
-    def from_dual_encoder(cls, stock: VisionTextDualEncoderModel, **config: Any) -> "FusionDualEncoderModel":
-        """Take over a stock model, embeddings and temperature unchanged; `config` says how the new head looks."""
-        model = cls.from_backbones(
-            stock.vision_model,
-            stock.text_model,
-            **{
-                "vision_pooling": "pooler",
-                "text_pooling": "pooler",
-                "projection_dim": stock.config.projection_dim,
-                **config,
-            },
-        )
-        model.visual_projection, model.text_projection = stock.visual_projection, stock.text_projection
-        model.logit_scale = stock.logit_scale
-        return model
+    def freeze(self, tower: str) -> None:
+        """Stop training the `vision` or the `text` backbone; its projection is still trained."""
+        (self.vision_model if tower == "vision" else self.text_model).requires_grad_(False)
 
     def add_logit_bias(self) -> None:
-        """Give the model what the sigmoid loss starts from: a bias of -10 and a scale of 10 (SigLIP, arXiv 2303.15343)."""
+        """Add a bias of -10 and set the scale to 10, as SigLIP starts (arXiv 2303.15343)."""
         self.config.logit_scale_init_value, self.config.logit_bias_init_value = math.log(10), -10.0
         self.logit_scale.data.fill_(self.config.logit_scale_init_value)
         self.logit_bias = nn.Parameter(torch.full_like(self.logit_scale, self.config.logit_bias_init_value))
 
     def remove_logit_bias(self) -> None:
-        """Drop the bias, which a softmax does not see."""
+        """Remove the bias, which has no effect on a softmax."""
         self.config.logit_bias_init_value = self.logit_bias = None
 
     def add_token_head(self, captions: bool = False) -> None:
-        """Give the fusion head what tells words, if it has none; with `captions`, also what it needs to write them.
+        """Add a head that predicts words and, with `captions`, the adapter to write captions.
 
         Raises:
-            ValueError: if captions are asked of a head whose image tokens read the text, the words to be told among it.
+            ValueError: if `captions` is set and image tokens attend to the text, which contains the words to predict.
         """
         words: Any = self.text_model.get_input_embeddings()
         dim, width = self.config.fusion_dim, words.embedding_dim
@@ -651,64 +781,17 @@ class FusionDualEncoderModel(PreTrainedModel):
             self.caption_adapter.apply(self._init_weights)
         self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
 
-    def freeze(self, tower: str) -> None:
-        """Stop training the `vision` or the `text` backbone; its projection goes on learning."""
-        (self.vision_model if tower == "vision" else self.text_model).requires_grad_(False)
-
-    def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, KeysValues | None]:
-        """Unit embeddings `[B, E]` of normalised `[B, 3, H, W]` images, and their side of the fusion head."""
-        return self.project_image(*self.vision_features(pixel_values, with_keys_values))
-
-    def encode_text(
-        self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Unit embeddings `[B, E]` of tokenised texts `[B, L]`, and their side of the fusion head; without states, of no
-        tokens."""
-        pooled, states = self.text_features(input_ids, attention_mask, with_states)
-        return self.project_text(pooled, states if with_states else None)
-
-    def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """All that the model takes from the vision backbone: a vector `[B, C]`, and what the fusion head reads, pooled."""
-        head = self.fusion if with_taps else None
-        # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
-        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
-        pooled = _pool(output, self.config.vision_pooling, None)
-        return pooled, () if head is None else head.pool_taps(output.hidden_states)
-
-    def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
-        """The rest of `encode_image`, of `vision_features`; without taps there is nothing for the fusion head."""
-        embeds = F.normalize(self.visual_projection(pooled), dim=-1)
-        return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
-
-    def text_features(
-        self, input_ids: Tensor, attention_mask: Tensor, with_taps: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """All that the model takes from the text backbone: a vector `[B, C]`, and what the fusion head reads of the hidden
-        states, `[B, L, taps x C]`; without taps, the last ones."""
-        taps = self.config.fusion_text_taps if self.fusion is not None and with_taps else (-1,)
-        output = self.text_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            output_hidden_states=any(tap != -1 for tap in taps),
-            return_dict=True,
-        )
-        # Some towers normalise what they put out once more, so that it is not the last of the hidden states.
-        states = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
-        return _pool(output, self.config.text_pooling, attention_mask), torch.cat(states, -1)
-
     def add_region_head(self) -> None:
-        """Give the model embeddings of boxes, if it has none.
+        """Add a head that embeds boxes, if there is none.
 
         Raises:
-            ValueError: if it has no fusion head, whose taps they are made of, or the last tap is no square grid.
+            ValueError: if the model has no fusion head, whose taps it reads, or the last tap is no square grid.
         """
         if self.fusion is None:
             raise ValueError(
                 "This model was built with fusion_layers=0; regions are read from the fusion head's taps."
             )
-        tapped = _probe_vision(self.vision_model)["hidden_states"][self.config.fusion_vision_taps[-1]]
-        _grid(tapped)
+        _as_map(_probe(self.vision_model, "vision")["hidden_states"][self.config.fusion_vision_taps[-1]])
         if self.region_head is None:
             self._make_region_head()
         self.config.region_head = True
@@ -718,13 +801,68 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.region_head = RegionHead(width, self.config.projection_dim).to(self.logit_scale)
         self.region_head.apply(self._init_weights)
 
+    def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, KeysValues | None]:
+        """Return unit embeddings `[B, E]` of images `[B, 3, H, W]`, and the head's image side."""
+        return self.project_image(*self.vision_features(pixel_values, with_keys_values))
+
+    def encode_text(
+        self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return unit embeddings `[B, E]` of texts `[B, L]`, and the head's text side.
+
+        Without `with_states`, the text side has no tokens: `[B, 0, C]`.
+        """
+        pooled, states = self.text_features(input_ids, attention_mask, with_states)
+        return self.project_text(pooled, states if with_states else None)
+
+    def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the pooled output `[B, C]` of the vision backbone, and the pooled taps."""
+        head = self.fusion if with_taps else None
+        # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
+        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+        output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
+        pooled = _pool(output, self.config.vision_pooling)
+        return pooled, () if head is None else head.pool_taps(output.hidden_states)
+
+    def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
+        """Turn the result of `vision_features` into that of `encode_image`; None without taps."""
+        embeds = F.normalize(self.visual_projection(pooled), dim=-1)
+        return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
+
+    def text_features(
+        self, input_ids: Tensor, attention_mask: Tensor, with_taps: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the pooled output `[B, C]` of the text backbone, and states `[B, L, taps x C]`.
+
+        Without `with_taps`, the states are those of the last layer.
+        """
+        taps = self.config.fusion_text_taps if self.fusion is not None and with_taps else (-1,)
+        output = self.text_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            output_hidden_states=any(tap != -1 for tap in taps),
+            return_dict=True,
+        )
+        # Some towers normalise their output once more, so that it is not the last of the hidden states.
+        states = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
+        return _pool(output, self.config.text_pooling, attention_mask), torch.cat(states, -1)
+
+    def project_text(self, pooled: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Turn the result of `text_features` into that of `encode_text`."""
+        embeds = F.normalize(self.text_projection(pooled), dim=-1)
+        if states is None:
+            states = pooled[:, None][:, :0]
+        elif self.fusion is not None:
+            states = self.fusion.encode_text(states)
+        return embeds, states
+
     def region_embeds(self, taps: Sequence[Tensor], boxes: Tensor, image: Tensor) -> Tensor:
-        """Unit embeddings `[R, E]` of R boxes, which may be compared with those of texts.
+        """Return unit embeddings `[R, E]` of R boxes, comparable with those of texts.
 
         Args:
-            taps: of `vision_features`.
-            boxes: `[R, 4]` left, top, right and bottom in shares of the input, each in [0, 1].
-            image: `[R]`, the place of each box's image.
+            taps: from `vision_features`.
+            boxes: `[R, 4]` left, top, right and bottom as shares of the input, in [0, 1].
+            image: `[R]` index of each box's image.
 
         Raises:
             ValueError: if the model has no region head.
@@ -733,67 +871,58 @@ class FusionDualEncoderModel(PreTrainedModel):
         return head(grid, boxes, image)
 
     def cell_embeds(self, taps: Sequence[Tensor]) -> Tensor:
-        """Unit embeddings `[B, h, w, E]` of all cells of the last tap, as of boxes inside them."""
+        """Return unit embeddings `[B, h, w, E]` of all cells of the last tap."""
         head, grid = self._region_grid(taps)
         return head.cells(grid)
 
     def _region_grid(self, taps: Sequence[Tensor]) -> tuple[RegionHead, Tensor]:
         if self.region_head is None:
             raise ValueError("This model has no embeddings of regions. Train it with regions among --objectives.")
-        return self.region_head, _grid(taps[-1])
-
-    def project_text(self, pooled: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The rest of `encode_text`, of `text_features`; without states there are no tokens, `[B, 0, C]`."""
-        embeds = F.normalize(self.text_projection(pooled), dim=-1)
-        if states is None:
-            states = pooled[:, None][:, :0]
-        elif self.fusion is not None:
-            states = self.fusion.encode_text(states)
-        return embeds, states
+        return self.region_head, _as_map(taps[-1])
 
     def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits `[P]` that pair p, given by its image's keys and values and its text's states, belongs together."""
+        """Return logits `[P]` that pair p, given by its image side and text side, belongs together."""
         if self.fusion is None:
             raise ValueError("This model was built with fusion_layers=0; it has no head to score pairs with.")
         return self.fusion.match_logits(keys_values, text_states, attention_mask)
 
     def token_logits(
-        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_asked: Tensor
+        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_target: Tensor
     ) -> Tensor:
-        """Logits `[M, V]` of the M tokens of P pairs that are asked for, bool `[P, L]`, from their fused states."""
+        """Return logits `[M, V]` of the tokens where `is_target`, bool `[P, L]`."""
         assert self.fusion is not None
         assert self.token_head is not None
         fused = self.fusion(keys_values, text_states, attention_mask)[:, 1:]
-        return self.token_head(fused[is_asked], self.text_model.get_input_embeddings().weight)
+        return self.token_head(fused[is_target], self.text_model.get_input_embeddings().weight)
 
     def caption_logits(
-        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, is_asked: Tensor
+        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, is_before: Tensor
     ) -> Tensor:
-        """Logits `[M, V]` of what follows the M tokens of P captions that are asked for, bool `[P, L]`."""
+        """Return logits `[M, V]` of the tokens after those where `is_before`, bool `[P, L]`."""
         assert self.fusion is not None
         assert self.token_head is not None
         assert self.caption_adapter is not None
         words = self.text_model.get_input_embeddings()
         fused = self.fusion.decode(keys_values, self.caption_adapter(words(input_ids)), attention_mask)
-        return self.token_head(fused[is_asked], words.weight)
+        return self.token_head(fused[is_before], words.weight)
 
     def caption_scores(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Log probabilities `[P]` that image p is captioned by text p, all tokens after its first one."""
-        is_told, before = told_tokens(attention_mask)
-        logits = self.caption_logits(keys_values, input_ids, attention_mask, before).float()
-        told = -F.cross_entropy(logits, input_ids[is_told], reduction="none")
-        return torch.zeros_like(is_told, dtype=told.dtype).masked_scatter(is_told, told).sum(1)
+        """Return log probabilities `[P]` of text p, given image p and the text's first token."""
+        is_target, is_before = target_mask(attention_mask)
+        logits = self.caption_logits(keys_values, input_ids, attention_mask, is_before).float()
+        log_probs = -F.cross_entropy(logits, input_ids[is_target], reduction="none")
+        return torch.zeros_like(is_target, dtype=log_probs.dtype).masked_scatter(is_target, log_probs).sum(1)
 
     @torch.no_grad()
     def caption(self, pixel_values: Tensor, first: int, last: int, max_length: int = 32) -> Tensor:
-        """Write captions greedily: token ids `[B, L]`, from `first` to `last` (`[CLS]` and `[SEP]` of a BERT), then `last`."""
+        """Write captions greedily: token ids `[B, L]` from `first` to `last`, padded with `last`."""
         _, keys_values = self.encode_image(pixel_values)
         assert keys_values is not None
         input_ids = torch.full((len(pixel_values), 1), first, device=pixel_values.device)
         while input_ids.shape[1] < max_length and not (input_ids[:, 1:] == last).any(1).all():
-            is_asked = torch.zeros_like(input_ids, dtype=torch.bool)
-            is_asked[:, -1] = True
-            chosen = self.caption_logits(keys_values, input_ids, torch.ones_like(input_ids), is_asked).argmax(-1)
+            is_before = torch.zeros_like(input_ids, dtype=torch.bool)
+            is_before[:, -1] = True
+            chosen = self.caption_logits(keys_values, input_ids, torch.ones_like(input_ids), is_before).argmax(-1)
             ended = (input_ids[:, 1:] == last).any(1)
             input_ids = torch.cat([input_ids, chosen.masked_fill(ended, last)[:, None]], 1)
         return input_ids
@@ -807,18 +936,18 @@ class FusionDualEncoderModel(PreTrainedModel):
         match: bool = True,
         **_: Any,
     ) -> FusionDualEncoderOutput:
-        """Encode images, texts, or both.
+        """Encode images, texts, or both; with `match=False`, without the fusion head.
 
-        With `match=False` the fusion head is left out. `token_type_ids` and `return_dict`, which processors and the
-        stock class pass, are accepted and not needed.
+        `token_type_ids` and `return_dict`, which processors and the stock class pass, are accepted and ignored.
         """
-        output = FusionDualEncoderOutput(logit_scale=self.logit_scale)
+        output = FusionDualEncoderOutput()
         if pixel_values is not None:
             output.image_embeds, output.keys_values = self.encode_image(pixel_values, with_keys_values=match)
         if input_ids is not None:
             attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             output.text_embeds, output.text_states = self.encode_text(input_ids, attention_mask)
         if output.image_embeds is None or output.text_embeds is None:
+            output.logit_scale = self.logit_scale  # last: pipelines take the first value, an embedding here
             return output
         output.logits_per_text = self.logit_scale.exp() * output.text_embeds @ output.image_embeds.T
         if self.logit_bias is not None:
@@ -833,19 +962,19 @@ class FusionDualEncoderModel(PreTrainedModel):
             output.loss = (
                 F.cross_entropy(output.logits_per_text, target) + F.cross_entropy(output.logits_per_image, target)
             ) / 2
-        return output
+        return FusionDualEncoderOutput(**output, logit_scale=self.logit_scale)  # in the order of the fields
 
     def to_dual_encoder(self) -> VisionTextDualEncoderModel:
-        """The two towers as a stock model with the same embeddings; it shares this model's tensors.
+        """Return a stock model with the same embeddings, which shares this model's tensors.
 
-        A vision backbone whose config has no `hidden_size` (ConvNeXt, MobileNet) gets one, which is all that the stock
-        class misses. The stock class pools texts by the pooler, so a mean is expressed as one more layer of the text
-        tower (`_mean_as_layer`), for backbones laid out as BERT.
+        A vision config without `hidden_size` (ConvNeXt, MobileNet) gets one, which is all that the stock class lacks. The stock
+        class pools texts by the pooler, so a mean becomes one more layer of the text tower (`_mean_as_layer`), if the
+        tower has BERT's layers.
 
         Raises:
             ValueError: if the stock class cannot express this model, with the reason.
         """
-        vision, weights = _probe_vision(self.vision_model), self.state_dict()
+        vision, weights = _probe(self.vision_model, "vision"), self.state_dict()
         if self.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
             raise ValueError(
                 "the stock class takes one pooled vector per image from the vision tower, and here is none"
@@ -869,95 +998,15 @@ class FusionDualEncoderModel(PreTrainedModel):
         return stock.train(self.training)
 
 
-class FusionDualEncoderForClassification(FusionDualEncoderModel):
-    """Classes of an image, of a text, or of both together; loads from a checkpoint of the base class unchanged.
-
-    `config.classifier_inputs` says what a small MLP reads: `fused`, the head's [CLS]; `pair`, both unit embeddings side by
-    side, which never look at each other; `image` or `text`, one of them, without running the other tower.
-    """
-
-    def __init__(
-        self,
-        config: FusionDualEncoderConfig,
-        vision_model: PreTrainedModel | None = None,
-        text_model: PreTrainedModel | None = None,
-    ):
-        super().__init__(config, vision_model, text_model)
-        reads = config.classifier_inputs
-        if reads == "fused" and self.fusion is None:
-            raise ValueError(
-                "classifier_inputs is 'fused'; this model was built with fusion_layers=0. Set classifier_inputs to pair."
-            )
-        width = {"fused": config.fusion_dim, "pair": 2 * config.projection_dim}.get(reads, config.projection_dim)
-        self.classifier = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, width),
-            nn.GELU(),
-            nn.Dropout(config.classifier_dropout),
-            nn.Linear(width, len(config.id2label or ())),
-        )
-        self.classifier.apply(self._init_weights)
-
-    def classify(
-        self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        """Logits `[B, classes]`; an input that the classifier does not read may be left out, and is not looked at.
-
-        Raises:
-            ValueError: if one that it reads is missing.
-        """
-        reads = self.config.classifier_inputs
-        missing = [
-            name
-            for name, value, other in (("pixel_values", pixel_values, "text"), ("input_ids", input_ids, "image"))
-            if value is None and reads != other
-        ]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing; classifier_inputs is {reads!r}. Pass it.")
-        keys_values, text_states, embeds = None, None, []
-        if pixel_values is not None and reads != "text":
-            embed, keys_values = self.encode_image(pixel_values, with_keys_values=reads == "fused")
-            embeds.append(embed)
-        if input_ids is not None and reads != "image":
-            attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            embed, text_states = self.encode_text(input_ids, attention_mask)
-            embeds.append(embed)
-        if self.fusion is None or keys_values is None or text_states is None or attention_mask is None:
-            return self.classifier(torch.cat(embeds, -1))
-        return self.classifier(self.fusion(keys_values, text_states, attention_mask)[:, 0])
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **_: Any,
-    ) -> SequenceClassifierOutput:
-        """Logits of images, texts or pairs, and with `labels` `[B]` their mean cross-entropy."""
-        logits = self.classify(pixel_values, input_ids, attention_mask)
-        return SequenceClassifierOutput(
-            loss=None if labels is None else F.cross_entropy(logits.float(), labels), logits=logits
-        )
-
-
-def _has_bert_pooler(text_model: PreTrainedModel) -> bool:
-    """Whether the tower ends in BERT's pooler, tanh of a dense layer on the first token, and has BERT's layers."""
-    layers = getattr(getattr(text_model, "encoder", None), "layer", None)
-    return hasattr(getattr(text_model, "pooler", None), "dense") and hasattr(
-        layers[0] if layers else None, "attention"
-    )
-
-
 @torch.no_grad()
 def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
-    """Weights of one more BERT layer, pooler and projection, whose pooled and projected first token is the mean's.
+    """Return weights of a BERT layer, pooler and projection that compute the projected mean.
 
     With queries and keys of zero, attention is uniform over the unmasked tokens, so the first token receives the values'
     mean. The output matrix maps it to U P mean: P is the trained projection, and U an isometry into the vectors whose
     entries sum to zero, which layer normalisation only scales. The factor `loud` drowns the residual, half of it by
-    shrinking what enters the layer, so that float16 does not overflow. The feed-forward part adds nothing, the pooler
-    stays where tanh is linear, and U transposed undoes U. What is left is P mean up to its length, which the embedding
+    shrinking the input of the layer, so that float16 does not overflow. The feed-forward part adds nothing, the pooler
+    stays where tanh is linear, and U transposed undoes U. The result is P mean up to its length, which the embedding
     does not keep: equal within 1e-5 in fp32.
     """
     width, embed = model.config.text_width, model.config.projection_dim
@@ -993,75 +1042,75 @@ def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
     return {name: value.to(trained) for name, value in weights.items()}
 
 
-def _apart(sizes: Sequence[int], most: int) -> list[int]:
-    """Up to `most` of the hidden states with so many places each, from the last one back; not the embeddings."""
-    resolutions = [place for place in range(1, len(sizes)) if sizes[place : place + 2] != [sizes[place]] * 2]
-    if len(resolutions) > 1:
-        return [place - len(sizes) for place in resolutions[::-1][:most]]
-    distance = max(1, (len(sizes) - 1) // most)
-    return list(range(-1, -len(sizes), -distance))[:most] or [-1]
+# -- classifier -------------------------------------------------------------------------------------------------------
 
 
-def _places(hidden: Tensor) -> int:
-    return hidden.shape[-2] * hidden.shape[-1] if hidden.dim() == 4 else hidden.shape[1]
+class FusionDualEncoderForClassification(FusionDualEncoderModel):
+    """Classifier of images, texts, or pairs; loads from a checkpoint of the base class.
 
+    `config.classifier_inputs` is the input of a small MLP: `fused`, the fusion head's `[CLS]`; `pair`, both unit embeddings
+    concatenated; `image` or `text`, one embedding, without running the other tower.
+    """
 
-def told_tokens(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens of captions are told from those before them, all but the first, bool `[P, L]`; and the places before."""
-    is_told = attention_mask.bool() & (torch.arange(attention_mask.shape[1], device=attention_mask.device) > 0)
-    return is_told, F.pad(is_told[:, 1:], (0, 1))
+    def __init__(
+        self,
+        config: FusionDualEncoderConfig,
+        vision_model: PreTrainedModel | None = None,
+        text_model: PreTrainedModel | None = None,
+    ):
+        super().__init__(config, vision_model, text_model)
+        reads = config.classifier_inputs
+        if reads == "fused" and self.fusion is None:
+            raise ValueError(
+                "classifier_inputs is 'fused'; this model was built with fusion_layers=0. Set classifier_inputs to pair."
+            )
+        width = {"fused": config.fusion_dim, "pair": 2 * config.projection_dim}.get(reads, config.projection_dim)
+        self.classifier = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Dropout(config.classifier_dropout),
+            nn.Linear(width, len(config.id2label or ())),
+        )
+        self.classifier.apply(self._init_weights)
 
+    def classify(
+        self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return logits `[B, classes]`; an input that the classifier does not read is ignored.
 
-def _channels(hidden: Tensor) -> int:
-    return hidden.shape[1] if hidden.dim() == 4 else hidden.shape[-1]
+        Raises:
+            ValueError: if an input that it reads is missing.
+        """
+        reads = self.config.classifier_inputs
+        for name, value, other in (("pixel_values", pixel_values, "text"), ("input_ids", input_ids, "image")):
+            if value is None and reads != other:
+                raise ValueError(f"{name} is missing; classifier_inputs is {reads!r}. Pass it.")
+        keys_values, text_states, embeds = None, None, []
+        if pixel_values is not None and reads != "text":
+            embed, keys_values = self.encode_image(pixel_values, with_keys_values=reads == "fused")
+            embeds.append(embed)
+        if input_ids is not None and reads != "image":
+            attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            embed, text_states = self.encode_text(input_ids, attention_mask)
+            embeds.append(embed)
+        if self.fusion is None or keys_values is None or text_states is None or attention_mask is None:
+            return self.classifier(torch.cat(embeds, -1))
+        return self.classifier(self.fusion(keys_values, text_states, attention_mask)[:, 0])
 
-
-def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None) -> Tensor:
-    """One vector per row: `[B, C]`."""
-    if pooling == "pooler":
-        return output["pooler_output"].flatten(1)
-    hidden = output["last_hidden_state"]
-    if hidden.dim() == 4:
-        return hidden.mean((2, 3))
-    if pooling == "cls":
-        return hidden[:, 0]
-    if attention_mask is None:
-        return hidden.mean(1)
-    weight = attention_mask[..., None].to(hidden.dtype)
-    return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-
-
-def is_trained(tower: nn.Module) -> bool:
-    """Whether any of its parameters is."""
-    return any(parameter.requires_grad for parameter in tower.parameters())
-
-
-def image_shape(backbone: PreTrainedModel) -> tuple[int, int, int]:
-    """Channels, height and width of an image that a vision backbone takes."""
-    size = getattr(backbone.config, "image_size", None) or 64
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return getattr(backbone.config, "num_channels", 3), height, width
-
-
-@torch.no_grad()
-def _probe_vision(backbone: PreTrainedModel) -> ModelOutput:
-    parameter = next(backbone.parameters())
-    pixels = torch.zeros(1, *image_shape(backbone), dtype=parameter.dtype, device=parameter.device)
-    was_training = backbone.training
-    output = backbone.eval()(pixels, output_hidden_states=True, return_dict=True)
-    backbone.train(was_training)
-    if output.get("hidden_states") is None:
-        raise ValueError(f"{type(backbone).__name__} returns no hidden states; the fusion head cannot read it.")
-    return output
-
-
-@torch.no_grad()
-def _probe_text(backbone: PreTrainedModel) -> ModelOutput:
-    was_training = backbone.training
-    ones = torch.ones(1, 2, dtype=torch.long, device=next(backbone.parameters()).device)
-    output = backbone.eval()(input_ids=ones, attention_mask=ones, output_hidden_states=True, return_dict=True)
-    backbone.train(was_training)
-    return output
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutput:
+        """Return logits of images, texts or pairs, and with `labels` `[B]` their mean cross-entropy."""
+        logits = self.classify(pixel_values, input_ids, attention_mask)
+        return SequenceClassifierOutput(
+            loss=None if labels is None else F.cross_entropy(logits.float(), labels), logits=logits
+        )
 
 
 AutoConfig.register(FusionDualEncoderConfig.model_type, FusionDualEncoderConfig, exist_ok=True)

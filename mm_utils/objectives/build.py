@@ -1,4 +1,4 @@
-"""`--objectives`: terms by name, each with its weight."""
+"""Build the objective that `--objectives` names: terms with their weights."""
 
 import importlib
 import itertools
@@ -10,36 +10,34 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
-from mm_utils.objectives.distillation import SelfDistillation
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid, RegionPointing, SelfDistillation
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.language import Captioning, MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
-from mm_utils.objectives.regions import RegionPointing
 from mm_utils.objectives.terms import Term
 
 CONTRASTIVE = (InfoNCE, PairwiseSigmoid)
 OTHERS = (Matching, MaskedLanguageModelling, Captioning, RegionPointing, SelfDistillation)
 NAMES = [term.name for term in (*CONTRASTIVE, *OTHERS)]
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
-"""Parts of the model that only some terms train."""
+"""The parts of the model that only some terms train."""
 
 
 @dataclass
 class ObjectiveArguments:
-    """What is optimised, and how much each term counts."""
+    """The terms of the loss and their weights."""
 
     objectives: str = arg(
         "contrastive:1,matching:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head tells pairs); masked_lm and "
-        "captioning (it tells words); regions (phrases point into their boxes); self_distillation (soft targets of "
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
+        "captioning (it predicts words); regions (phrases point into their boxes); self_distillation (soft targets of "
         "averaged weights, needs --ema_decay); or module.Class, a term of your own.",
     )
-    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false = uniformly.")
+    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.")
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.")
     whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.")
-    max_logit_scale: float = arg(100.0, "The inverse temperature is kept at or below this.")
+    max_logit_scale: float = arg(100.0, "Upper bound of the inverse temperature.")
 
     def __post_init__(self) -> None:
         self.weights  # noqa: B018  (complain now, not after the data is loaded)
@@ -48,7 +46,7 @@ class ObjectiveArguments:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The terms by name."""
+        """The weight of each term, by name."""
         weights = {}
         for term in self.objectives.split(","):
             name, _, weight = term.strip().partition(":")
@@ -71,11 +69,11 @@ class ObjectiveArguments:
 
     @property
     def reads_regions(self) -> bool:
-        """Whether batches have to hold regions (`mm_utils.data.regions`)."""
+        """True if batches must hold regions (`mm_utils.data.loading.regions`)."""
         return RegionPointing.name in self.weights
 
     def check(self, streaming: bool, cache_features: bool, patch_dropout: float) -> None:
-        """Refuse what regions cannot be had from, with a ValueError of one line."""
+        """Raise ValueError if regions are asked for and the data cannot provide them."""
         reasons = {
             "streaming": streaming and "reads no boxes",
             "cache_features": cache_features and "keeps no boxes",
@@ -92,10 +90,10 @@ def build_objective(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> JointObjective:
-    """The objective that the arguments name. The model is given what its terms need; what none of them trains is frozen.
+    """Build the objective; add to the model what its terms need, and freeze the parts that no term trains.
 
     Raises:
-        ValueError: if a term needs what the model cannot have, such as a fusion head; or is not found.
+        ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
     """
     weights = {_term(name, args, seed, tokenizer): weight for name, weight in args.weights.items()}
     if not any(isinstance(term, PairwiseSigmoid) for term in weights):
@@ -110,7 +108,7 @@ def build_objective(
     if model.fusion is not None:
         model.fusion.requires_grad_(objective.reads_pairs)
     trained = {head for term in weights for head in term.heads}
-    # What nothing trains is frozen, as DDP would wait for its gradients.
+    # DDP would wait for the gradients of parts that no term trains.
     for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
         if name in HEADS:
             part.requires_grad_(name in trained)
@@ -128,7 +126,7 @@ def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedT
 
 
 def _own_term(path: str) -> type[Term]:
-    """A class given as module.Class; the module lies in the current folder or is installed."""
+    """Import a term given as module.Class, from the current folder or an installed package."""
     module, _, name = path.rpartition(".")
     sys.path.insert(0, os.getcwd())
     try:

@@ -1,37 +1,44 @@
-"""A weighted sum of terms as one objective: encode a batch, decide once, push the gradient.
+"""The contract of an objective, and the weighted sum of terms: encode a batch, plan once, backpropagate part by part.
 
 The gradient of all embedding terms is taken at the embeddings of the whole batch (`plan`) and pushed through the towers
 afterwards, a part of the batch at a time (`part`), together with the rows that are computed there: see
-`mm_utils.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
+`mm_utils.objectives.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mm_utils import ranks
-from mm_utils.averaging import WeightAverage
-from mm_utils.losses import gather_batch
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Leaves, Plan, Report, RowTerm, Term
-from mm_utils.padding import encode_in_groups
+from mm_utils import distributed
+from mm_utils.model.adapt import WeightAverage
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.row_noise import row_keys, set_row_keys
+from mm_utils.objectives.losses import gather_batch
+from mm_utils.objectives.padding import encode_in_groups
+from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs, Plan, Report, RowTerm, Term
 
 
 class Objective(nn.Module):
-    """What the trainer optimises: `objective(batch, step)` gives `{"loss": with gradient, name: detached value, ...}`.
+    """A loss of the global batch, computed in one part or in several.
 
-    Every value is that of the global batch, the same on all ranks. A subclass says what `forward` is.
+    `objective(batch, step)` returns `{"loss": with gradient, name: detached value, ...}`, global values that are the same on
+    all ranks. A subclass implements `encode`, `plan`, `part` and `report`.
 
     Attributes:
-        groups_texts: whether texts go through their tower in groups of about one length. Not where ranks must run it
-            equally often, as FSDP's must.
-        teacher: the average of the weights, for terms that learn from it; the trainer sets it.
-        pairs_per_image: how many pairs the fusion head takes for each image.
+        groups_texts: True if texts go through their tower in groups of about one length; False where all ranks must run it
+            equally often, as with FSDP.
+        teacher: the weight average, for terms that learn from it; the trainer sets it.
+        seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
+        row_ids: the name of the ids of a batch's rows, from which that dropout draws.
+        pairs_per_image: how many pairs the fusion head scores for each image.
     """
 
     groups_texts = True
     teacher: WeightAverage | None = None
+    seed = 0
+    row_ids = "ids"
     pairs_per_image = 0
 
     def __init__(self, model: FusionDualEncoderModel):
@@ -40,22 +47,67 @@ class Objective(nn.Module):
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether the fusion head takes any."""
+        """True if the fusion head scores pairs."""
         return self.pairs_per_image > 0
 
     @property
     def reads_taps(self) -> bool:
-        """Whether anything reads what the vision tower has in between."""
+        """True if a term reads intermediate levels of the vision tower."""
         return self.reads_pairs
+
+    def forward(self, batch: Batch, step: int) -> Report:
+        """Return the report of one global batch, of which `batch` is this rank's share."""
+        batch = self.with_keys(batch, step)
+        encoded = self.encode(batch)
+        plan = self.plan(encoded, batch, step)
+        loss, sums = self.part(encoded, batch, plan, plan.gradients, 0, 1.0)
+        report = self.report(plan, sums)
+        return {**report, "loss": report["loss"] + (loss - loss.detach())}  # the global value, this rank's gradient
+
+    def with_keys(self, batch: Batch, step: int) -> Batch:
+        """Add `row_keys`, from which dropout by row draws: a function of seed, step and row, whatever rank holds it."""
+        return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
+
+    def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
+        """Run the model on a part of a batch, as far as `plan` (`for_loss`) and `part` (`for_backward`) need it."""
+        raise ValueError(
+            f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size, or "
+            "give it `encode`, `plan`, `part` and `report`."
+        )
+
+    def plan(self, encoded: Any, batch: Batch, step: int) -> Plan:
+        """Share the embeddings with all ranks, take the loss's gradient at them, and decide what `part` computes.
+
+        `encoded` is as from `encode`, with the embeddings of all of this rank's rows; the step keys random draws.
+        """
+        raise NotImplementedError
+
+    def part(
+        self,
+        encoded: Any,
+        batch: Batch,
+        plan: Any,
+        gradients: dict[str, Tensor | None],
+        start_row: int,
+        share: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a scalar whose gradient is the part's gradient, and the part's sums for `report`.
+
+        Args:
+            encoded, batch: the part.
+            gradients: the plan's gradients, for the part's rows.
+            start_row: the place of the part's first row among this rank's rows.
+            share: the part's share of the gradient of temperature and bias, which belong to no row.
+        """
+        raise NotImplementedError
+
+    def report(self, plan: Any, sums: Tensor) -> Report:
+        """Return the values to log, from the sums of all this rank's parts."""
+        raise NotImplementedError
 
 
 class JointObjective(Objective):
-    """A weighted sum of terms.
-
-    Args:
-        model: with what the terms need (`Term.prepare`).
-        weights: of the terms.
-    """
+    """A weighted sum of terms; the model has the parts that they need (`Term.prepare`)."""
 
     def __init__(self, model: FusionDualEncoderModel, weights: dict[Term, float]):
         super().__init__(model)
@@ -66,62 +118,49 @@ class JointObjective(Objective):
 
     @property
     def reads_taps(self) -> bool:
-        """As `Objective.reads_taps`."""
+        """True if a term reads intermediate levels of the vision tower."""
         return self.reads_pairs or self.embeds_taps
 
-    def forward(self, batch: Batch, step: int) -> Report:
-        """The report of one global batch, of which `batch` is this rank's share."""
-        encoded = self.encode(batch)
-        plan = self.plan(encoded, batch, step)
-        loss, sums = self.part(encoded, batch, plan, plan.gradients, 0, 1.0)
-        report = self.report(plan, sums)
-        return {**report, "loss": report["loss"] + (loss - loss.detach())}  # the global value, this part's gradient
+    def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
+        """Run both towers on a part of a batch.
 
-    def encode(self, batch: Batch, deciding: bool = True, pushing: bool = True) -> Encoded:
-        """Both towers on a batch, with what `plan` needs, what `part` needs, or both.
-
-        Where the batch holds the features of a frozen tower (`mm_utils.feature_cache`), that tower does not run.
+        A frozen tower whose features are in the batch (`mm_utils.training.feature_cache`) does not run.
         """
         own = len(batch["ids"])
         if not own:
             batch = blank_pair(batch)
-        with_pairs = pushing and self.reads_pairs
-        taught = self._taught(batch) if self.needs_teacher and deciding else {}
+        set_row_keys(self.model, batch.get("row_keys"))
+        with_pairs = for_backward and self.reads_pairs
+        teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
         pooled, taps = self._vision_features(batch, with_pairs or self.embeds_taps)
         image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else ())
         text_nE, text_states = self._encode_text(batch, with_pairs)
-        # FSDP2 makes vectors of one of both scalars, and frees them after this.
+        # FSDP2 holds both scalars as vectors of one, and frees them after this.
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
         bias = None if bias is None else bias.squeeze().clone()  # type: ignore[assignment]
-        embeds = {"image": image_nE, "text": text_nE, **taught}
-        encoded = Encoded(embeds, scale, bias, text_states, keys_values or (), taps)
+        embeds = {"image": image_nE, "text": text_nE, **teacher}
+        encoded = EncodedBatch(embeds, scale, bias, text_states, keys_values or (), taps)
         for term in self.weights:
             embeds |= term.embed(self.model, encoded, batch)
         if not own:
             encoded.embeds = {name: value[:0] for name, value in embeds.items()}
         return encoded
 
-    def plan(self, encoded: Encoded, batch: Batch, step: int) -> Plan:
-        """Share the embeddings with all ranks and take the gradient of their losses at them; decide what to compute.
-
-        Args:
-            encoded: with the embeddings of all of this rank's rows.
-            batch: this rank's.
-            step: keys what is drawn.
-        """
-        own = Leaves(
+    def plan(self, encoded: EncodedBatch, batch: Batch, step: int) -> Plan:
+        """Take the gradient of all embedding terms at the embeddings; let the row terms plan."""
+        own = LossInputs(
             {name: _leaf(value) for name, value in encoded.embeds.items()},
             _leaf(encoded.scale),
             None if encoded.bias is None else _leaf(encoded.bias),
         )
         shared = gather_batch(own.embeds["image"], own.embeds["text"], batch["ids"])
-        figures: Report = {}
+        metrics: Report = {}
         total = own.scale.new_zeros(())
         with torch.enable_grad():
             for term, weight in self.weights.items():
                 if isinstance(term, EmbeddingTerm):
                     value = term.loss(own, shared)
-                    figures |= term.figures(value.detach(), own)
+                    metrics |= term.metrics(value.detach(), own)
                     total = total + weight * value
         scalars = [own.scale] if own.bias is None else [own.scale, own.bias]
         leaves = [*own.embeds.values(), *scalars]
@@ -129,62 +168,56 @@ class JointObjective(Objective):
             torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
         )
         by_name = dict(zip(own.embeds, gradients, strict=False))
-        plan = Plan(by_name, list(gradients[len(by_name) :]), shared)
-        plan.figures = {"loss": total.detach(), **figures}
+        plan = Plan(by_name, list(gradients[len(by_name) :]), shared, {"loss": total.detach(), **metrics})
         scale = encoded.scale.detach()
         plan.rows = {term.name: term.plan(self.model, batch, shared, scale, step) for term in self._row_terms()}
         return plan
 
     def part(
         self,
-        encoded: Encoded,
+        encoded: EncodedBatch,
         batch: Batch,
         plan: Plan,
         gradients: dict[str, Tensor | None],
-        low: int,
+        start_row: int,
         share: float,
     ) -> tuple[Tensor, Tensor]:
-        """A scalar whose gradient is that of a part of the batch, and the part's sums for `report`.
-
-        Args:
-            encoded, batch: the part, which begins at row `low` of this rank's share.
-            gradients: of `plan`, the part's rows.
-            share: the part's share of the gradient of temperature and bias, which belong to no row.
-        """
+        """Return the part's surrogate loss, and loss and correct rows of each row term, `[terms, 2]`."""
+        assert plan.shared is not None
         batch = batch if self.groups_texts else batch | {"lengths": []}
-        pulled = encoded.scale.new_zeros(())
+        surrogate_loss = encoded.scale.new_zeros(())
         for scalar, gradient in zip((encoded.scale, encoded.bias), plan.scalar_gradients, strict=False):
             if gradient is not None and scalar is not None:
-                pulled = pulled + share * gradient * scalar
+                surrogate_loss = surrogate_loss + share * gradient * scalar
         for name, gradient in gradients.items():
             if gradient is not None:
-                pulled = pulled + (encoded.embeds[name] * gradient).sum()
+                surrogate_loss = surrogate_loss + (encoded.embeds[name] * gradient).sum()
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]
-            loss, right = term.part(self.model, encoded, batch, rows, plan.shared, low)
+            loss, correct = term.part(self.model, encoded, batch, rows, plan.shared, start_row)
             # The gradient of the sum over ranks, through an average over ranks.
-            pulled = pulled + self.weights[term] * loss * (ranks.world_size() / rows.total)
-            sums.append(torch.stack([loss.detach().float(), right.float()]))
-        return pulled, torch.stack(sums) if sums else pulled.new_zeros(0, 2)
+            surrogate_loss = surrogate_loss + self.weights[term] * loss * (distributed.world_size() / rows.total)
+            sums.append(torch.stack([loss.detach().float(), correct.float()]))
+        return surrogate_loss, torch.stack(sums) if sums else surrogate_loss.new_zeros(0, 2)
 
     def report(self, plan: Plan, sums: Tensor) -> Report:
-        """What the trainer logs, from the sums of all this rank's parts."""
-        figures = dict(plan.figures)
+        """Return the total loss, and the metrics of each term."""
+        metrics = dict(plan.metrics)
         if len(sums):
-            sums = ranks.sum_over_ranks(sums)
-        for term, (loss, right) in zip(self._row_terms(), sums, strict=True):
+            sums = distributed.sum_over_ranks(sums)
+        for term, (loss, correct) in zip(self._row_terms(), sums, strict=True):
             total = plan.rows[term.name].total
-            figures |= term.figures(loss / total, right / total)
-            figures["loss"] = figures["loss"] + self.weights[term] * loss / total
-        return figures
+            metrics |= term.metrics(loss / total, correct / total)
+            metrics["loss"] = metrics["loss"] + self.weights[term] * loss / total
+        return metrics
 
     def _row_terms(self) -> list[RowTerm]:
         return [term for term in self.weights if isinstance(term, RowTerm)]
 
     @torch.no_grad()
-    def _taught(self, batch: Batch) -> dict[str, Tensor]:
-        """Embeddings by the average of the weights, as `teacher_image` and `teacher_text`."""
+    def _teacher_embeds(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the embeddings that the weight average computes, as `teacher_image` and `teacher_text`."""
         if self.teacher is None:
             raise ValueError(
                 "--ema_decay is 0; self_distillation learns from the average of the weights. Set it to 0.995."
@@ -220,7 +253,7 @@ class JointObjective(Objective):
 
 
 def blank_pair(batch: Batch) -> Batch:
-    """Stands in for an empty batch: backbones refuse those, and the other ranks wait for this one's gradients."""
+    """Return a stand-in for an empty batch: backbones refuse those, and the other ranks wait for this one's gradients."""
     return {name: value.new_ones(1, *value.shape[1:]) for name, value in batch.items() if isinstance(value, Tensor)}
 
 

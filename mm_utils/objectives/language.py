@@ -1,4 +1,4 @@
-"""Losses on words: masked ones from both sides and the image, or the next one from those before it and the image."""
+"""Language losses of the fusion head: masked tokens and next tokens, predicted from the text and its image."""
 
 from dataclasses import dataclass
 
@@ -7,39 +7,33 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils import ranks
-from mm_utils.losses import GlobalBatch
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, told_tokens
-from mm_utils.noise import pair_keys, uniform_noise
-from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
-from mm_utils.padding import encode_in_groups
+from mm_utils import distributed
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, target_mask
+from mm_utils.model.row_noise import pair_keys, uniform_noise
+from mm_utils.objectives.losses import GlobalBatch
+from mm_utils.objectives.padding import encode_in_groups
+from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
 
-MASKED, REPLACED = 0.8, 0.1  # of the tokens to be told; the rest stays as it is (BERT, arXiv 1810.04805)
+MASKED, REPLACED = 0.8, 0.1  # shares of the target tokens; the rest stays unchanged (BERT, arXiv 1810.04805)
 
 
 @dataclass
 class MaskedPlan(RowPlan):
-    """This rank's texts as the model is to see them.
+    """This rank's texts with masked tokens."""
 
-    Attributes:
-        input_ids: `[n, L]`, some of them masked.
-        is_asked: bool `[n, L]`, which are to be told.
-    """
-
-    input_ids: Tensor
-    is_asked: Tensor
+    input_ids: Tensor  # token ids that the model sees, `[n, L]`
+    is_target: Tensor  # tokens to predict, bool `[n, L]`
 
 
 class MaskedLanguageModelling(RowTerm):
-    """Cross-entropy of masked tokens, told from the fused states of the text and its own image (ALBEF, arXiv 2107.07651).
+    """Cross-entropy of masked tokens, predicted from the fused states of text and image (ALBEF, arXiv 2107.07651).
 
-    Which tokens are masked is a function of the seed, the step and the pair. It costs a pass of the text tower and one pair
+    The masked tokens are a function of the seed, the step and the pair. The term costs a pass of the text tower and one pair
     of the fusion head for each image.
 
     Args:
-        tokenizer: of the texts, with a mask token.
-        seed: of the draws.
-        probability: share of the tokens to be told; ALBEF takes 0.15.
+        tokenizer: the tokenizer of the texts; it must have a mask token.
+        probability: the share of tokens to predict; ALBEF uses 0.15.
         whole_words: mask all pieces of a word or none.
     """
 
@@ -62,53 +56,54 @@ class MaskedLanguageModelling(RowTerm):
         self.continues = continuations(tokenizer) if whole_words else None
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
-        """Give the model a head that tells tokens."""
+        """Add a head that predicts tokens."""
         model.add_token_head()
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> MaskedPlan:
-        """Choose the tokens."""
+        """Choose the target tokens."""
         input_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         key = 3 * (self.seed * 1_000_003 + step)
         pair_n, place_L = pair_keys(batch["ids"]), torch.arange(input_ids.shape[1], device=input_ids.device)
         chance_nL, fate_nL, other_nL = (uniform_noise(pair_n, place_L, key + draw) for draw in range(3))
-        if self.continues is not None:  # pieces of a word share its first piece's luck
+        if self.continues is not None:  # all pieces of a word share one draw
             word_nL = (~self.continues.to(input_ids.device)[input_ids]).cumsum(1)
             chance_nL = chance_nL.gather(1, word_nL.clamp(max=len(place_L) - 1))
-        is_asked = (chance_nL < self.probability) & mask & ~self.is_special.to(input_ids.device)[input_ids]
+        is_target = (chance_nL < self.probability) & mask & ~self.is_special.to(input_ids.device)[input_ids]
         seen = torch.where(fate_nL < MASKED, self.mask_token_id, input_ids)
         random_ids = (other_nL * self.vocab_size).long()
         seen = torch.where(fate_nL >= 1 - REPLACED, random_ids, seen)
-        total = ranks.sum_over_ranks(is_asked.sum()).clamp(min=1)
-        return MaskedPlan(total, torch.where(is_asked, seen, input_ids), is_asked)
+        total = distributed.sum_over_ranks(is_target.sum()).clamp(min=1)
+        return MaskedPlan(total, torch.where(is_target, seen, input_ids), is_target)
 
     def part(
         self,
         model: FusionDualEncoderModel,
-        encoded: Encoded,
+        encoded: EncodedBatch,
         batch: Batch,
         plan: MaskedPlan,
         shared: GlobalBatch,
-        low: int,
+        start_row: int,
     ) -> tuple[Tensor, Tensor]:
-        """The masked tokens of this part's texts."""
-        rows, length = slice(low, low + len(encoded)), batch["input_ids"].shape[1]
-        seen, is_asked, right = plan.input_ids[rows, :length], plan.is_asked[rows, :length], batch["input_ids"]
+        """Predict the masked tokens of this part's texts."""
+        rows, length = slice(start_row, start_row + len(encoded)), batch["input_ids"].shape[1]
+        seen, is_target, labels = plan.input_ids[rows, :length], plan.is_target[rows, :length], batch["input_ids"]
         mask, keys_values = batch["attention_mask"], encoded.keys_values
-        if not len(encoded):  # a blank pair, none of whose tokens is asked for
-            seen = mask = right = seen.new_ones(1, length)
-            is_asked = torch.zeros_like(seen, dtype=torch.bool)
+        if not len(encoded):  # a blank pair without targets
+            seen = mask = labels = seen.new_ones(1, length)
+            is_target = torch.zeros_like(seen, dtype=torch.bool)
         _, states = encode_in_groups(model.encode_text, seen, mask, batch.get("lengths") if len(encoded) else None)
-        logits = model.token_logits(keys_values, states, mask, is_asked)
-        return _told(logits, right[is_asked])
+        logits = model.token_logits(keys_values, states, mask, is_target)
+        return token_cross_entropy(logits, labels[is_target])
 
 
 class Captioning(RowTerm):
-    """Cross-entropy of every next token, told from those before it and the image (CoCa, arXiv 2205.01917).
+    """Cross-entropy of every next token, predicted from the tokens before it and the image (CoCa, arXiv 2205.01917).
 
-    The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both ways, is
-    left out. It costs one pair of the fusion head for each image. `FusionDualEncoderModel.caption` writes captions then.
+    The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both directions,
+    is left out. The term costs one pair of the fusion head for each image. `FusionDualEncoderModel.caption` then writes
+    captions.
     """
 
     name = "captioning"
@@ -116,37 +111,40 @@ class Captioning(RowTerm):
     pairs_per_image = 1
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
-        """Give the model a head that tells tokens, and an entrance for word embeddings."""
+        """Add a head that predicts tokens, and an adapter for word embeddings."""
         model.add_token_head(captions=True)
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> RowPlan:
-        """Count the tokens."""
-        told = batch["attention_mask"][:, 1:].sum()
-        return RowPlan(ranks.sum_over_ranks(told).clamp(min=1))
+        """Count the tokens of all ranks."""
+        targets = batch["attention_mask"][:, 1:].sum()
+        return RowPlan(distributed.sum_over_ranks(targets).clamp(min=1))
 
     def part(
         self,
         model: FusionDualEncoderModel,
-        encoded: Encoded,
+        encoded: EncodedBatch,
         batch: Batch,
         plan: RowPlan,
         shared: GlobalBatch,
-        low: int,
+        start_row: int,
     ) -> tuple[Tensor, Tensor]:
-        """All tokens but the first of this part's texts."""
+        """Predict all tokens but the first of this part's texts."""
         input_ids, mask = batch["input_ids"], batch["attention_mask"]
         if not len(encoded):
             input_ids, mask = input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
-        is_told, before = told_tokens(mask)
+        is_target, before = target_mask(mask)
         logits = model.caption_logits(encoded.keys_values, input_ids, mask, before)
-        return _told(logits, input_ids[is_told])
+        return token_cross_entropy(logits, input_ids[is_target])
 
 
 def continuations(tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Which tokens go on with a word, bool `[V]`: those with WordPiece's ##, or without the mark of a word's beginning that
-    others have (byte-level BPE, SentencePiece). Special tokens begin a word."""
+    """Return the tokens that continue a word, bool `[V]`.
+
+    They have WordPiece's ##, or lack the mark that begins a word in byte-level BPE and SentencePiece. Special tokens begin a
+    word.
+    """
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     special = set(tokenizer.all_special_tokens)
     if any(token.startswith("##") for token in tokens):
@@ -158,6 +156,6 @@ def continuations(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return torch.tensor(found)
 
 
-def _told(logits: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies, and how many are told right."""
-    return F.cross_entropy(logits.float(), right, reduction="sum"), (logits.argmax(-1) == right).sum()
+def token_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the cross-entropies, and the number of correct tokens."""
+    return F.cross_entropy(logits.float(), labels, reduction="sum"), (logits.argmax(-1) == labels).sum()

@@ -1,4 +1,4 @@
-"""Image-text matching: the fusion head tells pairs that belong together from pairs that nearly do."""
+"""Image-text matching: the fusion head classifies pairs as matching or not."""
 
 from dataclasses import dataclass
 
@@ -6,40 +6,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mm_utils import ranks
-from mm_utils.losses import GlobalBatch, hard_negatives
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
-from mm_utils.objectives.terms import Batch, Encoded, Report, RowPlan, RowTerm
+from mm_utils import distributed
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.objectives.losses import GlobalBatch, hard_negatives
+from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm
 
-MATCH_PRIOR_ENTROPY = 0.6365  # of one positive to two negatives: a matching loss that stays here has learnt nothing
+MATCH_PRIOR_ENTROPY = 0.6365  # one positive to two negatives: a matching loss that stays here has learnt nothing
 
 
 @dataclass
 class MatchingPlan(RowPlan):
-    """The pairs to score on this rank.
+    """The pairs that this rank scores."""
 
-    Attributes:
-        image_P, text_P, is_match_P: local image, global text, and whether they match.
-        input_ids, attention_mask: of all texts of the global batch.
-    """
-
-    image_P: Tensor
-    text_P: Tensor
+    image_P: Tensor  # the pair's image among this rank's
+    text_P: Tensor  # its text among all ranks'
     is_match_P: Tensor
-    input_ids: Tensor
+    input_ids: Tensor  # tokens of all texts of the global batch
     attention_mask: Tensor
 
 
 class Matching(RowTerm):
     """Binary cross-entropy over pairs, with hard negatives of the global batch (ALBEF, arXiv 2107.07651).
 
-    Each image is paired with a text, and each text with an image, that are not theirs, drawn by similarity. A pair is
-    scored with its image, on the rank and in the part of the batch that owns it; only token ids travel, so the result
-    depends neither on the number of ranks nor on that of the parts.
-
-    Args:
-        seed: of the draws.
-        hard: draw negatives by similarity, else uniformly.
+    Each image is paired with a wrong text, and each text with a wrong image, drawn by similarity. A pair is scored on the
+    rank and in the part of the batch that holds its image; only token ids are exchanged, so the result depends neither on
+    the number of ranks nor on the number of parts. Without `hard`, negatives are drawn uniformly.
     """
 
     name = "matching"
@@ -53,42 +44,41 @@ class Matching(RowTerm):
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> MatchingPlan:
-        """The pairs to score, drawn by noise keyed by `step`."""
+        """Draw the pairs, with noise keyed by the seed and the step."""
         return MatchingPlan(
             *self._draw_pairs(shared, scale if self.hard else torch.zeros_like(scale), step),
-            ranks.gather_ragged(batch["input_ids"], shared.sizes),
-            ranks.gather_ragged(batch["attention_mask"], shared.sizes),
+            distributed.gather_ragged(batch["input_ids"], shared.sizes),
+            distributed.gather_ragged(batch["attention_mask"], shared.sizes),
         )
 
     def part(
         self,
         model: FusionDualEncoderModel,
-        encoded: Encoded,
+        encoded: EncodedBatch,
         batch: Batch,
         plan: MatchingPlan,
         shared: GlobalBatch,
-        low: int,
+        start_row: int,
     ) -> tuple[Tensor, Tensor]:
-        """The pairs whose image is in this part of the batch."""
-        here = (plan.image_P >= low) & (plan.image_P < low + len(encoded))
-        image_P, text_P, is_match_P = plan.image_P[here] - low, plan.text_P[here], plan.is_match_P[here]
-        states, mask, text_P = _texts(model, text_P, batch, encoded, plan, shared.offset + low)
+        """Score the pairs whose image is in this part of the batch."""
+        here = (plan.image_P >= start_row) & (plan.image_P < start_row + len(encoded))
+        image_P, text_P, is_match_P = plan.image_P[here] - start_row, plan.text_P[here], plan.is_match_P[here]
+        states, mask, text_P = _texts(model, text_P, batch, encoded, plan, shared.offset + start_row)
         logits_P = _score(model, encoded.keys_values, states, mask, image_P, text_P).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
         return losses_P.sum(), ((logits_P > 0) == is_match_P).sum()
 
-    def figures(self, loss: Tensor, accuracy: Tensor) -> Report:
-        """And how far the loss is below what the share of matches alone gives."""
-        return {**super().figures(loss, accuracy), "matching_lift": MATCH_PRIOR_ENTROPY - loss}
+    def metrics(self, loss: Tensor, accuracy: Tensor) -> Report:
+        """Log also how far the loss is below the entropy of the share of matches."""
+        return {**super().metrics(loss, accuracy), "matching_lift": MATCH_PRIOR_ENTROPY - loss}
 
     def _draw_pairs(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The number of pairs of all ranks, and those whose image this rank owns: local image, global text, whether
-        they match."""
-        mine = slice(shared.offset, shared.offset + shared.sizes[ranks.rank()])
+        """Return the number of pairs of all ranks, and image, text and match flag of the pairs that this rank scores."""
+        mine = slice(shared.offset, shared.offset + shared.sizes[distributed.rank()])
         key = 2 * (self.seed * 1_000_003 + step)
         chosen_texts = hard_negatives(shared.image_NE[mine], shared.text_NE, scale, shared, key)
         chosen_images = hard_negatives(shared.text_NE[mine], shared.image_NE, scale, shared, key + 1)
-        text_N, image_N = ranks.gather(torch.stack([chosen_texts, chosen_images], 1), shared.sizes).unbind(1)
+        text_N, image_N = distributed.gather(torch.stack([chosen_texts, chosen_images], 1), shared.sizes).unbind(1)
         own = torch.arange(mine.start, mine.stop, device=text_N.device)
         with_text = own[chosen_texts >= 0]
         here = ((image_N >= mine.start) & (image_N < mine.stop)).nonzero()[:, 0]
@@ -100,10 +90,12 @@ class Matching(RowTerm):
 
 
 def _texts(
-    model: FusionDualEncoderModel, text_P: Tensor, batch: Batch, encoded: Encoded, plan: MatchingPlan, first: int
+    model: FusionDualEncoderModel, text_P: Tensor, batch: Batch, encoded: EncodedBatch, plan: MatchingPlan, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """States and mask of this part's own texts, which begin at text `first` of all, and of those it needs from elsewhere;
-    and `text_P` as places in them."""
+    """Return states and mask of this part's texts and of the texts it needs from elsewhere, and `text_P` as places in them.
+
+    The part's own texts begin at text `first` of the global batch.
+    """
     own = len(encoded)
     place_P = text_P - first
     foreign = (place_P < 0) | (place_P >= own)
@@ -134,7 +126,7 @@ def _score(
     image_P: Tensor,
     text_P: Tensor,
 ) -> Tensor:
-    """Match logits `[P]`; a rank without pairs scores one and drops it."""
+    """Return match logits `[P]`; a rank without pairs scores one and drops it."""
     pairs = len(image_P)
     if not pairs:
         image_P = text_P = image_P.new_zeros(1)

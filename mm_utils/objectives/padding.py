@@ -1,9 +1,9 @@
-"""Little padding without choosing who is whose negative: a batch's captions go through the text tower in groups of a length.
+"""Encode a batch's captions in groups of about one length, so that little padding is computed.
 
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
-in language and style (`--length_bucket_window`; figures in docs/log.md). A text tower, though, reads every caption by
-itself. So the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group.
+in language and style; it cost a third of the recall (docs/log.md). A text tower, though, reads every caption by itself. So
+the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
-"""What one more pass through a tower costs, in tokens: time to start its kernels, or until they fill the device."""
+"""Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device."""
 
 
 def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
-    """Cut rows, longest caption first, into groups padded to their own longest: the fewest tokens, passes counted in.
+    """Cut rows into groups, each padded to its longest caption, at the lowest cost in tokens and passes.
 
-    Rows that are not sorted stay together. There is at least one group, if an empty one.
+    Rows come longest caption first; unsorted rows stay in one group. There is at least one group, possibly empty.
     """
     if not lengths or any(longer < shorter for longer, shorter in pairwise(lengths)):
         return [range(len(lengths))]
@@ -41,7 +41,7 @@ def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
 
 
 def padded_tokens(lengths: Sequence[int], groups: Sequence[range]) -> int:
-    """Tokens that are computed for `groups` of captions of these lengths."""
+    """Count the tokens that are computed for groups of captions of these lengths."""
     return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
 
 
@@ -51,8 +51,13 @@ def encode_in_groups(
     attention_mask: Tensor,
     lengths: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """`encode_text`, which gives `[n, E]` and `[n, L, C]` or `[n, 0, C]`, of n texts `[n, L]`; in groups if `lengths` are
-    given."""
+    """Encode n texts, in groups if their lengths are given.
+
+    Args:
+        encode_text: returns `[n, E]` and `[n, L, C]` or `[n, 0, C]`.
+        input_ids, attention_mask: the texts, `[n, L]`.
+        lengths: the number of tokens of each text.
+    """
     if not lengths:
         return encode_text(input_ids, attention_mask)
     embeds, states = [], []

@@ -1,9 +1,9 @@
-"""What a term of the loss is, and what it is given.
+"""The parts of a loss: terms, and the data that a term is given.
 
-A term is one of two kinds. An `EmbeddingTerm` is a loss of the embeddings of the global batch; its gradient is taken at the
-embeddings, and pushed through the towers by `mm_utils.objectives.joint`. A `RowTerm` is a mean over rows of some sort (pairs
-that the fusion head scores, masked tokens), each of which is computed where its image is. Either may be computed for any
-division of the batch among processes and parts, and is then the same.
+There are two kinds of terms. An `EmbeddingTerm` is a loss of the embeddings of the global batch; `mm_utils.objectives.joint`
+takes its gradient at the embeddings and pushes it through the towers. A `RowTerm` is a mean over rows of some sort (pairs
+that the fusion head scores, masked tokens); every row is computed on the rank that holds its image. Either gives the same
+result for any division of the batch among processes and micro-batches.
 
 Shape letters: n this rank's pairs (or those of a part of the batch), N the global batch, L tokens, E embedding width.
 """
@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mm_utils import ranks
-from mm_utils.losses import GlobalBatch
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils import distributed
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.objectives.losses import GlobalBatch
 
 Batch = dict[str, Any]
 Report = dict[str, Tensor]
@@ -25,20 +25,26 @@ Report = dict[str, Tensor]
 
 @dataclass
 class Encoded:
-    """A batch, or a part of it, of n pairs after both towers.
-
-    Attributes:
-        embeds: unit embeddings `[n, E]`, `image` and `text`, and what terms add (`Term.embed`).
-        scale: scalar inverse temperature.
-        bias: scalar added to the logits, of a model that has one.
-        text_states: `[n, L, C]` of the text tower, what the fusion head reads of it.
-        keys_values: the image side of the fusion head; empty where it was not asked for.
-        taps: what the head reads of the vision tower, pooled; empty where nobody asked.
-
-    A rank without a readable pair has n = 0 embeddings, and the states of one blank pair.
-    """
+    """The embeddings of a batch, or of a part of it, by name; empty for an objective that needs none at once."""
 
     embeds: dict[str, Tensor]
+
+
+@dataclass
+class EncodedBatch(Encoded):
+    """A batch, or a part of it, of n pairs after both towers.
+
+    A rank without a readable pair has n = 0 embeddings, and the states of one blank pair.
+
+    Attributes:
+        embeds: unit embeddings `[n, E]`: `image`, `text`, and those that terms add (`Term.embed`).
+        scale: the inverse temperature, a scalar.
+        bias: the scalar added to the logits, for a model that has one.
+        text_states: the text tower's states that the fusion head reads, `[n, L, C]`.
+        keys_values: the image side of the fusion head; empty if no term needs it.
+        taps: the vision tower's pooled levels that the head reads; empty if no term needs them.
+    """
+
     scale: Tensor
     bias: Tensor | None
     text_states: Tensor
@@ -50,12 +56,10 @@ class Encoded:
 
 
 @dataclass
-class Leaves:
-    """What the gradient of an `EmbeddingTerm` is taken at: detached, in at least fp32.
+class LossInputs:
+    """Detached inputs of an `EmbeddingTerm`, in at least fp32; its gradient is taken at them.
 
-    Attributes:
-        embeds: as `Encoded.embeds`, of all of this rank's rows.
-        scale, bias: as there.
+    The fields are those of `EncodedBatch`, for all of this rank's rows.
     """
 
     embeds: dict[str, Tensor]
@@ -65,45 +69,42 @@ class Leaves:
 
 @dataclass
 class RowPlan:
-    """What a `RowTerm` decided once for a step.
+    """The decisions of a `RowTerm` for one step."""
 
-    Attributes:
-        total: rows of all ranks, at least 1.
-    """
-
-    total: Tensor
+    total: Tensor  # number of rows on all ranks, at least 1
 
 
 @dataclass
 class Plan:
-    """What is decided once a step, from the embeddings of the whole batch and without gradient.
+    """The decisions for one step, made without gradient from the embeddings of the whole batch.
 
     Attributes:
-        gradients: of the weighted embedding losses, by this rank's embeddings; none for what they do not depend on.
-        scalar_gradients: and by the inverse temperature, and by the bias of a model that has one.
-        shared: what all ranks know of the batch.
-        figures: global values to log.
-        rows: by name, what each row term decided.
+        gradients: gradient of the weighted embedding losses at this rank's embeddings, by name; None if they do not depend
+            on an embedding.
+        scalar_gradients: the same at the inverse temperature and at the bias.
+        shared: the part of the batch that all ranks know.
+        metrics: global values to log.
+        rows: the plan of each row term, by name.
     """
 
-    gradients: dict[str, Tensor | None]
-    scalar_gradients: list[Tensor | None]
-    shared: GlobalBatch
-    figures: Report = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    scalar_gradients: list[Tensor | None] = field(default_factory=list)
+    shared: GlobalBatch | None = None
+    metrics: Report = field(default_factory=dict)
     rows: dict[str, RowPlan] = field(default_factory=dict)
 
 
 class Term:
-    """One term of the loss. It holds no parameters: those belong to the model, which is what is saved.
+    """One term of the loss. It holds no parameters: those belong to the model, which is saved.
 
     Attributes:
-        name: in `--objectives` and in the log.
-        heads: parts of the model that only some terms train, of those that this one does.
-        pairs_per_image: how many pairs the fusion head takes for it.
-        reads_taps: whether `embed` reads `Encoded.taps`.
-        needs_teacher: whether it learns from the average of the weights, whose embeddings are then among `Encoded.embeds`
-            as `teacher_image` and `teacher_text`.
-        seed: of the run.
+        name: the name in `--objectives` and in the log.
+        heads: the optional parts of the model that this term trains.
+        pairs_per_image: how many pairs the fusion head scores for each image.
+        reads_taps: True if `embed` reads `EncodedBatch.taps`.
+        needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
+            `teacher_image` and `teacher_text`.
+        seed: the run's random seed.
     """
 
     name: ClassVar[str] = ""
@@ -116,15 +117,18 @@ class Term:
         self.seed = seed
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
-        """Give a model what the term needs of it, once, before training.
+        """Add to the model the parts that the term needs, once, before training.
 
         Raises:
-            ValueError: if it cannot have it, with what to do.
+            ValueError: if the model cannot have them, with what to do.
         """
 
-    def embed(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch) -> Mapping[str, Tensor]:
-        """More unit embeddings that the loss needs, by name, as many rows as there are. Called with and without gradient,
-        on any part of a batch; and on the blank pair of a rank without any, whose rows are dropped."""
+    def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> Mapping[str, Tensor]:
+        """Return further unit embeddings that the loss needs, one per pair, by name.
+
+        It is called with and without gradient, on any part of a batch, and on the blank pair of a rank without any, whose
+        rows are dropped.
+        """
         return {}
 
 
@@ -136,15 +140,18 @@ class EmbeddingTerm(Term):
     """
 
     def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
-        """The loss, a scalar, of all embeddings of all processes; every process computes it."""
+        """Return the loss, a scalar, of all embeddings of all processes; every process computes it."""
         raise NotImplementedError
 
-    def loss(self, own: Leaves, batch: GlobalBatch) -> Tensor:
-        """The value on all ranks. Its gradient by this rank's rows, and its share of the scalars', are multiplied by the
-        number of ranks, because gradients are averaged over them."""
+    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Return the global loss, the same value on all ranks.
+
+        Its gradient by this rank's rows, and its share of the scalars', are multiplied by the number of ranks, because
+        gradients are averaged over them.
+        """
         if not len(batch.image_NE):  # no readable pair on any rank
             return 0 * own.scale
-        world = ranks.world_size()
+        world = distributed.world_size()
         rows = slice(batch.offset, batch.offset + len(own.embeds["image"]))
 
         def with_own(everyone: Tensor, mine: Tensor) -> Tensor:
@@ -156,8 +163,8 @@ class EmbeddingTerm(Term):
         value = self.of_batch(image_NE, text_NE, scale, batch)
         return value.detach() + world * (value - value.detach())
 
-    def figures(self, value: Tensor, own: Leaves) -> Report:
-        """What is logged."""
+    def metrics(self, value: Tensor, own: LossInputs) -> Report:
+        """Return the values to log."""
         return {f"{self.name}_loss": value}
 
 
@@ -167,21 +174,28 @@ class RowTerm(Term):
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> RowPlan:
-        """Decide what `part` needs, from this rank's whole batch. `scale` is the inverse temperature."""
+        """Decide once a step what `part` needs, from this rank's whole batch and the inverse temperature."""
         raise NotImplementedError
 
     def part(
-        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: Any, shared: GlobalBatch, low: int
+        self,
+        model: FusionDualEncoderModel,
+        encoded: EncodedBatch,
+        batch: Batch,
+        plan: Any,
+        shared: GlobalBatch,
+        start_row: int,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of a part of the batch, with gradient, and how many of its rows were told right.
+        """Return the sum of a part's losses, with gradient, and the number of its rows that are predicted correctly.
 
         Args:
-            encoded, batch: the part, which begins at row `low` of this rank's rows.
-            plan: from `plan`.
-            shared: what all ranks know of the batch.
+            encoded, batch: the part.
+            plan: the result of `plan`.
+            shared: the part of the batch that all ranks know.
+            start_row: the place of the part's first row among this rank's rows.
         """
         raise NotImplementedError
 
-    def figures(self, loss: Tensor, accuracy: Tensor) -> Report:
-        """What is logged, from the means over all ranks."""
+    def metrics(self, loss: Tensor, accuracy: Tensor) -> Report:
+        """Return the values to log, from the means over all ranks."""
         return {f"{self.name}_loss": loss, f"{self.name}_accuracy": accuracy}

@@ -1,11 +1,11 @@
-"""Recall at k, mean and median rank of retrieval, as a metric for `evaluate`.
+"""A metric for `evaluate`: recall at k, mean and median rank of retrieval.
 
     import evaluate
     metric = evaluate.load("mm_utils/retrieval_recall")
     metric.compute(predictions=[[3, 1, 2], [2, 3, 1]], references=[[1], [1, 3]])
     {"recall@1": 0.0, "recall@5": 1.0, "recall@10": 1.0, "mean_rank": 2.0, "median_rank": 2.0}
 
-It depends on `datasets` and `evaluate` alone, so it loads from a path without network.
+It depends on `datasets` and `evaluate` alone, so it loads from a path without a network.
 """
 
 import datasets
@@ -15,18 +15,17 @@ _DESCRIPTION = "Recall at 1, 5 and 10, mean and median rank of the first right i
 _CITATION = ""
 _INPUTS = """
 Args:
-    predictions: per query, ids of the retrieved items, best first.
-    references: per query, ids of all right items (five captions of an image are five right items).
-    k: the cut-offs, by default 1, 5 and 10.
+    predictions: for each query, ids of the retrieved items, best first.
+    references: for each query, ids of all right items (five captions of an image are five right items).
+    k: cut-offs, by default 1, 5 and 10.
 Returns:
-    recall@k: share of queries with a right item among the first k; a perfect model scores 1.0 however many right items a
-        query has.
-    mean_rank, median_rank: of the first right item, from 1; a query that found none counts as one past its list.
+    recall@k: share of queries with a right item among the first k, so 1.0 for a perfect model.
+    mean_rank, median_rank: rank of the first right item, from 1; without one, the length of the list plus 1.
 """
 
 
 class RetrievalRecall(evaluate.Metric):
-    """See the module's docstring."""
+    """Recall and ranks of retrieval, see the module's docstring."""
 
     def _info(self) -> evaluate.MetricInfo:
         ids = datasets.Sequence(datasets.Value("int64"))
@@ -51,5 +50,5 @@ class RetrievalRecall(evaluate.Metric):
 
 
 def _first_hit(found: list[int], right: set[int]) -> int:
-    """The place of the first right item, from 1; 0 where there is none."""
+    """Return the rank of the first right item, from 1; 0 if there is none."""
     return next((place for place, item in enumerate(found, 1) if item in right), 0)

@@ -1,63 +1,75 @@
-"""The training loop's own flags, under the names that `transformers.TrainingArguments` gives them."""
+"""The flags of the training loop, named as in `transformers.TrainingArguments`."""
 
+import shlex
+import sys
 from dataclasses import dataclass
 
 from mm_utils.arguments import arg
-from mm_utils.data.order import BatchSizes
+from mm_utils.data.loading.order import BatchSizes
+
+# In the output folder:
+CONFIG_FILE = "config.yaml"  # all arguments
+METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
+NONFINITE_FILE = "nonfinite_steps.jsonl"  # step, figures and image ids
 
 
 @dataclass
 class TrainingArguments:
-    """How long, how often, how many pairs at a time."""
+    """Training: batch size, length, evaluation, checkpoints."""
 
-    output_dir: str | None = arg(None, "Everything goes here; default: a new outputs/<script>-N.")
-    overwrite_output_dir: bool = arg(False, "Start anew in an --output_dir that holds a run.")
+    output_dir: str | None = arg(None, "The folder of the run; default: a new outputs/<script>-N.")
+    overwrite_output_dir: bool = arg(False, "Replace the run in --output_dir.")
     resume_from_checkpoint: str | None = arg(
-        None, "A checkpoint-N folder, or 'latest': the newest that is whole (a first start if there is none)."
+        None, "A checkpoint-N folder, or 'latest': the newest that is undamaged (a first start if there is none)."
     )
-    global_batch_size: int = arg(64, "Pairs per step, over all processes: it decides what is learnt.")
+    global_batch_size: int = arg(64, "Pairs per step, over all processes. It decides what is learnt.")
     batch_size_schedule: str | None = arg(
         None, "Grow the batch: step:size,step:size, e.g. 0:256,2000:512; replaces --global_batch_size."
     )
     micro_batch_size: str | None = arg(
         None,
-        "Pairs per process to hold activations of at a time, when memory is short, or 'auto': it decides nothing. Halved "
-        "when memory runs out.",
+        "Pairs per process whose activations are held at a time, or 'auto', when memory is short. It does not change what is "
+        "learnt, and is halved when memory runs out.",
     )
-    per_device_eval_batch_size: int = arg(64, "Images per process and forward in evaluation: it decides nothing.")
+    per_device_eval_batch_size: int = arg(
+        64, "Images per process and forward pass in evaluation. It does not change the metrics."
+    )
     num_train_epochs: float = arg(6.0, "Passes over the training images.")
     max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
     logging_steps: int = arg(10, "Log every N steps.")
     eval_steps: int = arg(0, "Evaluate every N steps; 0 = only at the end.")
     save_steps: int = arg(500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.")
-    save_minutes: float = arg(0.0, "Save one every so many minutes, too; 0 = by steps alone.")
-    save_total_limit: int | None = arg(2, "Keep this many checkpoints, and the best ones besides.")
+    save_minutes: float = arg(0.0, "Save one every N minutes too; 0 = by steps alone.")
+    save_total_limit: int | None = arg(2, "Keep this many checkpoints, in addition to the best ones.")
     save_best_limit: int = arg(0, "Save after an evaluation that is among the best N so far, and keep those N.")
-    metric_for_best_model: str = arg("text_to_image_recall@1", "Decides early stopping and which checkpoint is best.")
-    greater_is_better: bool = arg(True, "Whether more of that metric is better.")
+    metric_for_best_model: str = arg(
+        "text_to_image_recall@1", "The metric of early stopping and of the best checkpoint."
+    )
+    greater_is_better: bool = arg(True, "A higher value of that metric is better.")
     peak_tflops: float | None = arg(
         None,
-        "What one device can do at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
+        "Peak of one device at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
     )
     load_best_model_at_end: bool = arg(False, "Keep the best evaluated weights instead of the last.")
     max_nonfinite_steps: int = arg(
-        10, "Stop once this many steps had a loss or a gradient that is NaN or infinite; such a step changes nothing."
+        10, "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing."
     )
     early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
-        0.01, "Stop once more than this share of the training images could not be read; each is replaced by another."
+        0.01, "Stop once more than this share of the training images cannot be read; each is replaced by another."
     )
     ddp_timeout: float = arg(
-        300.0, "Seconds that processes wait for each other within a step before the run stops; the slow one is named."
+        300.0,
+        "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
     )
     allow_changed_run: bool = arg(
-        False, "Resume although the data, the seed or the batch sizes are others, so steps have other images."
+        False, "Resume although data, seed or batch sizes have changed, so that steps have other images."
     )
-    seed: int = arg(42, "Decides initial weights, order of data, crops, negatives and dropout.")
+    seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
 
     def __post_init__(self) -> None:
-        self.eval_strategy = "steps" if self.eval_steps else "no"  # transformers' callbacks ask for it
+        self.eval_strategy = "steps" if self.eval_steps else "no"  # transformers' callbacks read it
         if self.max_steps <= 0 and self.num_train_epochs <= 0:
             raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
         size = self.micro_batch_size
@@ -88,16 +100,32 @@ class TrainingArguments:
             )
 
     @property
+    def resume_command(self) -> str:
+        """The command that resumes this run, to be pasted in the working folder."""
+        words = [sys.argv[0], "--config", f"{self.output_dir}/{CONFIG_FILE}", "--resume_from_checkpoint", "latest"]
+        return f"accelerate launch {shlex.join(words)}"
+
+    @property
     def batch_sizes(self) -> BatchSizes:
-        """Pairs per step, over all processes."""
+        """The global batch size as a function of the step."""
         if self.batch_size_schedule is not None:
             return BatchSizes.parse(self.batch_size_schedule)
         return BatchSizes((0,), (self.global_batch_size,))
 
     def total_steps(self, num_rows: int) -> int:
-        """Steps of the whole run over a training split of `num_rows` images."""
+        """Return the number of steps of the whole run, for a training split of `num_rows` images."""
         if self.max_steps > 0:
             return self.max_steps
         pairs = round(self.num_train_epochs * num_rows)
-        step = self.batch_sizes.step_of(pairs)  # the step that takes the first pair too many, or half a batch of them
+        step = self.batch_sizes.step_of(
+            pairs
+        )  # the step with the first pair too many; it is taken if half of its batch is wanted
         return max(1, step + (2 * (pairs - self.batch_sizes.before(step)) > self.batch_sizes.at(step)))
+
+
+@dataclass
+class FinetuningArguments(TrainingArguments):
+    """Training: as for pre-training, with other defaults."""
+
+    num_train_epochs: float = arg(3.0, "Passes over the training rows.")
+    metric_for_best_model: str = arg("accuracy", "The metric of early stopping, of the best checkpoint and of alpha.")

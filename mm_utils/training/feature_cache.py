@@ -1,13 +1,12 @@
-"""A frozen tower runs once: its output for every training row is stored, and training reads it in the tower's place.
+"""Run a frozen tower once over the training data, store its output, and train from that.
 
-What a frozen tower makes of an image or a caption never changes. It is computed before the first step, by all processes,
-and kept in the datasets cache under a fingerprint of all that it depends on: weights and config of the tower, the
-preprocessing, the precision and the data, but neither the number of processes nor the batch size. A later run with the
-same tower and data reads it. A step then runs what is trained, and decodes no image.
+The output of a frozen tower never changes. All processes compute it before the first step, and keep it in the datasets cache
+under a fingerprint of everything it depends on: weights and config of the tower, preprocessing, precision and data, but not
+the number of processes or the batch size. A later run with the same tower and data reads it. A step then runs only what is
+trained, and decodes no image. The price is cropping: every epoch sees the centre square of an image, as evaluation does.
 
-What is given up is cropping: every epoch sees the centre square of an image, as evaluation does.
-
-A store is written beside its final name and renamed when it is complete (`mm_utils.data.features` describes its columns).
+A store is written beside its final name and renamed when it is complete; `mm_utils.data.loading.column_cache` describes its
+columns.
 """
 
 import hashlib
@@ -31,61 +30,57 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from mm_utils import ranks
+from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.features import SKIPPED, image_digest, to_arrow, token_digest
-from mm_utils.data.loaders import Loaders
-from mm_utils.data.order import EvaluationBatches
-from mm_utils.data.tokens import fingerprint, pad_captions
-from mm_utils.modeling_fusion_dual_encoder import is_trained
+from mm_utils.data.loading.column_cache import SKIPPED, image_digest, to_arrow, token_digest
+from mm_utils.data.loading.order import EvaluationBatches
+from mm_utils.data.loading.tokens import fingerprint, pad_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives import Objective
 
 logger = logging.getLogger(__name__)
 
 Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
-"""Some rows: what `to_arrow` takes for every column of features, its values on the device; and other columns."""
+"""Some rows: the arguments of `to_arrow` for every column of features, and further columns."""
 
 DTYPES = (torch.float16, torch.float32)
-"""Features are stored as the first of these that holds all of them."""
-ROUNDING = 1e-3  # the most that a stored value may be off, as a share of its row's largest; float16's own is 5e-4
-ABANDONED = 24 * 3600  # seconds after which an unfinished store that nobody writes to is removed
+"""Features are stored in the first of these types that holds all of them."""
+ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
+ABANDONED = 24 * 3600  # seconds without a write after which an unfinished store is removed
 
 
 @dataclass
 class FeatureCacheArguments:
-    """Whether frozen towers run once."""
+    """Feature cache of frozen towers."""
 
     cache_features: bool = arg(
         False,
-        "Run the towers that --freeze_vision or --freeze_text freeze once, and train from their stored output. Images are "
+        "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
         "then seen as their centre square, without crops.",
     )
 
 
 def cache_features(
-    args: FeatureCacheArguments,
-    rows: datasets.Dataset,
-    objective: Objective,
-    loaders: Loaders,
-    accelerator: Accelerator,
-    batch_size: int,
-) -> datasets.Dataset:
-    """The tokenised training `rows` with the output of every frozen tower beside them; as they are without the flag.
+    args: FeatureCacheArguments, data: TrainingData, objective: Objective, accelerator: Accelerator
+) -> None:
+    """Put the output of every frozen tower beside the training rows, as `data.features`; nothing without the flag.
 
-    Called on all ranks, before the model is prepared. `batch_size` images per process run at a time.
+    Called on all ranks, before the model is prepared.
 
     Raises:
         ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
     """
     if not args.cache_features:
-        return rows
-    sources = [kind(rows, objective, loaders, accelerator, batch_size) for kind in (_Vision, _Text)]
+        return
+    sources = [kind(data, objective, accelerator) for kind in (_Vision, _Text)]
     frozen = [source for source in sources if not is_trained(source.tower)]
     if not frozen:
         raise ValueError(
-            "--cache_features is set, and both towers are trained; only what a frozen tower gives can be kept. Set "
+            "--cache_features is set, and both towers are trained; only the output of a frozen tower can be kept. Set "
             "--freeze_vision or --freeze_text, or drop --cache_features."
         )
+    rows = data.splits["train"]
     for source in frozen:
         features = source.open_or_compute()
         if source.name == "vision":
@@ -95,7 +90,7 @@ def cache_features(
                 logger.warning("%d training images cannot be decoded: %s", len(skipped), skipped[:3].to_pylist())
             rows = rows.remove_columns("image")
         rows = datasets.concatenate_datasets([rows, features], axis=1)
-    return rows
+    data.features = rows
 
 
 class _Source(ABC):
@@ -103,36 +98,30 @@ class _Source(ABC):
 
     name: str
 
-    def __init__(
-        self,
-        rows: datasets.Dataset,
-        objective: Objective,
-        loaders: Loaders,
-        accelerator: Accelerator,
-        batch_size: int,
-    ):
-        self.rows, self.loaders, self.accelerator = rows, loaders, accelerator
+    def __init__(self, data: TrainingData, objective: Objective, accelerator: Accelerator):
+        self.rows, self.loaders, self.accelerator = data.splits["train"], data.loaders, accelerator
         self.model, self.reads_pairs, self.reads_taps = objective.model, objective.reads_pairs, objective.reads_taps
-        self.batch_size, self.batches = batch_size, EvaluationBatches(len(rows), batch_size)
+        self.batch_size = data.eval_batch_size
+        self.batches = EvaluationBatches(len(self.rows), self.batch_size)
 
     @property
     @abstractmethod
     def tower(self) -> nn.Module:
-        """The backbone."""
+        """Return the backbone."""
 
     @abstractmethod
     def depends_on(self) -> tuple:
-        """What the features depend on, besides tower and precision."""
+        """Return everything that the features depend on besides tower and precision."""
 
     @abstractmethod
     def blocks(self) -> Iterator[Block]:
-        """The features of this rank's rows, one block for each of `batches`."""
+        """Yield the features of this rank's rows, one block for each of `batches`."""
 
     def open_or_compute(self) -> datasets.Dataset:
-        """The store of these features, one row per row."""
+        """Return the stored features, one row per training row; compute them if there is no store."""
         folder, temporary = self._places()
-        # Looked for only now: a network file system may remember for a while that a folder was not there.
-        if ranks.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
+        # All ranks look only now: a network file system may remember for a while that a folder was missing.
+        if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
             raise ValueError(
                 f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another one "
                 "writes, and --cache_features shares the work. Set it to a folder that all machines see."
@@ -154,7 +143,7 @@ class _Source(ABC):
         return features
 
     def _places(self) -> tuple[Path, Path | None]:
-        """Where the store is to be and, if it is not there, where to write it."""
+        """Return the folder of the store and, if there is none, a folder to write it in."""
         folder = temporary = None
         if self.accelerator.is_main_process:
             parts = (self.name, _tower_digest(self.tower), self.accelerator.mixed_precision, DTYPES, self.depends_on())
@@ -181,7 +170,7 @@ class _Source(ABC):
         self.model.train(was_training)
 
     def _write(self, folder: Path, dtype: torch.dtype) -> bool:
-        """Write this rank's shard; False on all ranks, at once, if `dtype` does not hold the features of one."""
+        """Write this rank's shard; return False on all ranks, at once, if `dtype` cannot hold the features of one rank."""
         progress = tqdm(
             zip(self.batches, self.blocks(), strict=True),
             total=len(self.batches),
@@ -197,12 +186,12 @@ class _Source(ABC):
                 if not fits:
                     text = "%s cannot hold the %s features of training rows %d to %d; a wider type is tried"
                     logger.warning(text, dtype, self.name, draws[0][0], draws[-1][0])
-                if ranks.any_rank(not fits, self.accelerator.device):
+                if distributed.any_rank(not fits, self.accelerator.device):
                     return False
                 columns = {name: to_arrow(values.to(dtype), *counts) for name, (values, *counts) in features.items()}
                 table = pa.table({**columns, **others})
                 if writer is None:
-                    writer = ArrowWriter(path=str(folder / f"{ranks.rank():05d}.arrow"), schema=table.schema)
+                    writer = ArrowWriter(path=str(folder / f"{distributed.rank():05d}.arrow"), schema=table.schema)
                 writer.write_table(table)
         finally:
             if writer is not None:
@@ -211,7 +200,7 @@ class _Source(ABC):
 
 
 class _Vision(_Source):
-    """The centre square of every image."""
+    """The vision tower, run on the centre square of every image."""
 
     name = "vision"
 
@@ -227,7 +216,7 @@ class _Vision(_Source):
 
     def blocks(self) -> Iterator[Block]:
         size = self.loaders.image_size
-        blank = self._run(torch.zeros(1, 3, size, size, device=self.accelerator.device))  # for its shapes
+        blank = self._run(torch.zeros(1, 3, size, size, device=self.accelerator.device))  # gives the shapes
         loader = self.loaders.evaluation(self.rows, self.batch_size)
         for draws, batch in zip(self.batches, loader, strict=True):
             rows = {row: place for place, (row, _) in enumerate(draws)}
@@ -250,7 +239,7 @@ class _Vision(_Source):
 
 
 class _Text(_Source):
-    """All captions of every image."""
+    """The text tower, run on all captions of every image."""
 
     name = "text"
 
@@ -275,7 +264,7 @@ class _Text(_Source):
 
     @torch.no_grad()
     def _run(self, captions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
-        """Of t captions: pooled `[t, C]`, the states of all their tokens `[sum of L, C]`, and their lengths L."""
+        """Return for t captions pooled `[t, C]`, the states of all tokens `[sum of L, C]`, and the lengths L."""
         if not captions:
             width, taps = self.model.config.text_width, len(self.model.config.fusion_text_taps)
             return torch.zeros(0, width), torch.zeros(0, taps * width), []
@@ -287,14 +276,14 @@ class _Text(_Source):
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all of `values` are finite and, beside the largest of their row, hardly change as `dtype`."""
+    """Return whether all values are finite and, relative to the largest of their row, hardly change as `dtype`."""
     exact = values.flatten(1)
     error = (exact.to(dtype).to(exact) - exact).abs()
     return bool((error.amax(1) <= ROUNDING * exact.abs().amax(1)).all())
 
 
 def _tower_digest(tower: nn.Module) -> str:
-    """Of the weights and of the config, less where it was loaded from."""
+    """Return a hash of the weights and the config, without the place they were loaded from."""
     digest = hashlib.blake2b(digest_size=16)
     config = tower.config.to_dict()  # type: ignore[operator, union-attr]
     passing = ("transformers_version", "dtype", "torch_dtype")

@@ -1,6 +1,6 @@
-"""What FSDP2 and DeepSpeed must be told, so that a run learns with them what it learns with DDP.
+"""Configure FSDP2 and DeepSpeed so that a run learns with them what it learns with DDP.
 
-By default, Accelerate lets both round more than autocast does: weights, so the temperature, too, the loss, and the sums of
+By default, Accelerate lets both round more than autocast does: weights (and so the temperature), the loss, and the sums of
 gradients. Here weights are fp32, and autocast rounds where it is safe.
 """
 
@@ -11,30 +11,29 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from mm_utils.modeling_fusion_dual_encoder import FusionLayer
+from mm_utils.model.modeling_fusion_dual_encoder import FusionLayer
 from mm_utils.objectives import JointObjective, Objective
 
-LEAST_PARAMETERS = 1_000_000  # of a block that FSDP2 gathers and frees by itself; all else is one unit
-_SCALARS = ("logit_scale", "logit_bias")
+MIN_BLOCK_PARAMETERS = 1_000_000  # FSDP2 gathers and frees larger blocks one by one; all else is one unit
 
 
-def get_ready(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
-    """Call it before `accelerator.prepare`.
+def configure_backend(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    """Configure FSDP2 or DeepSpeed, if the run uses one; call it before `accelerator.prepare`.
 
     Raises:
-        ValueError: if the configuration of accelerate, or the objective, is one that this cannot be done with.
+        ValueError: if accelerate's configuration or the objective is not supported with the backend.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
-        _get_fsdp_ready(accelerator, objective)
+        _configure_fsdp(accelerator, objective)
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _get_deepspeed_ready(accelerator, objective, global_batch_size)
+        _configure_deepspeed(accelerator, objective, global_batch_size)
 
 
-def _get_fsdp_ready(accelerator: Accelerator, objective: Objective) -> None:
+def _configure_fsdp(accelerator: Accelerator, objective: Objective) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
@@ -43,16 +42,16 @@ def _get_fsdp_ready(accelerator: Accelerator, objective: Objective) -> None:
         )
     if isinstance(objective, JointObjective) and objective.needs_teacher:
         raise ValueError(
-            "--objectives has a term that is taught by the weights' average, which takes their place in the middle of a step; "
-            "FSDP2 does not let it. Drop the term, or use DDP (accelerate_configs/multi_gpu.yaml)."
+            "--objectives has a term that learns from the weight average, which replaces the weights in the middle of a step; "
+            "FSDP2 does not allow that. Drop the term, or use DDP (accelerate_configs/multi_gpu.yaml)."
         )
     plugin.mixed_precision_policy = None
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, blocks(objective)
-    objective.groups_texts = False  # ranks may have other numbers of groups, and would wait for each other
+    objective.groups_texts = False  # ranks with different numbers of groups would wait for each other
     make_shardable(objective)
 
 
-def _get_deepspeed_ready(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+def _configure_deepspeed(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
     plugin = accelerator.state.deepspeed_plugin
     if plugin.zero_stage == 3:
         raise ValueError(
@@ -60,7 +59,7 @@ def _get_deepspeed_ready(accelerator: Accelerator, objective: Objective, global_
             "accelerate_configs/fsdp2.yaml, or set it to 2."
         )
     config = plugin.deepspeed_config
-    # DeepSpeed wants to know; it does not matter, as each rank's share of the batch is one micro-batch.
+    # DeepSpeed requires a value; it has no effect, as each rank's share of the batch is one micro-batch.
     config["train_micro_batch_size_per_gpu"] = max(1, global_batch_size // accelerator.num_processes)
     if accelerator.mixed_precision == "fp16":
         raise ValueError("mixed precision is fp16, which DeepSpeed would train in throughout. Use bf16, or DDP.")
@@ -70,37 +69,38 @@ def _get_deepspeed_ready(accelerator: Accelerator, objective: Objective, global_
 
 
 def blocks(objective: nn.Module) -> list[str]:
-    """The classes of large modules that stand in a row."""
+    """Return the class names of large modules that are stacked in lists."""
     rows = [module for module in objective.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     large = {
         type(block).__name__
         for row in rows
         for block in row
         if not type(block).__module__.startswith("torch.")
-        and sum(parameter.numel() for parameter in block.parameters()) >= LEAST_PARAMETERS
+        and sum(parameter.numel() for parameter in block.parameters()) >= MIN_BLOCK_PARAMETERS
     }
     return sorted(large)
 
 
 def make_shardable(objective: nn.Module) -> None:
-    """Make vectors of one of temperature and bias, and all weights contiguous, in place: both refuse others."""
+    """Turn scalars into vectors of one and make all weights contiguous, in place: both backends refuse others."""
     for parameter in objective.parameters():
         parameter.data = (parameter.data if parameter.dim() else parameter.data.view(1)).contiguous()
 
 
-def wake(objective: nn.Module) -> None:
-    """Call it after `accelerator.prepare`, before anything else of the objective: what is called first is FSDP2's root.
+def initialise_fsdp_root(objective: nn.Module) -> None:
+    """Make the objective the root of FSDP2, and register the methods that use its weights.
 
-    FSDP2 is told which methods besides `forward` use a module's weights, so that it gathers them there too.
+    FSDP2 treats the first module whose forward runs as the root. So run a no-op forward on the objective right after
+    `accelerator.prepare`. Methods besides `forward` must be registered, so that FSDP2 gathers the weights there too.
     """
-    methods = {JointObjective: ("encode", "part"), FusionLayer: ("encode_image",)}
+    methods = {Objective: ("encode", "part"), FusionLayer: ("encode_image",)}
     for module in objective.modules():
         for kind, names in methods.items():
             if isinstance(module, FSDPModule) and isinstance(module, kind):
                 for name in names:
                     register_fsdp_forward_method(module, name)
     if isinstance(objective, FSDPModule):
-        # Writing into it would be a mistake, and nobody does.
+        # The warning is about writing into the view, which never happens here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         root: Any = objective
         root.do_nothing = lambda: None
@@ -110,8 +110,8 @@ def wake(objective: nn.Module) -> None:
 
 
 @contextmanager
-def gathered(objective: nn.Module) -> Iterator[None]:
-    """Inside, methods of the model can be called by others than the objective."""
+def unsharded(objective: nn.Module) -> Iterator[None]:
+    """Gather all weights, so that methods of the model can be called from outside the objective."""
     if not isinstance(objective, FSDPModule):
         yield
         return
@@ -120,8 +120,3 @@ def gathered(objective: nn.Module) -> Iterator[None]:
         yield
     finally:
         objective.reshard()
-
-
-def with_scalars(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's weights with temperature and bias as scalars again."""
-    return {name: value.squeeze() if name in _SCALARS else value for name, value in weights.items()}

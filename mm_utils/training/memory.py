@@ -1,7 +1,7 @@
-"""How many pairs fit into memory at a time: two small trials, a straight line, some headroom.
+"""Find how many pairs fit into memory at a time: two small trials, a straight line, some headroom.
 
-Memory grows with the number of pairs by a constant amount each, so two measured peaks tell the rest. A size that turns out
-too large is halved in mid-run (`mm_utils.grad_cache`), so nothing has to be tried until it fails.
+Every pair adds a constant amount of memory, so two measured peaks give the line. A size that turns out too large is halved
+during training (`mm_utils.objectives.grad_cache`), so nothing has to be tried until it fails.
 """
 
 import sys
@@ -14,25 +14,27 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from mm_utils import ranks
-from mm_utils.grad_cache import backward
+from mm_utils import distributed
+from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.terms import Batch
 
 TRIALS = (8, 32)  # pairs
-HEADROOM = 0.1  # of the memory, for fragmentation
-ADAM_BYTES = 8  # two fp32 moments per trained parameter, which the first update allocates
+HEADROOM = 0.1  # share of the memory, for fragmentation
+ADAM_BYTES = 8  # two fp32 moments per trained parameter, allocated by the first update
 ROUND_TO = 8
 
 
 def find_micro_batch_size(
     accelerator: Accelerator, objective: nn.Module, batch: Batch, largest: int, max_seq_length: int
 ) -> int:
-    """Pairs of one process whose activations fit into its memory, at most `largest`, the same on all ranks.
+    """Return how many pairs of one process fit into its memory, the same number on all ranks.
 
     Args:
-        objective: as `accelerator` prepared it; it is left without gradients.
+        accelerator: the accelerator that prepared the objective.
+        objective: the prepared objective; it is left without gradients.
         batch: any batch, for its shapes.
-        max_seq_length: tokens of the longest caption there may be.
+        largest: the upper limit, in pairs.
+        max_seq_length: the longest possible caption in tokens.
     """
     trials = [min(size, largest) for size in TRIALS]
     if trials[0] == trials[1]:
@@ -45,16 +47,20 @@ def find_micro_batch_size(
         objective.zero_grad()
         return peak_bytes(accelerator.device)
 
-    peak(trials[0])  # the first pass of all also sets up libraries
-    available = _available(accelerator.device) - moments
+    peak(trials[0])  # the very first pass also sets up libraries
+    available = available_bytes(accelerator.device) - moments
     limit = largest_that_fits(peak, trials, available, largest)
-    return min(ranks.gather_sizes(limit, accelerator.device))
+    return min(distributed.gather_sizes(limit, accelerator.device))
 
 
 def largest_that_fits(peak: Callable[[int], int], trials: list[int], available: int, largest: int) -> int:
-    """The most pairs, a multiple of 8 where there are as many, whose peak stays below `available` less the headroom.
+    """Return the most pairs, a multiple of 8 from 8 on, whose peak stays below `available` minus the headroom.
 
-    `peak` gives bytes of a number of pairs; it is asked for two, and taken for a straight line.
+    Args:
+        peak: measures the bytes of a number of pairs; it is called for both trials and taken for a straight line.
+        trials: two numbers of pairs.
+        available: bytes of memory.
+        largest: the upper limit, in pairs.
     """
     few, many = trials
     low, high = peak(few), peak(many)
@@ -78,29 +84,29 @@ def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
         name: value.new_ones(pairs, *value.shape[1:]) for name, value in batch.items() if name.startswith("region_")
     }
     if regions:
-        regions["region_boxes"][..., :2] = 0  # or boxes were empty
+        regions["region_boxes"][..., :2] = 0  # else boxes would be empty
     return {
         **inputs,
         **regions,
         "input_ids": ones,
         "attention_mask": ones,
         "rows": ones.new_zeros(pairs),
-        "ids": torch.arange(2 * pairs, device=ones.device).view(pairs, 2) + 2 * pairs * ranks.rank(),
+        "ids": torch.arange(2 * pairs, device=ones.device).view(pairs, 2) + 2 * pairs * distributed.rank(),
         "lengths": [length] * pairs,
     }
 
 
-def _available(device: torch.device) -> int:
-    """Bytes that this process could have at its peak."""
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that this process could use at its peak."""
     if device.type == "cuda":
         return free_bytes(device)
-    return free_bytes(device) // ranks.processes_here() + peak_bytes(device)
+    return free_bytes(device) // distributed.processes_here() + peak_bytes(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory so far: of tensors on a GPU, else of this process, without its children.
+    """Return the peak of memory so far, in bytes: of tensors on a GPU, else of this process without its children.
 
-    On Linux, `ru_maxrss` begins at what the parent had; `VmHWM` begins at 0.
+    On Linux, `ru_maxrss` starts at the parent's value; `VmHWM` starts at 0.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -112,7 +118,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_bytes` begin anew, at what is held now. Where Linux does not allow it, it goes on from before."""
+    """Reset `peak_bytes` to the present memory, where the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -121,7 +127,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could be had now, with what the allocator keeps."""
+    """Return the free memory in bytes, including the allocator's cache."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""Parameter groups and the learning rate as a function of the step."""
+"""Build the optimizer's parameter groups; compute the learning rate as a function of the step."""
 
 import math
 import re
@@ -12,30 +12,37 @@ from torch import nn
 from mm_utils.arguments import arg
 
 LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
-"""The rate is multiplied by (batch size / first batch size) to this power: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
+"""The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
 (arXiv 2205.10287)."""
 TOWERS = ("vision_model.", "text_model.")
 
-# A block is the first numbered module on the way to a parameter. What lies in stages is numbered twice, the stage and the
-# block in it: stages.1.layers.0 (ResNet, ConvNeXt), layers.1.blocks.0 (Swin), block.1.0 (PoolFormer).
+# Class, mask and register tokens, and positions: position_embeddings (BERT, ViT), absolute_pos_embed, wpe (GPT), and tables
+# of relative positions (relative_position_bias_table, relative_attention_bias).
+_LEARNED_TOKENS = re.compile(
+    r"position(?:al)?_(?:embedding|bias_table)|(?:embed|emb)_?positions?|(?:^|[._])pos_?emb|(?:^|\.)wpe\.|relative_attention_bias"
+    r"|(?:cls|class|dist\w*|mask|register)_(?:token|embedding)s?$"
+)
+# A block is the first numbered module in a parameter's name. Stages have two numbers, of the stage and of the block in it: stages.1.layers.0 (ResNet, ConvNeXt), layers.1.blocks.0 (Swin), block.1.0 (PoolFormer).
 _NUMBERED = re.compile(r"(?:[a-z]\w*\.)*?\w+\.\d+(?=\.)")
 _STAGED = re.compile(r"((?:[a-z]\w*\.)*?\w+\.\d+)\.(?:(?:layers|blocks)\.)?\d+(?=\.)")
 
 
 @dataclass
 class OptimizerArguments:
-    """AdamW and its schedule."""
+    """Optimizer: AdamW and its schedule."""
 
     learning_rate: float = arg(1e-3, "Peak learning rate of newly initialised parameters.")
     backbone_learning_rate: float | None = arg(
         None, "Peak learning rate of the two backbones; default: a tenth of --learning_rate if pretrained, else equal."
     )
     layerwise_lr_decay: float = arg(
-        1.0, "Each block of a backbone learns at this share of the rate of the block above it; 1 = all alike."
+        1.0, "Each block of a backbone has this share of the learning rate of the block above it; 1 = all equal."
     )
-    weight_decay: float = arg(0.1, "Decay of matrices; never of norms, biases and scalars.")
-    adam_beta1: float = arg(0.9, "AdamW's first moment.")
-    adam_beta2: float = arg(0.98, "AdamW's second moment.")
+    weight_decay: float = arg(
+        0.1, "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions."
+    )
+    adam_beta1: float = arg(0.9, "AdamW's decay of the first moment.")
+    adam_beta2: float = arg(0.98, "AdamW's decay of the second moment.")
     adam_epsilon: float = arg(1e-6, "AdamW's epsilon.")
     lr_scheduler_type: str = arg(
         "cosine", "'cosine' to zero, or 'constant_with_cooldown' (linear to zero at the end)."
@@ -43,7 +50,7 @@ class OptimizerArguments:
     warmup_ratio: float = arg(0.05, "Share of the steps in which the rate rises linearly from zero.")
     cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.")
     batch_size_lr_rule: str = arg(
-        "sqrt", "With --batch_size_schedule, the rate grows with the batch: 'constant' (not), 'linear' or 'sqrt'."
+        "sqrt", "With --batch_size_schedule, growth of the rate with the batch: 'constant' (none), 'linear' or 'sqrt'."
     )
     max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
 
@@ -65,7 +72,7 @@ class OptimizerArguments:
 
 
 def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
-    """The learning rate of step `step` (from 0) as a share of its peak."""
+    """Return the learning rate of a step, counted from 0, as a share of its peak."""
     warmup = args.warmup_ratio * max_steps
     if step + 1 < warmup:
         return (step + 1) / warmup
@@ -76,13 +83,13 @@ def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
 
 
 def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
-    """How many blocks above each parameter of a backbone learn faster than it, as BEiT counts (arXiv 2106.08254).
+    """Return the depth of each parameter of a backbone, counted from the top as in BEiT (arXiv 2106.08254).
 
-    Norms and poolers behind the last block have 0, the last block 1, the first one as many as there are blocks, and what
-    comes before it, stem and embeddings, one more. What a stage has beside its blocks goes with the nearest of them.
+    Norms and poolers behind the last block have depth 0, the last block 1, the first one the number of blocks, and stem and
+    embeddings one more. A stage's parameters outside its blocks have the depth of the nearest block.
 
     Args:
-        names: of all parameters, in the order of `named_parameters`, which is that of the forward pass.
+        names: the names of all parameters, in the order of `named_parameters`, which is that of the forward pass.
     """
     names = list(names)
     stages = {found[1] for name in names if (found := _STAGED.match(name))}
@@ -104,10 +111,16 @@ def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
 def build_optimizer(
     model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW over the trained parameters: matrices decay, backbones may learn at a rate of their own, lower blocks slower.
+    """Build AdamW over the trained parameters: matrices decay, backbones and their lower blocks have rates of their own.
 
-    What is new in a backbone, low-rank adapters, learns as all else that is new. Every group remembers its peak rate as
-    `peak_lr`; the trainer sets `lr` from it and `schedule`.
+    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`; the
+    trainer sets `lr` from it and `schedule`.
+
+    Args:
+        model: the model.
+        args: the optimizer's arguments.
+        pretrained: True if the backbones are pretrained, which lowers their default rate.
+        device: the device of the parameters.
     """
     rates = _peak_rates(model, args, pretrained)
     groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
@@ -115,7 +128,7 @@ def build_optimizer(
         if not parameter.requires_grad:
             continue
         backbone = any(f".{tower}" in f".{name}" for tower in TOWERS)
-        rate, decays = rates[name], parameter.dim() > 1
+        rate, decays = rates[name], _decays(name, parameter)
         group = groups.setdefault(
             (backbone, rate, decays),
             {"params": [], "lr": rate, "peak_lr": rate, "weight_decay": args.weight_decay if decays else 0.0},
@@ -127,8 +140,13 @@ def build_optimizer(
     return torch.optim.AdamW(list(groups.values()), betas=betas, eps=args.adam_epsilon, fused=device.type == "cuda")
 
 
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix of weights: of two dimensions or more, and no learned token or position."""
+    return sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
+
+
 def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool) -> dict[str, float]:
-    """The peak rate of every parameter by its name."""
+    """Return the peak rate of every parameter, by name."""
     backbone_rate = args.backbone_learning_rate
     if backbone_rate is None:
         backbone_rate = args.learning_rate * (0.1 if pretrained else 1.0)

@@ -1,15 +1,14 @@
-"""Which of its own language codes a multilingual tokenizer takes for a caption's language.
+"""Find a multilingual tokenizer's own code for a caption's language.
 
 Data sets write `de`, `de-DE`, `deu` or `deu_Latn`; tokenizers have tokens such as `de_DE` (mBART), `deu_Latn` (NLLB),
 `__de__` (M2M100), `<|de|>`, `<2de>`, `<de>` or `[de]`. The rule, in this order:
 
-1. the same code, up to case and `_` for `-`;
-2. of the tokens of the same language, the only one, else the only one of the same script, else of the same territory.
-   Script and territory that a code does not name are the likely ones of CLDR: `zh` is `zho_Hans`, `zh-TW` is `zho_Hant`;
-   and a language that its macrolanguage usually means is that: `arb` is `ar`, `cmn` is `zh`.
+1. the same code, except for case and `_` instead of `-`;
+2. of the tokens of the same language, the only one; else the only one of the same script; else of the same territory.
+   A script or territory that a code leaves out is the likely one by CLDR: `zh` is `zho_Hans`, `zh-TW` is `zho_Hant`. A
+   language stands for its macrolanguage if that usually means it: `arb` is `ar`, `cmn` is `zh`.
 
-A code for which this finds nothing, or more than one token, is given none: the tokenizer does with such captions what it
-does by default.
+If this finds no token, or several, the caption is tokenised by the tokenizer's default.
 """
 
 import logging
@@ -24,15 +23,15 @@ from transformers import PreTrainedTokenizerBase
 logger = logging.getLogger(__name__)
 
 _WRAPPED = re.compile(r"<\|(.+)\|>|<2(.+)>|<(.+)>|\[(.+)\]|__(.+)__")
-_LONGEST = 35  # letters; the longest code that the language-tag standard expects (RFC 5646, 4.4.1)
-_NAMED = 10  # languages that a warning names
+_LONGEST = 35  # letters of the longest code that the language-tag standard expects (RFC 5646, 4.4.1)
+_SHOWN = 10  # languages in a warning
 _Place = tuple[str, str | None, str | None]  # language, script, territory
 
 
 def own_codes(tokenizer: PreTrainedTokenizerBase, languages: Iterable[str]) -> dict[str, str]:
-    """Give the token of `tokenizer` for each of `languages` that has one; the others are named in one warning.
+    """Return the tokenizer's token for each language that has one; one warning names the others.
 
-    Without language tokens in the vocabulary the answer is empty, and there is no warning. Nor is there one for "".
+    If the vocabulary has no language tokens, the result is empty, without a warning. "" is ignored.
     """
     languages = sorted(set(languages) - {""})
     tokens = language_tokens(tokenizer) if languages else {}
@@ -40,23 +39,18 @@ def own_codes(tokenizer: PreTrainedTokenizerBase, languages: Iterable[str]) -> d
         return {}
     places = {token: place for token, code in tokens.items() if (place := _place(code))}
     exact = {_folded(code): token for token, code in tokens.items()}
-    found, missing = {}, []
-    for language in languages:
-        token = exact.get(_folded(language)) or _match(language, places)
-        if token:
-            found[language] = token
-        else:
-            missing.append(language[:_LONGEST])
+    found = {language: exact.get(_folded(language)) or _match(language, places) for language in languages}
+    missing = [language[:_LONGEST] for language, token in found.items() if token is None]
     if missing:
-        named = ", ".join(map(repr, missing[:_NAMED])) + " ..." * (len(missing) > _NAMED)
-        _warn(tokenizer.name_or_path or "the tokenizer", named)
-    return found
+        shown = ", ".join(map(repr, missing[:_SHOWN])) + " ..." * (len(missing) > _SHOWN)
+        _warn(tokenizer.name_or_path or "the tokenizer", shown)
+    return {language: token for language, token in found.items() if token is not None}
 
 
 def language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Special tokens of `tokenizer` that stand for languages, each with the code inside: `{"__de__": "de"}`.
+    """Return the tokenizer's language tokens, each with the code inside: `{"__de__": "de"}`.
 
-    A token without brackets counts where the tokenizer has a source language (`src_lang`).
+    A token without brackets counts if the tokenizer has a source language (`src_lang`).
     """
     named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -69,7 +63,7 @@ def language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return found
 
 
-@lru_cache(maxsize=64)  # once for the same languages, however many batches they come in
+@lru_cache(maxsize=64)  # so that each set of languages is logged once, and not for every batch
 def _warn(tokenizer: str, languages: str) -> None:
     text = "%s has no token, or more than one, for %s; such captions are tokenised as by default"
     logger.warning(text, tokenizer, languages)
@@ -88,7 +82,7 @@ def _match(language: str, places: dict[str, _Place]) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _place(code: str) -> _Place | None:
-    """Language, script and territory of a code; None if it is no language's."""
+    """Return language, script and territory of a code; None if it is not the code of a language."""
     try:
         language = Language.get(code) if len(code) <= _LONGEST else None
     except LanguageTagError:
@@ -98,7 +92,7 @@ def _place(code: str) -> _Place | None:
     likely = language.prefer_macrolanguage().maximize()
     name = (
         "nb" if likely.language == "no" else str(likely.language)
-    )  # Norwegian, where Bokmål and Nynorsk are told apart
+    )  # tokenizers have Bokmål and Nynorsk for Norwegian
     return name, likely.script, likely.territory
 
 

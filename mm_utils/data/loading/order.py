@@ -5,11 +5,7 @@ batch reaches over the end of an epoch, rows it already holds are moved just beh
 twice, every batch has exactly its size, and nothing is dropped or repeated: the last, incomplete batch of an epoch is
 filled up from the next one.
 
-Length buckets, on request: inside a window of steps, rows change places so that captions of about one length meet in a
-batch, and the batches of the window are shuffled. Every row stays in its window, so in its epoch.
-
-A rank takes every W-th row of a batch: ranks get captions of the same lengths, so none waits for another, and ranks,
-workers and restarts see the same global batches.
+A rank takes every W-th row of a batch: ranks, workers and restarts see the same global batches.
 
 Beyond `_LISTED` rows no permutation is held. Rows are then computed from their places, 0.2 ms for a batch of 1,024,
 so that memory does not grow with the data set: 100 million rows would be 800 MB and 10 s an epoch on every rank.
@@ -17,24 +13,27 @@ so that memory does not grow with the data set: 100 million rows would be 800 MB
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from torch.utils.data import Sampler
 
-from mm_utils import ranks
+from mm_utils import distributed
 
-_LISTED = 2**16
-"""Up to so many rows an epoch is shuffled as a list, half a megabyte; beyond, row by row."""
+_LISTED = 2**16  # up to this many rows an epoch is shuffled as a list of half a megabyte; beyond, row by row
+
+ATTEMPTS = 16
+"""Rows tried in place of an unreadable one. With a share p of unreadable rows, all of them fail in p^16 cases."""
+
+SHOWN_IN_VALIDATION = "its image is one of validation's"
+"""End of the reason for leaving out a row whose image is intact but belongs to the validation split."""
 
 Draw = tuple[int, int]
 """(row, epoch): the epoch decides caption and augmentation."""
-
-CaptionLengths = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(rows, epochs) -> tokens of the caption that each row shows in its epoch."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class BatchSizes:
     """Global batch size as a function of the step: `sizes[k]` from step `starts[k]` on.
 
     Raises:
-        ValueError: if it does not begin at step 0, goes back, shrinks, or holds a batch of less than 2.
+        ValueError: if the schedule does not begin at step 0, if its steps do not rise, or if a size shrinks or is below 2.
     """
 
     starts: tuple[int, ...]
@@ -51,12 +50,12 @@ class BatchSizes:
     def __post_init__(self) -> None:
         if self.starts[0] != 0:
             raise ValueError(f"--batch_size_schedule begins at step {self.starts[0]}. Say what holds from step 0 on.")
-        for earlier, later in zip(self.starts, self.starts[1:], strict=False):
+        for earlier, later in pairwise(self.starts):
             if later <= earlier:
                 raise ValueError(
                     f"--batch_size_schedule goes back from step {earlier} to step {later}. Give rising steps."
                 )
-        for before, after in zip(self.sizes, self.sizes[1:], strict=False):
+        for before, after in pairwise(self.sizes):
             if after < before:
                 raise ValueError(
                     f"--batch_size_schedule goes back from {before} to {after} pairs; batches grow as training needs less "
@@ -67,10 +66,10 @@ class BatchSizes:
 
     @classmethod
     def parse(cls, text: str) -> "BatchSizes":
-        """Of `0:256,2000:512`: step and size, twice.
+        """Parse `step:size` pairs such as `0:256,2000:512`.
 
         Raises:
-            ValueError: if that is not what it looks like.
+            ValueError: if the text has another form.
         """
         try:
             phases = [tuple(map(int, phase.split(":"))) for phase in text.split(",")]
@@ -82,45 +81,35 @@ class BatchSizes:
         return cls(starts, sizes)
 
     def at(self, step: int) -> int:
-        """Pairs of step `step`."""
+        """Return the number of pairs in step `step`."""
         return self.sizes[self._phase(step)]
 
     def before(self, step: int) -> int:
-        """Pairs of all steps before `step`."""
+        """Return the number of pairs in all steps before `step`."""
         phase = self._phase(step)
-        whole = sum(
-            size * (stop - start)
-            for size, start, stop in zip(
-                self.sizes[:phase], self.starts[:phase], self.starts[1 : phase + 1], strict=True
-            )
-        )
+        spans = zip(self.sizes, pairwise(self.starts[: phase + 1]), strict=False)
+        whole = sum(size * (stop - start) for size, (start, stop) in spans)
         return whole + self.sizes[phase] * (step - self.starts[phase])
 
     def step_of(self, pair: int) -> int:
-        """The step that takes the `pair`-th pair of the stream, counted from 0."""
+        """Return the step that takes the `pair`-th pair of the stream, counted from 0."""
         phase = bisect_right([self.before(start) for start in self.starts], pair) - 1
         return self.starts[phase] + (pair - self.before(self.starts[phase])) // self.sizes[phase]
-
-    def phase_of(self, step: int) -> tuple[int, int | None]:
-        """First step with the size of `step`, and the first with another one (None: there is none)."""
-        phase = self._phase(step)
-        return self.starts[phase], self.starts[phase + 1] if phase + 1 < len(self.starts) else None
 
     def _phase(self, step: int) -> int:
         return bisect_right(self.starts, step) - 1
 
 
 class GlobalOrder:
-    """The endless sequence of global batches.
+    """Endless sequence of global batches.
 
     Args:
         num_rows: images of the training split.
         sizes: pairs per step.
         seed: decides the permutations.
-        caption_lengths: with it, captions of about one length form a batch,
-        window: inside windows of this many steps.
-        arrangement: all rows in a fixed order, in which blocks of consecutive ones belong together, that are shuffled as one,
-        block: of so many rows (`mm_utils.data.neighbours`).
+        arrangement: all rows in a fixed order, in which each block of consecutive rows is shuffled as one
+            (`mm_utils.data.loading.hard_negatives`).
+        block: rows per block of the arrangement.
 
     Raises:
         ValueError: if there are fewer rows than a batch needs.
@@ -131,8 +120,6 @@ class GlobalOrder:
         num_rows: int,
         sizes: BatchSizes,
         seed: int,
-        caption_lengths: CaptionLengths | None = None,
-        window: int = 1,
         arrangement: np.ndarray | None = None,
         block: int = 1,
     ):
@@ -142,25 +129,15 @@ class GlobalOrder:
                 f"an image only once. Give at most --global_batch_size {num_rows}."
             )
         self.num_rows, self.sizes, self.seed = num_rows, sizes, seed
-        self.caption_lengths, self.window = caption_lengths, window
         self.arrangement, self.block = arrangement, block if arrangement is not None else 1
         # A first batch that reaches into its epoch's tail makes every epoch depend on all before it.
         self._apart = num_rows >= 2 * sizes.sizes[-1]
         self._permutation = lru_cache(maxsize=3)(self._make_permutation)
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._head = lru_cache(maxsize=2)(self._make_head)
-        self._sorted = lru_cache(maxsize=2)(self._make_window)
 
     def batch(self, step: int) -> list[Draw]:
-        """The draws of global batch `step`, counted from 0."""
-        first, stop = (
-            self._window_of(step) if self.caption_lengths is not None and self.window > 1 else (step, step + 1)
-        )
-        rows, epochs = self._in_turn(step) if stop - first == 1 else self._sorted(first, stop)[step - first]
-        return list(zip(rows.tolist(), epochs.tolist(), strict=True))
-
-    def _in_turn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and epochs of a step as the stream has them."""
+        """Return the draws of global batch `step`, counted from 0."""
         size = self.sizes.at(step)
         epoch, low = divmod(self.sizes.before(step), self.num_rows)
         missing = max(0, low + size - self.num_rows)
@@ -169,43 +146,18 @@ class GlobalOrder:
         if missing:
             rows = np.concatenate([rows, self._places(epoch + 1, 0, missing)])
             epochs[-missing:] += 1
-        return rows, epochs
+        return list(zip(rows.tolist(), epochs.tolist(), strict=True))
 
     def _places(self, epoch: int, low: int, high: int) -> np.ndarray:
-        """The rows at places `low` to `high` of an epoch."""
+        """Return the rows at places `low` to `high` of an epoch."""
         if not self._apart:
             return self._epoch(epoch)[low:high]
         head = self._head(epoch)
         first = min(max(low, len(head)), high)
         return np.concatenate([head[low:high], self._shuffled(epoch, first, high)])
 
-    def _window_of(self, step: int) -> tuple[int, int]:
-        """First and last + 1 step of the window of `step`: of one batch size, and inside one epoch.
-
-        A batch that reaches over the end of an epoch is a window of its own.
-        """
-        epoch = self.sizes.before(step) // self.num_rows
-        first = self.sizes.step_of(epoch * self.num_rows)
-        if self.sizes.before(first) < epoch * self.num_rows:
-            first += 1
-        after = self.sizes.step_of((epoch + 1) * self.num_rows)  # it takes the next epoch's first pair
-        if step >= after:
-            return step, step + 1
-        start, stop = self.sizes.phase_of(step)
-        first = max(first, start)
-        first += (step - first) // self.window * self.window
-        return first, min(first + self.window, after, *([stop] if stop is not None else []))
-
-    def _make_window(self, first: int, stop: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        assert self.caption_lengths is not None
-        parts = [self._in_turn(step) for step in range(first, stop)]
-        rows, epochs = (np.concatenate(column) for column in zip(*parts, strict=True))
-        by_length = np.argsort(self.caption_lengths(rows, epochs), kind="stable").reshape(stop - first, -1)
-        places = np.random.default_rng([self.seed, first, stop]).permutation(stop - first)
-        return [(rows[by_length[place]], epochs[by_length[place]]) for place in places]
-
     def _make_epoch(self, epoch: int) -> np.ndarray:
-        """All rows of an epoch in order, where that takes all epochs before."""
+        """Return all rows of an epoch in order; computing them takes all epochs before."""
         rows = self._shuffled(0, 0, self.num_rows)
         for later in range(1, epoch + 1):
             before, rows = rows, self._shuffled(later, 0, self.num_rows)
@@ -215,7 +167,7 @@ class GlobalOrder:
         return rows
 
     def _make_head(self, epoch: int) -> np.ndarray:
-        """The first rows of an epoch, as far as they differ from its shuffle, which is no further than a batch."""
+        """Return the first rows of an epoch that may differ from its shuffle: at most a batch."""
         size, carried = self._crossing(epoch)
         if not carried:
             return np.empty(0, np.int64)
@@ -223,12 +175,12 @@ class GlobalOrder:
         return _moved_behind(self._shuffled(epoch, 0, size), tail)
 
     def _crossing(self, epoch: int) -> tuple[int, int]:
-        """Size of the batch that takes the first row of an epoch, and how many rows of the epoch before are in it."""
+        """Return the size of the batch with an epoch's first row, and its rows of the epoch before."""
         step = self.sizes.step_of(epoch * self.num_rows)
         return self.sizes.at(step), epoch * self.num_rows - self.sizes.before(step)
 
     def _shuffled(self, epoch: int, low: int, high: int) -> np.ndarray:
-        """A new array: the rows at these places of an epoch's shuffle. Rows that are in no block come last."""
+        """Return the rows at places of an epoch's shuffle, copied; rows outside blocks come last."""
         if self.arrangement is None:
             return self._shuffled_blocks(epoch, np.arange(low, high))
         places = np.arange(low, high)
@@ -247,23 +199,21 @@ class GlobalOrder:
 
 
 def _moved_behind(head: np.ndarray, carried: np.ndarray) -> np.ndarray:
-    """The rows of `head`, those that `carried` holds last."""
+    """Return the rows of `head`; those that are in `carried` move to the end."""
     clash = np.isin(head, carried)
     return np.concatenate([head[~clash], head[clash]])
 
 
 def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a pseudo-random permutation of `count` rows, given by (seed, epoch), puts these places; int64.
+    """Map places to rows by the pseudo-random permutation of `count` rows of (seed, epoch).
 
-    A generalised Feistel network on a grid of at least `count` cells. What falls on a cell beyond `count` goes through it
-    again until it does not: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+    Returns int64. A generalised Feistel network on a grid of at least `count` cells. A place that lands on a cell beyond
+    `count` goes through it again until it does not: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
     """
     across = math.isqrt(count - 1) + 1
     down = -(-count // across)
     with np.errstate(over="ignore"):
-        keys = scramble(
-            scramble(np.array([seed % 2**63 + epoch], np.uint64)) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64)
-        )
+        keys = scramble(_mixed(seed, epoch) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64))
         rows = _feistel(places.astype(np.uint64), across, down, keys)
         while (outside := rows >= count).any():
             rows[outside] = _feistel(rows[outside], across, down, keys)
@@ -274,7 +224,7 @@ _ROUNDS = 8
 
 
 def _feistel(values: np.ndarray, across: int, down: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of 0 ... `across * down` - 1: the two coordinates of a cell shift each other in turn."""
+    """Permute 0 ... `across * down` - 1: the two coordinates of a cell shift each other in turn."""
     right, left = np.divmod(values, np.uint64(across))
     for place, key in enumerate(keys):
         modulus = np.uint64(down if place % 2 else across)
@@ -283,14 +233,31 @@ def _feistel(values: np.ndarray, across: int, down: int, keys: np.ndarray) -> np
 
 
 def choose_captions(seed: int, epochs: np.ndarray, image_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Which of its `counts` captions each image shows in its epoch: a hash of (seed, epoch, image key)."""
+    """Choose one of each image's `counts` captions by a hash of (seed, epoch, image key)."""
     with np.errstate(over="ignore"):
-        bits = scramble(scramble(np.uint64(seed % 2**63) + epochs.astype(np.uint64)) ^ image_keys.astype(np.uint64))
+        bits = scramble(_mixed(seed, epochs) ^ image_keys.astype(np.uint64))
     return (bits % counts.astype(np.uint64)).astype(np.int64)
 
 
+def replacement_rows(seed: int, epoch: int, key: int, count: int) -> list[int]:
+    """Return up to `ATTEMPTS` distinct rows of `count` to try in place of an unreadable row.
+
+    A function of (seed, epoch, key), like the order: any rank, at any time, tries the same rows. The unreadable row
+    itself may be among them.
+    """
+    with np.errstate(over="ignore"):
+        first = scramble(_mixed(seed, epoch) ^ np.array([key], np.int64).view(np.uint64))
+        drawn = scramble(first ^ np.arange(1, ATTEMPTS + 1, dtype=np.uint64)) % np.uint64(count)
+    return list(dict.fromkeys(drawn.tolist()))
+
+
+def _mixed(seed: int, epochs: int | np.ndarray) -> np.ndarray:
+    """Hash the seed, then the epoch: a hash of their sum would give a seed the epochs of the seed before it."""
+    return scramble(scramble(np.array([seed % 2**63], np.uint64)) + np.asarray(epochs, np.uint64))
+
+
 def scramble(bits: np.ndarray) -> np.ndarray:
-    """Scramble uint64 values: splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Hash uint64 values with splitmix64 (Steele et al., OOPSLA 2014)."""
     bits = bits + np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -298,44 +265,38 @@ def scramble(bits: np.ndarray) -> np.ndarray:
 
 
 class RankBatches(Sampler[list[Draw]]):
-    """This rank's share of the global batches of steps `start` to `stop`."""
+    """This rank's share of the global batches of steps `start` to `stop`, for a `DataLoader`."""
 
     def __init__(self, order: GlobalOrder, start: int, stop: int):
         self.order, self.start, self.stop = order, start, stop
-
-    @property
-    def largest(self) -> int:
-        """Rows of the largest batch."""
-        return -(-self.order.sizes.at(max(self.start, self.stop - 1)) // ranks.world_size())
 
     def __iter__(self) -> Iterator[list[Draw]]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> list[Draw]:
-        return self.order.batch(self.start + number)[ranks.rank() :: ranks.world_size()]
+        return self.order.batch(self.start + number)[distributed.rank() :: distributed.world_size()]
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def after(self, number: int) -> "RankBatches":
-        """Those from the `number`-th on."""
+        """Return the batches from the `number`-th on."""
         return RankBatches(self.order, self.start + number, self.stop)
 
     def name(self, number: int) -> str:
-        """What the `number`-th is called."""
+        """Return the name of the `number`-th batch in messages."""
         return f"step {self.start + number + 1}"
 
 
 class EvaluationBatches(Sampler[list[Draw]]):
-    """This rank's share of all rows once, in order, about `batch_size` at a time, in as many batches on every rank."""
+    """This rank's share of all rows, in order; all ranks have equally many batches."""
 
     def __init__(self, num_rows: int, batch_size: int):
-        mine = ranks.share(num_rows, ranks.rank(), ranks.world_size())
-        parts = -(-num_rows // (batch_size * ranks.world_size()))
+        mine = distributed.share(num_rows, distributed.rank(), distributed.world_size())
+        parts = -(-num_rows // (batch_size * distributed.world_size()))
         self.batches = [
-            [(mine.start + place, 0) for place in ranks.share(len(mine), part, parts)] for part in range(parts)
+            [(mine.start + place, 0) for place in distributed.share(len(mine), part, parts)] for part in range(parts)
         ]
-        self.largest = max(map(len, self.batches), default=0)
 
     def __iter__(self) -> Iterator[list[Draw]]:
         return iter(self.batches)
@@ -347,11 +308,11 @@ class EvaluationBatches(Sampler[list[Draw]]):
         return len(self.batches)
 
     def after(self, number: int) -> "EvaluationBatches":
-        """Those from the `number`-th on."""
+        """Return the batches from the `number`-th on."""
         rest = copy(self)
         rest.batches = self.batches[number:]
         return rest
 
     def name(self, number: int) -> str:
-        """What the `number`-th is called."""
+        """Return the name of the `number`-th batch in messages."""
         return f"batch {number + 1} of {len(self)} of an evaluation"

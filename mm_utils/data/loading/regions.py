@@ -1,19 +1,19 @@
-"""Regions of an image, a box with a phrase each: tokenised once, and followed into the square that is shown.
+"""Regions of an image, a box with a phrase each: tokenised once, followed into the square.
 
-What `tokenize_regions` lays beside a row of r regions, and `Collator` makes of b images that have K regions at most:
+`tokenize_regions` adds columns for the r regions of a row; `Collator` makes a batch of b images with at most K regions:
 
 ==========================  ===========================  ===========================================================
-name                        of a row                     of a batch
+name                        in a row                     in a batch
 ==========================  ===========================  ===========================================================
 ``region_boxes``            4r numbers: x, y, width,     `[b, K, 4]` float32: left, top, right, bottom in the square,
                             height of each, in pixels    each in [0, 1]
 ``region_input_ids``        a list of ids per phrase     `[b, K, L]` int64
-``region_attention_mask``                                `[b, K, L]` int64; 0 all along where there is no region
+``region_attention_mask``                                `[b, K, L]` int64; all zeros where there is no region
 ``region_keys``             a key per phrase             `[b, K]` int64, the same for equal phrases
 ==========================  ===========================  ===========================================================
 
-A row of a batch is an image, as everywhere in a batch, so whoever cuts a batch cuts its regions too. K is at least 1.
-Regions of which less than half is in the square are left out: the phrase would not describe what is to be seen.
+The first dimension is the image, as in all tensors of a batch, so slicing a batch slices its regions. K is at least 1.
+A region is left out if less than half of it is in the square: its phrase would not describe what the square shows.
 """
 
 import random
@@ -28,17 +28,15 @@ from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.augment import Window
-from mm_utils.data.cells import Cells
-from mm_utils.data.derived import Columns, add_columns
-from mm_utils.data.ring import by_value
-from mm_utils.data.tokens import caption_key, encode_captions, pad_captions, tokenize_splits, tokenizer_content
+from mm_utils.data.loading.augment import Window
+from mm_utils.data.loading.column_cache import Columns, add_columns, fingerprint_of
+from mm_utils.data.loading.tokens import caption_key, encode_captions, pad_captions, tokenize_splits, tokenizer_content
 
-MOST_REGIONS = 8
-"""So many regions of an image take part in a training step; of more, a random choice."""
+MAX_REGIONS = 8
+"""Largest number of regions per image in a training step; of more, a random choice takes part."""
 
-LEAST_SHARE = 0.5
-"""Regions of which less is in the square are left out."""
+MIN_VISIBLE_SHARE = 0.5
+"""Smallest share of a region's area that must be in the square."""
 
 _FEATURES = datasets.Features(
     {
@@ -47,6 +45,7 @@ _FEATURES = datasets.Features(
         "region_keys": [Value("int64")],
     }
 )
+REGION_COLUMNS = set(_FEATURES)
 
 
 def tokenize_pairs(
@@ -56,7 +55,7 @@ def tokenize_pairs(
     num_proc: int | None = None,
     regions: bool = False,
 ) -> datasets.DatasetDict:
-    """`mm_utils.data.tokens.tokenize_splits`, and with `regions` `tokenize_regions`."""
+    """Tokenise the captions of all splits and, with `regions`, the phrases of their regions."""
     found = tokenize_splits(pairs, tokenizer, max_seq_length, num_proc)
     return tokenize_regions(found, tokenizer, max_seq_length, num_proc) if regions else found
 
@@ -64,37 +63,35 @@ def tokenize_pairs(
 def tokenize_regions(
     pairs: datasets.DatasetDict, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None = None
 ) -> datasets.DatasetDict:
-    """Add the columns above to all splits, once, in the datasets cache. Phrases become tokens as captions do.
+    """Add the columns above to all splits, computed once in the datasets cache.
+
+    Phrases are tokenised like captions.
 
     Raises:
-        ValueError: if a split has no column `regions`, the training split has no region, or one is not a box and a phrase.
+        ValueError: if a split has no column `regions`, if the training split has no region, or if a region is not a box
+            and a phrase.
     """
+    found = {}
     for name, rows in pairs.items():
         if "regions" not in rows.column_names:
             raise ValueError(
                 f"the {name} split has no column regions; it has {', '.join(rows.column_names)}. Take regions out of "
                 "--objectives, or give every image a list of box (x, y, width, height in pixels) and phrase."
             )
-    found = {name: _tokenize_split(rows, tokenizer, max_seq_length, num_proc) for name, rows in pairs.items()}
+        cache = Hasher.hash(("regions", fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
+        compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
+        options = {"title": "Tokenising regions", "num_proc": num_proc, "features": _FEATURES}
+        found[name] = add_columns(rows, ("id", "regions"), compute, cache, **options)
     if "train" in found and not has_regions(found["train"]):
         raise ValueError("no image of the train split has a region. Take regions out of --objectives.")
     return datasets.DatasetDict(found)
 
 
 def has_regions(rows: datasets.Dataset) -> bool:
-    """Whether `rows` were given to `tokenize_regions`, and hold a region."""
+    """Return whether the rows have the columns of `tokenize_regions` and at least one region."""
     if "region_keys" not in rows.column_names:
         return False
     return any(map(len, rows.select_columns(["region_keys"])["region_keys"]))
-
-
-def _tokenize_split(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None
-) -> datasets.Dataset:
-    name = Hasher.hash(("regions", rows._fingerprint, tokenizer_content(tokenizer), max_seq_length))
-    derive = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
-    title = "Tokenising regions"
-    return add_columns(rows, ("id", "regions"), derive, name, title=title, num_proc=num_proc, features=_FEATURES)
 
 
 def _tokenize(
@@ -113,7 +110,7 @@ def _tokenize(
 
 
 def _checked(image_id: str, regions: Any) -> list[tuple[list[float], str]]:
-    """Box and phrase of each; sources that prepare_data has not seen may hold anything."""
+    """Return box and phrase of each region; unprepared sources may hold anything."""
     found = []
     for region in regions if isinstance(regions, list) else [regions]:
         try:
@@ -131,46 +128,50 @@ def _checked(image_id: str, regions: Any) -> list[tuple[list[float], str]]:
     return found
 
 
-def regions_shown(
-    rows: Cells, row: int, size: tuple[int, int], window: Window, rng: random.Random | None = None
+def visible_regions(
+    row: dict[str, Any], size: tuple[int, int], window: Window, rng: random.Random | None = None
 ) -> dict[str, Any]:
-    """The regions of a tokenised row that its square shows, as fields of an example for `collate_regions`.
+    """Return the regions that a row's square shows, as fields of an example.
 
     Args:
-        size: width and height of the stored image, in whose pixels its boxes are.
-        window: what of it the square shows.
-        rng: draws `MOST_REGIONS` of more; None gives all.
+        row: the row's columns of `tokenize_regions`.
+        size: width and height of the stored image, in whose pixels the boxes are.
+        window: the part of the image that the square shows.
+        rng: draws `MAX_REGIONS` if there are more; None keeps all.
     """
-    boxes = np.asarray(rows.cell("region_boxes", row).values, np.float64).reshape(-1, 4)
-    boxes, shown = boxes_in(window, boxes / (size * 2))
-    places = shown.nonzero()[0].tolist()
-    if rng is not None and len(places) > MOST_REGIONS:
-        places = sorted(rng.sample(places, MOST_REGIONS))
-    input_ids, keys = (rows.cell(name, row).values for name in ("region_input_ids", "region_keys"))
+    boxes = np.asarray(row["region_boxes"], np.float64).reshape(-1, 4)
+    boxes, is_visible = boxes_in(window, boxes / (size * 2))
+    places = is_visible.nonzero()[0].tolist()
+    if rng is not None and len(places) > MAX_REGIONS:
+        places = sorted(rng.sample(places, MAX_REGIONS))
     return {
         "region_boxes": boxes[places],
-        "region_input_ids": [input_ids[place].as_py() for place in places],
-        "region_keys": [keys[place].as_py() for place in places],
+        "region_input_ids": [row["region_input_ids"][place] for place in places],
+        "region_keys": [row["region_keys"][place] for place in places],
     }
 
 
 def boxes_in(window: Window, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes `[r, 4]` of x, y, width, height in shares of the image, as a square of `window` shows them.
+    """Move boxes of an image into the square that shows `window`.
+
+    Args:
+        window: the part of the image that the square shows.
+        boxes: x, y, width, height in shares of the image, `[r, 4]`.
 
     Returns:
-        left, top, right, bottom of each in shares of the square, float32 `[r, 4]`, cut to it; and which of them have
-        at least half of their area in it, bool `[r]`.
+        left, top, right, bottom of each box in shares of the square, clipped to it, float32 `[r, 4]`; and whether at least
+        half of the box's area is in the square, bool `[r]`.
     """
     corner, far = np.array(window[:2]), np.array(window[2:])
     edges = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
     edges = (edges - np.tile(corner, 2)) / np.tile(far - corner, 2)
     inside = edges.clip(0, 1).astype(np.float32)
     whole, left = (each[:, 2:] - each[:, :2] for each in (edges, inside))
-    return inside, (left.prod(1) >= LEAST_SHARE * whole.prod(1)) & (left > 0).all(1)
+    return inside, (left.prod(1) >= MIN_VISIBLE_SHARE * whole.prod(1)) & (left > 0).all(1)
 
 
 def collate_regions(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """The regions of a batch from the fields that `regions_shown` gives."""
+    """Collate the fields of `visible_regions` to the tensors of a batch."""
     counts = np.array([len(example["region_keys"]) for example in examples], np.int64)
     is_region_bK = np.arange(counts.max(initial=1)) < counts[:, None]
     input_ids, attention_mask = pad_captions(
@@ -180,7 +181,7 @@ def collate_regions(examples: list[dict[str, Any]], pad_token_id: int) -> dict[s
     def spread(values: np.ndarray, blank: int) -> Tensor:
         spread_bK = np.full((*is_region_bK.shape, *values.shape[1:]), blank, values.dtype)
         spread_bK[is_region_bK] = values
-        return by_value(torch.from_numpy(spread_bK))
+        return torch.from_numpy(spread_bK)
 
     boxes = [np.empty((0, 4), np.float32), *(example["region_boxes"] for example in examples)]
     return {
@@ -192,13 +193,13 @@ def collate_regions(examples: list[dict[str, Any]], pad_token_id: int) -> dict[s
 
 
 class Regions(NamedTuple):
-    """All R regions of a batch, one after the other.
+    """The R regions of a batch, one after the other.
 
     Attributes:
-        image: `[R]`, the place of each one's image in the batch.
-        boxes: `[R, 4]`.
-        input_ids, attention_mask: `[R, L]`.
-        keys: `[R]`, of the phrases.
+        image: `[R]`, index of the region's image in the batch.
+        boxes: `[R, 4]`, left, top, right, bottom in shares of the square.
+        input_ids, attention_mask: `[R, L]`, the phrases.
+        keys: `[R]`, the same for equal phrases.
     """
 
     image: Tensor
@@ -209,9 +210,9 @@ class Regions(NamedTuple):
 
 
 def regions_of(batch: dict[str, Any]) -> tuple[Regions, int]:
-    """The regions of a batch, and how many there are.
+    """Return the regions of a batch, and their number.
 
-    Where there are none, there is one all the same, all of the first image: models do not take empty batches.
+    If there are none, return one that covers the first image, and 0: models do not take empty batches.
     """
     mask = batch["region_attention_mask"]
     image, place = mask.any(-1).nonzero().unbind(1)

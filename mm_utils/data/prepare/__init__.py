@@ -1,1 +1,1 @@
-"""From raw rows to a verified pair data set."""
+"""Check a data set once: find faults, duplicates and leaks, and write prepared rows."""

@@ -1,10 +1,10 @@
-"""All checked rows together: which images are the same, what leaks between splits, which split and id each row gets.
+"""Compare all checked rows: merge equal images, find leaks, give each row split and id.
 
 Only the small columns of the parts are read, some 500 bytes a row; images stay in their files. The order of decisions:
 
 1. Rows form a group if their images are equal or nearly equal, or if they have the same id.
-2. A group that the sources put into several splits leaks; `--on_leakage` says what happens.
-3. Rows whose source names no split go where their group is, or else where a hash of their group says: no group is
+2. A group that the sources put into several splits leaks; `--on_leakage` decides what happens.
+3. Rows whose source names no split go where their group is, or else where a hash of their group decides: no group is
    divided, and new data moves no old row.
 4. Rows of the same image in one split become one, with the captions of all. An id that names two images is a fault of
    the later row, and so is, on request, a near-duplicate.
@@ -24,7 +24,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mm_utils.arguments import arg
-from mm_utils.data.prepare.duplicates import (
+from mm_utils.data.faults import escaped
+from mm_utils.data.prepare.ingest import read_facts
+from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     RADIUS,
     assign_splits,
@@ -33,18 +35,19 @@ from mm_utils.data.prepare.duplicates import (
     mirror_pairs,
     near_pairs,
 )
-from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part
+from mm_utils.data.sources.columns import SPLITS
 
 logger = logging.getLogger(__name__)
 
-SPLITS = ("train", "validation", "test")
 _EXAMPLES = 20
-_COUNTERS = 10  # ids that splits share, none for an image they share: from so many on they are taken for row numbers
+# From this many ids that splits share without any shared image on, ids are taken for row numbers.
+_COUNTERS = 10
+_LEAKS = {"exact": "the very same", "near": "nearly the same", "by_id": "of the same id"}
 
 
 @dataclass
 class ReconcileArguments:
-    """What happens to duplicates, to leaks between splits, and to rows whose source names no split."""
+    """Handling of duplicates, of leaks between splits, and of rows whose source names no split."""
 
     validation_fraction: float = arg(0.05, "Share of the images without a split that is held out for validation.")
     test_fraction: float = arg(0.0, "Share of the images without a split that is held out for the test.")
@@ -75,14 +78,15 @@ class ReconcileArguments:
 
 @dataclass
 class Reconciled:
-    """What is to be written.
+    """The rows that are to be written.
 
     Attributes:
-        facts: the small columns of all parts.
-        rows: for every split that is not empty the places of its rows in the parts, in order.
+        facts: the small columns of all parts, and `name`, the id that a row gets.
+        rows: for every split that is not empty, the places of its rows in the parts, in order.
         merged: for a row that stands for several of the same image, all of these, itself first.
         faults: rows set aside here, see `mm_utils.data.prepare.ingest.ChunkResult`.
-        duplicates, leakage: what was found, for the report.
+        duplicates, leakage: figures for the report.
+        leaks: a sentence on the leaks, "" without any.
     """
 
     facts: pa.Table
@@ -91,106 +95,96 @@ class Reconciled:
     faults: list[dict[str, str]] = field(default_factory=list)
     duplicates: dict[str, Any] = field(default_factory=dict)
     leakage: dict[str, Any] = field(default_factory=dict)
+    leaks: str = ""
 
 
 def reconcile(
-    parts: Sequence[Path], args: ReconcileArguments, weights: dict[str, float | None], leak_file: Path
+    parts: Sequence[Path],
+    args: ReconcileArguments,
+    weights: dict[str, float | None],
+    leak_file: Path,
+    *,
+    own_ids: bool = False,
 ) -> Reconciled:
-    """Decide over the rows of all `parts`.
+    """Decide about the rows of all `parts`.
 
     Args:
         weights: the sources' shares, None where a source has none.
         leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused.
+        own_ids: ids stay as the sources give them, only rows of one id or one file become one, and there may be no
+            training images.
 
     Raises:
         ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
     """
-    found = Reconciled(_read_facts(parts))
+    found = Reconciled(read_facts(parts, own_ids))
     if not len(found.facts):
         raise ValueError(
             "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
         )
-    state = _State.of(found.facts, args.near_duplicate_distance)
+    state = _State(found.facts, args.near_duplicate_distance)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, found.facts, (args.validation_fraction, args.test_fraction))
     _refuse_shared_ids(found, state)
-    members = _merge(found, state)
+    members = _merge(found, state, own_ids)
     if args.near_duplicates == "drop":
         _drop_near_duplicates(found, state)
     _thin_out(state, found.facts, weights)
-    if np.count_nonzero(state.keep_N & (state.split_N == 0)) < 2:
-        raise ValueError("fewer than 2 training images are left; contrastive training needs at least 2. Add some.")
-    rows = {split: np.flatnonzero(state.keep_N & (state.split_N == number)) for number, split in enumerate(SPLITS)}
-    found.rows = {split: places for split, places in rows.items() if len(places)}
     kept = state.keep_N
+    if not own_ids and np.count_nonzero(kept & (state.split_N == 0)) < 2:
+        raise ValueError("fewer than 2 training images are left; contrastive training needs at least 2. Add some.")
+    rows = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
+    found.rows = {split: places for split, places in rows.items() if len(places)}
     found.merged = {first: [first, *others] for first, others in members.items() if kept[first]}
     return found
 
 
-@dataclass
 class _State:
-    """Of N rows, numbered as in the parts, and U distinct images, numbered by their first row.
+    """N rows, numbered as in the parts, and U distinct images, numbered by their first row.
 
-    `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where none is known.
+    `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
     """
 
-    image_N: np.ndarray
-    id_N: np.ndarray
-    first_U: np.ndarray
-    near_P: np.ndarray
-    mirrored: int
-    look_U: np.ndarray
-    group_U: np.ndarray
-    split_N: np.ndarray
-    keep_N: np.ndarray
-
-    @classmethod
-    def of(cls, facts: pa.Table, distance: int) -> "_State":
-        image_N = _codes(facts["image_hash"])
-        # Files of two sources may have the same name, and rows the same number, by chance.
-        id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
-        _, first_U = np.unique(image_N, return_index=True)
-        prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(first_U).to_pylist()), FINGERPRINT)
-        near_P = near_pairs(prints_U, distance)
-        look_U = groups(len(first_U), near_P)
+    def __init__(self, facts: pa.Table, distance: int):
+        self.image_N = _codes(facts["image_hash"])
+        # With the source: files of two sources may have the same name, and rows the same number, by chance.
+        self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
+        _, self.first_U = np.unique(self.image_N, return_index=True)
+        prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(self.first_U).to_pylist()), FINGERPRINT)
+        self.near_P = near_pairs(prints_U, distance)
+        self.mirrored = len(mirror_pairs(prints_U, distance))
+        self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
         given = [SPLITS.index(name) if name in SPLITS else -1 for name in facts["split"].to_pylist()]
-        return cls(
-            image_N,
-            id_N,
-            first_U,
-            near_P,
-            len(mirror_pairs(prints_U, distance)),
-            look_U,
-            look_U,
-            np.array(given, dtype=np.int8),
-            np.ones(len(facts), dtype=bool),
-        )
+        self.split_N = np.array(given, dtype=np.int8)
+        self.keep_N = np.ones(len(facts), dtype=bool)
 
-
-def _read_facts(parts: Sequence[Path]) -> pa.Table:
-    """All columns but the images, and `name`, the id that a row is going to have: no two sources share one."""
-    names = [name for name in PART_SCHEMA.names if name != "image"]
-    facts = pa.concat_tables([read_part(part, names) for part in parts])
-    ids = pc.coalesce(facts["id"], pc.utf8_slice_codeunits(facts["image_hash"], 0, 32))
-    several = len(facts["source"].unique()) > 1
-    return facts.append_column("name", pc.binary_join_element_wise(facts["source"], ids, "/") if several else ids)
+    def in_split(self, codes_N: np.ndarray) -> np.ndarray:
+        """Return codes that are equal for rows of one code and one split."""
+        return codes_N * len(SPLITS) + self.split_N
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
-    """Equal strings get equal numbers, in the order in which they first occur; null gets -1."""
+    """Number equal strings equally, in the order of their first occurrence; null is -1."""
     return pc.fill_null(column.combine_chunks().dictionary_encode().indices, -1).to_numpy().astype(np.int64)
+
+
+def _first_of(codes_N: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return for each of `rows` the first one with an equal code."""
+    _, first, place = np.unique(codes_N[rows], return_index=True, return_inverse=True)
+    return rows[first[place]]
 
 
 def _measure_duplicates(found: Reconciled, state: _State) -> None:
     _, counts = np.unique(state.look_U, return_counts=True)
     names = _names(found.facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
-    copies_N = np.flatnonzero(state.first_U[state.image_N] != np.arange(len(state.image_N)))
+    first_N = state.first_U[state.image_N]
+    copies_N = np.flatnonzero(first_N != np.arange(len(first_N)))
     # Rows of one id are captions of one image, which is no copy.
-    others = (state.id_N[copies_N] < 0) | (state.id_N[copies_N] != state.id_N[state.first_U[state.image_N[copies_N]]])
+    copies_N = copies_N[(state.id_N[copies_N] < 0) | (state.id_N[copies_N] != state.id_N[first_N[copies_N]])]
     found.duplicates = {
-        "exact_rows": int(np.count_nonzero(others)),
-        "exact_groups": len(np.unique(state.image_N[copies_N[others]])),
+        "exact_rows": len(copies_N),
+        "exact_groups": len(np.unique(state.image_N[copies_N])),
         "near_pairs": len(state.near_P),
         "mirrored_pairs": state.mirrored,
         "largest_group": int(counts.max()),
@@ -201,13 +195,11 @@ def _measure_duplicates(found: Reconciled, state: _State) -> None:
 def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Path) -> None:
     """Find the groups that the sources put into several splits, and drop, keep or refuse them."""
     given = np.flatnonzero(state.split_N >= 0)
-    split = state.split_N[given]
 
     def leaking(groups_N: np.ndarray) -> np.ndarray:
-        return given[leaks(split, groups_N[given])]
+        return given[leaks(state.split_N[given], groups_N[given])]
 
-    look_N = state.look_U[state.image_N]
-    exact, near = leaking(state.image_N), leaking(look_N)
+    exact, near = leaking(state.image_N), leaking(state.look_U[state.image_N])
     by_id = leaking(np.where(state.id_N < 0, -2 - np.arange(len(state.id_N)), state.id_N))
     if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], near[:, 0]).any():
         logger.warning(
@@ -225,15 +217,17 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
         "dropped": {},
         "examples": [_names(found.facts, pair) for pair in pairs[:_EXAMPLES]],
     }
-    leaked = [
-        _fault(
-            found.facts, row, "leaked", f"{_place(found.facts, winner)}, in {SPLITS[state.split_N[winner]]}, shows it"
-        )
-        for row, winner in pairs
-    ]
-    if len(pairs) and policy == "error":
+    if not len(pairs):
+        return
+    found.leaks = _describe_leaks(found, state, pairs)
+    details = (f"{_place(found.facts, winner)}, in {SPLITS[state.split_N[winner]]}, shows it" for _, winner in pairs)
+    leaked = [_fault(found.facts, row, "leaked", detail) for (row, _), detail in zip(pairs, details, strict=True)]
+    if policy == "error":
         leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
-        raise ValueError(_leak_message(found, state, pairs, leak_file))
+        raise ValueError(
+            f"{found.leaks}; {leak_file} lists all. Choose --on_leakage drop (the image stays in the test, else in the "
+            "validation split) or keep; what has been read is not read again."
+        )
     if policy == "drop":
         state.keep_N[pairs[:, 0]] = False
         found.faults += leaked
@@ -241,30 +235,22 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
         found.leakage["dropped"] = {SPLITS[at]: int(n) for at, n in zip(splits, counts, strict=True)}
 
 
-def _leak_message(found: Reconciled, state: _State, pairs: np.ndarray, leak_file: Path) -> str:
-    row, winner = pairs[0]
-    counts = ", ".join(f"{found.leakage[kind]:,} {text}" for kind, text in _KINDS.items() if found.leakage[kind])
-    return (
-        f"{len(pairs):,} rows have an image that is in another split too ({counts}), such as "
-        f"{_place(found.facts, row)} in {SPLITS[state.split_N[row]]} and {_place(found.facts, winner)} in "
-        f"{SPLITS[state.split_N[winner]]}; {leak_file} lists all. Choose --on_leakage drop (the image stays in the test, else "
-        "in the validation split) or keep; what has been read is not read again."
-    )
-
-
-_KINDS = {"exact": "the very same", "near": "nearly the same", "by_id": "of the same id"}
+def _describe_leaks(found: Reconciled, state: _State, pairs: np.ndarray) -> str:
+    counts = ", ".join(f"{found.leakage[kind]:,} {text}" for kind, text in _LEAKS.items() if found.leakage[kind])
+    first, second = (f"{_place(found.facts, row)} in {SPLITS[state.split_N[row]]}" for row in pairs[0])
+    return f"{len(pairs):,} rows have an image that is in another split too ({counts}), such as {first} and {second}"
 
 
 def _same_id(state: _State) -> np.ndarray:
-    """Pairs [P, 2] of distinct images that have an id in common."""
+    """Return pairs [P, 2] of distinct images that have an id in common."""
     known = np.flatnonzero(state.id_N >= 0)
-    _, first, place = np.unique(state.id_N[known], return_index=True, return_inverse=True)
-    pairs = np.stack([state.image_N[known[first[place]]], state.image_N[known]], axis=1)
+    first = _first_of(state.id_N, known)
+    pairs = np.stack([state.image_N[first], state.image_N[known]], axis=1)
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
 
 
 def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) -> None:
-    """Rows without a split go where their group is, else where the hash of their group's first image says."""
+    """Give rows without a split that of their group, or one by the hash of their group."""
     unknown = state.split_N < 0
     if not unknown.any():
         return
@@ -272,8 +258,7 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
     of_group = np.full(len(state.first_U), -1, dtype=np.int8)
     np.maximum.at(of_group, group_N, state.split_N)
     keys = facts["image_hash"].take(state.first_U).to_pylist()
-    fractions = (1 - sum(shares), *shares)
-    by_hash_U = assign_splits(state.group_U, keys, fractions)
+    by_hash_U = assign_splits(state.group_U, keys, (1 - sum(shares), *shares))
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
 
@@ -281,42 +266,50 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
 def _refuse_shared_ids(found: Reconciled, state: _State) -> None:
     """Set aside the later of two images of one source and split that have the same id."""
     rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
-    keys = np.stack([_codes(found.facts["source"])[rows], state.split_N[rows], state.id_N[rows]])
-    _, first, place = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    first_of = rows[first[place.ravel()]]
-    for row, earlier in np.stack([rows, first_of], axis=1)[state.image_N[rows] != state.image_N[first_of]]:
-        state.keep_N[row] = False
+    pairs = np.stack([rows, _first_of(state.in_split(state.id_N), rows)], axis=1)
+    for row, earlier in pairs[state.image_N[pairs[:, 0]] != state.image_N[pairs[:, 1]]]:
         detail = f"{found.facts['where'][earlier]} gives id {found.facts['id'][row]} to another image"
-        found.faults.append(_fault(found.facts, row, "duplicate_id", detail))
+        _set_aside(found, state, row, "duplicate_id", detail)
 
 
-def _merge(found: Reconciled, state: _State) -> dict[int, list[int]]:
-    """Keep the first row of every image in a split; the answer gives, for a first row, all rows that it stands for."""
+def _merge(found: Reconciled, state: _State, own_ids: bool) -> dict[int, list[int]]:
+    """Keep the first row of every image in a split; return the rows merged into each."""
     rows = np.flatnonzero(state.keep_N)
-    keys = state.image_N[rows] * len(SPLITS) + state.split_N[rows]
-    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
-    first_of = rows[first[place]]
+    if own_ids:
+        first = _first_of_id_or_path(found.facts, state, rows)
+    else:
+        first = _first_of(state.in_split(state.image_N), rows)
     members: dict[int, list[int]] = defaultdict(list)
-    for row, earlier in zip(rows[first_of != rows].tolist(), first_of[first_of != rows].tolist(), strict=True):
+    for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
         members[earlier].append(row)
         state.keep_N[row] = False
-    found.duplicates["merged_rows"] = int(np.count_nonzero(first_of != rows))
+    found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
     return members
+
+
+def _first_of_id_or_path(facts: pa.Table, state: _State, rows: np.ndarray) -> np.ndarray:
+    """Return for each row the first of its split that equal ids or paths connect it to."""
+    links = []
+    for codes_N in (_codes(facts["name"]), _codes(facts["path"])):
+        known = rows[codes_N[rows] >= 0]
+        links.append(np.stack([_first_of(state.in_split(codes_N), known), known], axis=1))
+    return groups(len(facts), np.concatenate(links))[rows]
 
 
 def _drop_near_duplicates(found: Reconciled, state: _State) -> None:
     rows = np.flatnonzero(state.keep_N)
-    keys = state.look_U[state.image_N[rows]] * len(SPLITS) + state.split_N[rows]
-    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
-    for row, earlier in zip(rows.tolist(), rows[first[place]].tolist(), strict=True):
-        if row != earlier:
-            state.keep_N[row] = False
-            detail = f"it looks like {_place(found.facts, earlier)}"
-            found.faults.append(_fault(found.facts, row, "near_duplicate", detail))
+    first = _first_of(state.in_split(state.look_U[state.image_N]), rows)
+    for row, earlier in np.stack([rows, first], axis=1)[rows != first]:
+        _set_aside(found, state, row, "near_duplicate", f"it looks like {_place(found.facts, earlier)}")
+
+
+def _set_aside(found: Reconciled, state: _State, row: int, reason: str, detail: str) -> None:
+    state.keep_N[row] = False
+    found.faults.append(_fault(found.facts, row, reason, detail))
 
 
 def _thin_out(state: _State, facts: pa.Table, weights: dict[str, float | None]) -> None:
-    """Leave training rows of sources out, those with the largest hashes, until the sources have their shares."""
+    """Drop training rows, the largest hashes first, until the sources have their shares."""
     given = {name: weight for name, weight in weights.items() if weight is not None}
     if not given:
         return
@@ -337,9 +330,9 @@ def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:
 
 
 def _place(facts: pa.Table, row: int) -> str:
-    return f"{facts['where'][row]} of {facts['source'][row]}"
+    return escaped(f"{facts['where'][row]} of {facts['source'][row]}")
 
 
 def _fault(facts: pa.Table, row: int, reason: str, detail: str) -> dict[str, str]:
     place = {name: facts[name][row].as_py() for name in ("source", "where")}
-    return {**place, "reason": reason, "detail": detail, "raw": facts["name"][row].as_py()}
+    return {**place, "reason": reason, "detail": escaped(detail), "raw": facts["name"][row].as_py()}

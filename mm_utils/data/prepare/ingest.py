@@ -1,8 +1,8 @@
-"""Raw records become checked, stored rows: a chunk at a time, in any process, and only once.
+"""Check and store raw records, a chunk at a time, in any process, and only once.
 
-A finished chunk is two files: `part-N.arrow` with the rows (`PART_SCHEMA`, the image already in the form in which it is
-kept) and, renamed into place last, `part-N.json` with what was set aside and why. A chunk whose second file is there and
-was made of the same records with the same settings is not done again; so an interrupted run goes on where it stopped.
+A finished chunk is two files: `part-N.arrow` with the rows (`PART_SCHEMA`, the images in the form in which they are kept)
+and, renamed into place last, `part-N.json` with the faults. A chunk whose second file exists and was made of the same
+records with the same settings is not done again, so an interrupted run resumes there.
 """
 
 import hashlib
@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
-from mm_utils.data.images import decode, encode, open_image, psnr, read_header, shrink
-from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_caption, check_image
-from mm_utils.data.prepare.duplicates import fingerprint
-from mm_utils.data.raw.faults import Fault
-from mm_utils.data.raw.paths import Limits
-from mm_utils.data.raw.records import BadRow, ImageRef, Record
+from mm_utils.data.faults import Fault, storable
+from mm_utils.data.images import MOST_PIXELS, decode, encode, open_image, psnr, read_header, shrink
+from mm_utils.data.paths import Limits
+from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_caption, check_captions, check_image
+from mm_utils.data.prepare.perceptual_hash import fingerprint
+from mm_utils.data.sources.records import BadRow, FileImage, ImageRef, Record
+from mm_utils.files import write_atomic
 
 IMAGE_TYPE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-REGIONS_TYPE = pa.list_(pa.struct({"box": pa.list_(pa.float32()), "phrase": pa.string()}))
+REGIONS_TYPE = pa.list_(pa.struct({"box": pa.list_(pa.float64()), "phrase": pa.string()}))
 PART_SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -52,22 +54,31 @@ PART_SCHEMA = pa.schema(
     }
 )
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
-PSNR_EVERY = 100  # rows of which one is decoded again to measure what storing cost
-_METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, who held it
+FIRST_CHUNK = 64  # rows
+PSNR_EVERY = 100  # rows of which one is decoded again to measure the loss of storing
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
+_METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
+_CHECKED_SIDE = 256  # pixels; images that are not shrunk are checked at no larger scale than they need
 
 
 @dataclass(frozen=True)
 class Storage:
-    """In which form images are kept.
+    """The form in which images are kept.
 
     Attributes:
-        store: "jpeg" (quality 92, or PNG bytes as they are where those are smaller), "png" or "raw".
-        short_side: in pixels, never enlarged; None keeps the original bytes.
+        store: "jpeg" (quality 92, or PNG bytes where those are smaller), "png", "raw", or "reference": files stay where
+            they are and are named by their paths.
+        short_side: larger images are shrunk to it, in pixels; None keeps the original bytes.
     """
 
     store: str
     short_side: int | None
+
+
+IN_PLACE = Storage("reference", None)
+# Findings on files that stay in place, by process: rows of one image need not follow each other. 1 kB each.
+_known: dict[ImageRef, dict[str, Any]] = {}
+_MOST_KNOWN = 20_000
 
 
 @dataclass(frozen=True)
@@ -78,19 +89,19 @@ class Chunk:
     items: tuple[Record | BadRow, ...]
 
     def key(self, settings: str) -> str:
-        """What the result depends on, as a hash."""
+        """Return a hash of everything that the result depends on."""
         return hashlib.blake2b(pickle.dumps((self.items, settings)), digest_size=16).hexdigest()
 
 
 @dataclass
 class ChunkResult:
-    """What became of a chunk.
+    """The outcome of a chunk.
 
     Attributes:
         rows, bad: rows read and rows lost, by source.
         faults: one dict a fault: source, where, reason, detail, raw. A row may have several, and a row with a good
             caption survives the faults of its others.
-        notes: how often each harmless conversion was needed.
+        notes: counts of the harmless conversions.
     """
 
     key: str
@@ -101,11 +112,11 @@ class ChunkResult:
 
 
 def cut_into_chunks(items: Iterator[Record | BadRow]) -> Iterator[Chunk]:
-    """Small chunks first, so that few rows fill all cores; larger ones later, so that many rows need few files."""
+    """Cut rows into chunks: small ones first, to fill all cores, then large ones."""
     number, held = 0, []
     for item in items:
         held.append(item)
-        if len(held) == (64 if number < 256 else 2048):
+        if len(held) == (FIRST_CHUNK if number < 256 else 2048):
             yield Chunk(number, tuple(held))
             number, held = number + 1, []
     if held:
@@ -113,7 +124,7 @@ def cut_into_chunks(items: Iterator[Record | BadRow]) -> Iterator[Chunk]:
 
 
 def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage) -> ChunkResult:
-    """Check and store the rows of a chunk in `folder`; at once if that was done before."""
+    """Check and store the rows of a chunk in `folder`, or return its earlier result."""
     key = chunk.key(repr((checks, storage)))
     done = folder / f"part-{chunk.number:06d}.json"
     if done.is_file():
@@ -121,43 +132,41 @@ def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage)
         if result.key == key:
             return result
     worker = _Worker(checks, storage, key)
-    with (
-        _replacing(done.with_suffix(".arrow")) as scratch,
-        pa.OSFile(str(scratch), "wb") as file,
-        pa.ipc.new_stream(file, PART_SCHEMA) as writer,
-    ):
+    scratch = done.with_suffix(".arrow.tmp")
+    with pa.OSFile(str(scratch), "wb") as file, pa.ipc.new_stream(file, PART_SCHEMA) as writer:
         for batch in _batches(worker.rows(chunk.items)):
             writer.write_batch(batch)
-    with _replacing(done) as scratch:
-        scratch.write_text(json.dumps(asdict(worker.result)), encoding="utf-8")
+    os.replace(scratch, done.with_suffix(".arrow"))
+    write_atomic(done, json.dumps(asdict(worker.result)))
     return worker.result
 
 
 def read_part(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a part; the file is mapped, so only what is looked at is read."""
+    """Read some columns of a part; the file is mapped, so only those are loaded."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_stream(file).read_all().select(columns)
 
 
+def read_facts(parts: Sequence[Path], own_ids: bool) -> pa.Table:
+    """Read all columns of the parts but the images, and add `name`, the row's id.
+
+    Args:
+        own_ids: ids stay as the sources give them; add `path` too, the file of an image that stays in place.
+    """
+    names = [name for name in PART_SCHEMA.names if name != "image"]
+    facts = pa.concat_tables([read_part(part, names) for part in parts])
+    if own_ids:
+        paths = [pc.struct_field(read_part(part, ["image"])["image"], "path") for part in parts]
+        facts = facts.append_column("path", pa.chunked_array([chunk for path in paths for chunk in path.chunks]))
+        return facts.append_column("name", pc.coalesce(facts["id"], facts["stored_hash"]))
+    ids = pc.coalesce(facts["id"], pc.utf8_slice_codeunits(facts["image_hash"], 0, 32))
+    several = len(facts["source"].unique()) > 1
+    return facts.append_column("name", pc.binary_join_element_wise(facts["source"], ids, "/") if several else ids)
+
+
 def stored_hash(content: bytes) -> str:
-    """BLAKE2b-128 of the stored bytes of an image, hexadecimal."""
+    """Return the BLAKE2b-128 of the stored bytes of an image, hexadecimal."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-class _replacing:
-    """Write to `scratch`; the file takes its name when all of it is on the disk."""
-
-    def __init__(self, path: Path):
-        self.path, self.scratch = path, path.with_name(path.name + ".tmp")
-
-    def __enter__(self) -> Path:
-        return self.scratch
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            with self.scratch.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(self.scratch, self.path)
 
 
 def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
@@ -165,7 +174,7 @@ def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
     size = 0
     for row in rows:
         held.append(row)
-        size += len(row["image"]["bytes"])
+        size += len(row["image"]["bytes"] or b"")
         if size >= BATCH_BYTES:
             yield pa.RecordBatch.from_pylist(held, PART_SCHEMA)
             held, size = [], 0
@@ -174,7 +183,7 @@ def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
 
 
 class _Worker:
-    """Goes through one chunk; consecutive rows of the same image decode it once."""
+    """Checks and stores the rows of a chunk; consecutive rows of an image decode it once."""
 
     def __init__(self, checks: CheckArguments, storage: Storage, key: str):
         self.checks, self.storage = checks, storage
@@ -213,59 +222,60 @@ class _Worker:
         self.result.faults.append({**place, "reason": fault.reason, "detail": fault.detail, "raw": raw})
 
     def _captions(self, record: Record, notes: Counter[str]) -> tuple[list[str], list[str] | None]:
-        """The good captions, each once; a fault of one is recorded, and raised if it is the last's."""
-        languages = record.languages or [""] * len(record.captions)
-        if len(languages) != len(record.captions):
-            raise Fault("languages_mismatch", f"{len(record.captions)} captions, {len(languages)} languages")
-        good: dict[str, str] = {}
-        fault = Fault("no_caption_left", "it has no captions")
-        faults = []
-        for value, language in zip(record.captions, languages, strict=True):
-            try:
-                text, found = check_caption(value, self.checks)
-            except Fault as error:
-                faults.append(fault := error)
-                continue
-            notes.update(found)
-            notes["caption_repeated"] += text in good
-            good.setdefault(text, language)
-        for earlier in faults[: None if good else -1]:
-            self._set_aside(record, earlier)
+        """Return the good captions, each once; raise the last fault if none is good."""
+        good, faults, found = check_captions(record.captions, record.languages, self.checks)
+        notes.update(found)
+        for fault in faults[: None if good else -1]:
+            self._set_aside(record, fault)
         if not good:
-            raise fault
+            raise faults[-1]
         return list(good), None if record.languages is None else list(good.values())
 
     def _image(self, record: Record, measured: bool, notes: Counter[str]) -> dict[str, Any]:
-        if self.last is not None and self.last[0] == record.image:
-            return self.last[1]
-        data = record.image.read(self.limits)
-        checked = check_image(data, self.checks, record.image.name, self.storage.short_side)
+        if self.last is None or self.last[0] != record.image:
+            found = _known.get(record.image) if self.storage == IN_PLACE else None
+            self.last = record.image, found or self._read(record.image, measured, notes)
+        return self.last[1]
+
+    def _read(self, ref: ImageRef, measured: bool, notes: Counter[str]) -> dict[str, Any]:
+        data = ref.read(self.limits)
+        if self.storage == IN_PLACE:
+            checked = check_image(data, self.checks, ref.name, _CHECKED_SIDE, MOST_PIXELS)
+        else:
+            checked = check_image(data, self.checks, ref.name, self.storage.short_side)
         notes.update(checked.notes)
-        stored, path, size = self._store(data, checked)
+        stored, path, size = self._store(data, checked, ref)
+        image_field = {"bytes": stored, "path": path}
         image = {
-            "image": {"bytes": stored, "path": path},
+            "image": image_field,
             "width": size[0],
             "height": size[1],
             "image_hash": hashlib.sha256(data).hexdigest(),
-            "stored_hash": stored_hash(stored),
-            "stored_bytes": len(stored),
+            "stored_hash": stored_hash(data if stored is None else stored),
+            "stored_bytes": len(stored or b""),
             "original_bytes": len(data),
             "original_width": checked.width,
             "original_height": checked.height,
             "fingerprint": fingerprint(checked.image),
-            "psnr": self._loss(data, stored, path, size) if measured else None,
+            "psnr": self._loss(data, image_field, size) if measured else None,
         }
-        self.last = record.image, image
+        if stored is None:
+            if len(_known) == _MOST_KNOWN:
+                _known.clear()
+            _known[ref] = image
         return image
 
-    def _store(self, data: bytes, checked: CheckedImage) -> tuple[bytes, str | None, tuple[int, int]]:
-        """The bytes that are kept, their path field, and the size of the image in them.
+    def _store(
+        self, data: bytes, checked: CheckedImage, ref: ImageRef
+    ) -> tuple[bytes | None, str | None, tuple[int, int]]:
+        """Return the bytes that are kept, the path field, and the size of the stored image.
 
-        What needs no change, carries no metadata and is no larger is kept as it is: a JPEG is not compressed twice.
+        Bytes that need no change, carry no metadata and are no larger are kept: a JPEG is not compressed twice.
         """
         store, short_side = self.storage.store, self.storage.short_side
         if short_side is None:
-            return data, None, (checked.width, checked.height)
+            in_place = store == "reference" and isinstance(ref, FileImage) and ref.name == storable(ref.name)
+            return None if in_place else data, ref.name if in_place else None, (checked.width, checked.height)
         image = shrink(checked.image, short_side)
         encoded = encode(image, store)
         if store == "raw":
@@ -275,16 +285,16 @@ class _Worker:
         kept = untouched and lossless and len(data) <= len(encoded) and not _METADATA.search(data)
         return data if kept else encoded, None, image.size
 
-    def _loss(self, data: bytes, stored: bytes, path: str | None, size: tuple[int, int]) -> float | None:
-        """PSNR in dB of what is stored against the whole original, decoded and reduced to that size; None if equal."""
-        if data is stored:
+    def _loss(self, data: bytes, stored: dict[str, Any], size: tuple[int, int]) -> float | None:
+        """Return the PSNR in dB of a stored image against its original; None if they are equal."""
+        if stored["bytes"] is None or stored["bytes"] is data:
             return None
         original = decode(read_header(data), data)[0].resize(size, Image.Resampling.BICUBIC)
-        loss = psnr(original, open_image({"bytes": stored, "path": path}))
+        loss = psnr(original, open_image(stored))
         return loss if math.isfinite(loss) else None
 
     def _regions(self, record: Record) -> list[dict[str, Any]] | None:
-        """Boxes as x, y, width, height in pixels of the stored image, each with its phrase."""
+        """Return boxes as x, y, width, height in pixels of the stored image, each with its phrase."""
         if record.regions is None:
             return None
         assert self.last is not None
@@ -307,7 +317,7 @@ class _Worker:
 
 
 def _inside(box: Sequence[Any], width: int, height: int) -> tuple[float, float, float, float]:
-    """A box that lies in its image, but for a pixel of rounding; raises a ValueError."""
+    """Return a box that lies in its image, up to a pixel of rounding; raises a ValueError."""
     x, y, w, h = map(float, box)
     if not (w > 0 and h > 0 and min(x, y) >= -1 and x + w <= width + 1 and y + h <= height + 1):
         raise ValueError(f"box {[x, y, w, h]} of an image of {width} x {height} pixels")

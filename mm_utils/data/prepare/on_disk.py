@@ -1,4 +1,4 @@
-"""The prepared pair data set on disk: how it is laid out, written and verified.
+"""Write, verify and recognise prepared pair data sets.
 
 ====================  ================================================================================================
 column                meaning
@@ -6,6 +6,7 @@ column                meaning
 ``id``                the source's id of the image, or else half of ``image_hash``; with several sources, after the name
                       of the source and a slash
 ``image``             ``datasets.Image(decode=False)``: the stored bytes (a raw store: see `mm_utils.data.images.pixels`)
+                      or, in the datasets cache, the absolute path of a file that stays where it is
 ``width, height``     of the stored image; ``original_width, original_height`` of the source's, upright
 ``captions``          one or more, none empty, none twice
 ``languages``         one code per caption, "" where unknown; if any source has them
@@ -15,7 +16,7 @@ column                meaning
 ``content_id``        BLAKE2b-128 over stored bytes and captions, hexadecimal: proof that they belong together
 ====================  ================================================================================================
 
-It is an ordinary `datasets` folder with the splits train, validation and test, as far as they have rows; beside them lie
+It is an ordinary `datasets` folder with the splits train, validation and test, if they have rows; beside them lie
 `report.json`, which names the format, and `quarantine.jsonl`.
 """
 
@@ -30,21 +31,68 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, DatasetInfo, Features, Image, load_from_disk
+from datasets.features.features import require_decoding
 from tqdm.auto import tqdm
 
+from mm_utils.data.paths import Jail
+from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part, stored_hash
-from mm_utils.data.prepare.reconcile import Reconciled
-from mm_utils.data.raw.stores import PREPARED_FORMAT, is_prepared
-from mm_utils.data.raw.tables import one_line
+from mm_utils.data.sources.columns import SPLITS
+from mm_utils.data.sources.stored import check_image_files, check_saved, dataset_jail, is_saved, load_splits
+from mm_utils.text import one_line
 
-VERSION = 1
+PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
+VERSION = 2
+_DECIDING = ("id", "content_id", "languages", "regions")  # `content_id` stands for images and captions
 SHARD_BYTES = 500 << 20
 _STORED = ("image", "width", "height", "original_width", "original_height")
 _TEXT = ("captions", "languages", "regions")
 
 
+def is_prepared(name: str) -> bool:
+    """Return whether a folder is a prepared data set."""
+    report = Path(name) / "report.json"
+    if not report.is_file() or not is_saved(report.parent):
+        return False
+    try:
+        content = json.loads(report.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{report} is not valid JSON ({one_line(error)}). Prepare the data set anew.") from error
+    return isinstance(content, dict) and content.get("format") == PREPARED_FORMAT
+
+
+def open_prepared(name: str, title: str, config: str | None = None, allow_outside: bool = False) -> DatasetDict:
+    """Open a prepared data set, memory-mapped, without a look at rows that hold their image.
+
+    Args:
+        allow_outside: accept images that are files anywhere, as the datasets cache of raw files has them.
+
+    Raises:
+        ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
+    """
+    pairs = load_splits(name, config, None, title, allow_outside)
+    unknown = [split for split in pairs if split not in SPLITS]
+    lacking = [split for split, rows in pairs.items() if not _is_prepared_split(rows)]
+    if unknown or lacking:
+        raise ValueError(
+            f"{title}; its report.json says {PREPARED_FORMAT}, but split {(unknown + lacking)[0]} is none of it. "
+            "Prepare it anew."
+        )
+    if not allow_outside:
+        jail = dataset_jail(name, None, allow_outside)
+        for split, rows in pairs.items():
+            check_image_files(rows, f"{title}, split {split}", jail)
+    return pairs
+
+
+def _is_prepared_split(rows: Dataset) -> bool:
+    """Return whether rows have the columns of a prepared split, and no image that `datasets` would open by itself."""
+    is_read = rows.features.get("image") == Image(decode=False) and "content_id" in rows.features
+    return is_read and not any(require_decoding(feature) for name, feature in rows.features.items() if name != "image")
+
+
 def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
-    """Write all splits into `folder`, images straight from the mapped `parts`; returns them as they lie there."""
+    """Write all splits into `folder`, images straight from the `parts`; return them."""
     with tqdm(total=sum(map(len, found.rows.values())), desc="Writing", unit=" rows") as bar:
         for split, columns in _columns(found).items():
             write_split(_with_images(parts, found.rows[split], columns), split, folder / split, bar)
@@ -53,7 +101,7 @@ def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> Datas
 
 
 def _with_images(parts: Sequence[Path], rows: np.ndarray, columns: pa.Table) -> Iterator[pa.Table]:
-    """`columns`, of `rows`, with what is stored of their images: a batch at a time, as an array holds no more than 2 GiB."""
+    """Lay the stored images of `rows` beside `columns`, a batch at a time."""
     begin = 0
     for part in parts:
         for batch in read_part(part, _STORED).to_batches():
@@ -71,13 +119,14 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm)
     """Write tables of the columns above, as shards of about `SHARD_BYTES`.
 
     `save_to_disk` would copy every image of a selection twice more, and cut rows with images into batches of 100, each of
-    which costs whoever opens them 6 kB of memory.
+    which costs 6 kB of memory in every process that opens them.
     """
     folder.mkdir(parents=True)
     first = next(tables)
     features = Features.from_arrow_schema(first.schema)
     features["image"] = Image(decode=False)
     schema = features.arrow_schema
+    known = [name for name in _DECIDING if name in schema.names]
     digest = hashlib.blake2b(digest_size=8)
     shards: list[Path] = []
     waiting = itertools.chain([first], tables)
@@ -89,7 +138,7 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm)
             while table is not None and written < SHARD_BYTES:
                 writer.write_table(table.cast(schema))
                 bar.update(len(table))
-                digest.update("".join(table["content_id"].to_pylist()).encode())
+                digest.update(repr(table.select(known).to_pylist()).encode())
                 written += table.nbytes
                 table = next(waiting, None)
     names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
@@ -98,7 +147,7 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm)
     DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": digest.hexdigest(),  # `datasets` names by it what it caches of these rows
+        "_fingerprint": digest.hexdigest(),  # part of the names of caches of these rows
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,
@@ -109,7 +158,7 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm)
 
 
 def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
-    """`id`, `image` and `captions` of the rows that the findings name as examples and that are not kept."""
+    """Return the rows that the findings name as examples and that are not kept."""
     wanted = {name for part in (found.duplicates, found.leakage) for pair in part["examples"] for name in pair}
     kept = np.zeros(len(found.facts), dtype=bool)
     kept[np.concatenate(list(found.rows.values()))] = True
@@ -135,7 +184,7 @@ def write_findings(folder: Path, summary: dict[str, Any], faults: Sequence[dict[
 
 
 def content_id(stored_hash: str, captions: Sequence[str]) -> str:
-    """BLAKE2b-128 over the hash of the stored bytes (the same function) and the captions in order; hexadecimal."""
+    """Return the BLAKE2b-128 over the hash of the stored bytes and the captions."""
     digest = hashlib.blake2b(stored_hash.encode(), digest_size=16)
     for caption in captions:
         digest.update(b"\0" + caption.encode())
@@ -143,17 +192,18 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
 
 
 def content_fingerprint(pairs: DatasetDict) -> str:
-    """BLAKE2b-128 over the content ids of all rows of all splits, in order; hexadecimal."""
+    """Return the BLAKE2b-128 over ids, content ids, languages and regions of all rows of all splits."""
     digest = hashlib.blake2b(digest_size=16)
     for split, rows in pairs.items():
         digest.update(split.encode())
-        for batch in rows.select_columns(["content_id"]).with_format("arrow").iter(10_000):
-            digest.update("".join(batch["content_id"].to_pylist()).encode())
+        known = [name for name in _DECIDING if name in rows.column_names]
+        for batch in rows.select_columns(known).with_format("arrow").iter(10_000):
+            digest.update("".join(map(repr, batch.to_pylist())).encode())
     return digest.hexdigest()
 
 
 def verify(folder: str) -> int:
-    """Compare every row of a prepared data set with its content id; returns the number of rows.
+    """Compare every row of a prepared data set with its content id; return the number of rows.
 
     Raises:
         ValueError: if the folder holds none, rows are damaged, or rows are missing; the message names the first.
@@ -161,7 +211,10 @@ def verify(folder: str) -> int:
     if not is_prepared(folder):
         raise ValueError(f"{folder} holds no prepared data set. Give the --output_dir of prepare_data.")
     report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
+    if report.get("version") != VERSION:
+        raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
     try:
+        check_saved(Path(folder), Jail(folder))
         pairs = load_from_disk(folder)
         total = sum(map(len, pairs.values()))
         damaged = _damaged(pairs, total)
@@ -172,20 +225,16 @@ def verify(folder: str) -> int:
             f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
         )
     if content_fingerprint(pairs) != report.get("fingerprint"):
-        raise ValueError(f"{folder}: rows are missing or in another order than was written. Prepare it anew.")
+        raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")
     return total
 
 
 def _damaged(pairs: DatasetDict, total: int) -> list[str]:
-    """Rows that differ from what was written."""
-    damaged = []
-    with tqdm(total=total, desc="Verifying", unit=" rows") as bar:
-        for split, rows in pairs.items():
-            for at, good in enumerate(_verified(rows)):
-                bar.update()
-                if not good:
-                    damaged.append(f"row {at} of {split}")
-    return damaged
+    """Name the rows that differ from what was written."""
+    found = (
+        (f"row {at} of {split}", good) for split, rows in pairs.items() for at, good in enumerate(_verified(rows))
+    )
+    return [row for row, good in tqdm(found, total=total, desc="Verifying", unit=" rows") if not good]
 
 
 def _verified(rows: Dataset) -> Iterator[bool]:
@@ -195,11 +244,11 @@ def _verified(rows: Dataset) -> Iterator[bool]:
         for content, captions, wanted in zip(
             contents, batch["captions"].to_pylist(), batch["content_id"].to_pylist(), strict=True
         ):
-            yield content_id(stored_hash(content.as_buffer()), captions) == wanted
+            yield content.is_valid and content_id(stored_hash(content.as_buffer()), captions) == wanted
 
 
 def _columns(found: Reconciled) -> dict[str, pa.Table]:
-    """What stands beside the images of every split."""
+    """Return the columns beside the images of every split."""
     facts = found.facts
     texts = facts.select(_TEXT)
     joined = [_join(texts.take(rows).to_pylist()) for rows in found.merged.values()]
@@ -226,19 +275,23 @@ def _columns(found: Reconciled) -> dict[str, pa.Table]:
 
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Captions of rows of one image, each once, with their languages, and regions, each once."""
+    """Join the captions and regions of rows of one image, each once."""
     captions: dict[str, str] = {}
-    regions: list[Any] = []
+    regions: dict[str, Any] = {}
     for row in rows:
         for caption, language in zip(row["captions"], row["languages"] or [""] * len(row["captions"]), strict=True):
             captions[caption] = captions.get(caption) or language
-        regions += [region for region in row["regions"] or [] if region not in regions]
+        regions |= {repr(region): region for region in row["regions"] or []}
     known = any(row["languages"] is not None for row in rows)
-    return {"captions": list(captions), "languages": list(captions.values()) if known else None, "regions": regions}
+    return {
+        "captions": list(captions),
+        "languages": list(captions.values()) if known else None,
+        "regions": list(regions.values()),
+    }
 
 
 def _no_nulls(text: pa.Table, name: str) -> pa.ChunkedArray:
-    """A column of lists in which null became an empty code per caption, or no regions."""
+    """Return a column of lists, with an empty code per caption, or no regions, in place of null."""
     if not text[name].null_count:
         return text[name]
     rows = zip(text[name].to_pylist(), text["captions"].to_pylist(), strict=True)

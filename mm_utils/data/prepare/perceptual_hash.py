@@ -1,10 +1,10 @@
-"""Images that occur twice, captions that too many images share, and splits that no duplicate crosses.
+"""Find images that occur twice and shared captions; assign splits without duplicates.
 
 An image's fingerprint is a perceptual hash of 64 bits, which finds candidates among millions, and a thumbnail of 8 x 8
-colours, which confirms them: 200 bytes, and 0.3 ms for 256 pixels. Equal files are found by their digest; this module
-finds the same picture after it was compressed, scaled, brightened, turned grey or cut by a few per cent, and a mirrored
-one apart, because "left" and "right" in a caption make that another example. A thumbnail cannot tell a large logo laid
-over a picture from another object in it, so such copies are missed. Recall and false alarms are in docs/log.md.
+colours, which confirms them: 200 bytes, and 0.3 ms for 256 pixels. It finds the same picture after it was compressed,
+scaled, brightened, turned grey or cut by a few per cent, and a mirrored one apart, because "left" and "right" in a
+caption make that another example. Copies with a large logo over the picture are missed: a thumbnail cannot distinguish it
+from another object. Recall and false alarms are in docs/log.md.
 """
 
 import hashlib
@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+# Bits that may differ. Of 22 million pairs of real images 18 are within 7 bits, all of them copies or neighbouring shots;
+# of 50 more within 12 some 40 are neither. Copies cut by 5 % need about 6.
 RADIUS = 8
-"""Bits that may differ. Of 22 million pairs of real images 18 are within 7 bits, all of them copies or neighbouring shots;
-of 50 more within 12 some 40 are neither. Copies cut by 5 % need about 6."""
-
 FINGERPRINT = np.dtype([("hash", "<u8"), ("thumbnail", "u1", (8, 8, 3))])
 
 _SIDE = 32
@@ -42,9 +41,9 @@ _FLAT = 2.0  # standard deviation in levels: below it rounding decides the bits;
 
 
 def fingerprint(image: Image.Image) -> bytes:
-    """200 bytes of an RGB image of any size: join many and read them with `np.frombuffer(joined, FINGERPRINT)`.
+    """Return 200 bytes for an RGB image; read many joined as an array of `FINGERPRINT`.
 
-    Its hash is the signs of the 64 lowest frequencies of a discrete cosine transform of 32 x 32 grey cells, after Zauner,
+    The hash is the signs of the 64 lowest frequencies of a discrete cosine transform of 32 x 32 grey cells, after Zauner,
     "Implementation and benchmarking of perceptual image hash functions" (2010). There the median is the threshold;
     with zero, mirroring an image flips fixed bits, so one transform serves for both. Proportions are not compared.
     """
@@ -55,10 +54,10 @@ def fingerprint(image: Image.Image) -> bytes:
 
 
 def near_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
-    """Rows [P, 2] that show the same picture, the smaller first.
+    """Return rows [P, 2] that show the same picture, the smaller first.
 
     Equal fingerprints are linked to their first row only, so that thousands of copies do not make millions of pairs.
-    Flat images, a blank page for one, are in no pair: too little is left of them to tell what they show.
+    Flat images, such as blank pages, are in no pair: their hash is noise.
     """
     rows, copies = _distinct(prints_N)
     chunks = [copies]
@@ -68,7 +67,7 @@ def near_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
 
 
 def mirror_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
-    """Rows [P, 2] of which one shows the other mirrored, left for right; of equal fingerprints the first row only."""
+    """Return rows [P, 2] that show each other mirrored, left for right."""
     rows, _ = _distinct(prints_N)
     hashes = prints_N["hash"][rows]
     chunks = []
@@ -80,7 +79,7 @@ def mirror_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
 
 
 def hash_pairs(hashes_N: np.ndarray, radius: int) -> Iterator[np.ndarray]:
-    """Every pair of rows [P, 2] whose 64 bits differ in at most `radius`, the smaller first, once, in bounded chunks.
+    """Give all pairs of rows [P, 2] whose 64 bits differ in at most `radius`, in chunks.
 
     The bits are cut into `radius` + k bands. Two such hashes agree in k bands at least, so for each choice of k bands
     only the hashes that agree there are compared (Manku et al., "Detecting near-duplicates for web crawling", 2007).
@@ -111,7 +110,7 @@ def hash_pairs(hashes_N: np.ndarray, radius: int) -> Iterator[np.ndarray]:
 
 
 def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
-    """The group of each row, named by its smallest row: rows that pairs [P, 2] connect, directly or through others.
+    """Return each row's group, named by its smallest row; pairs [P, 2] connect rows.
 
     Pictures that change little by little, such as the frames of a film, form one long group whose ends differ. That is
     meant for splits, which none of these pairs may cross; look at the largest group before its rows are dropped.
@@ -129,7 +128,7 @@ def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
 
 
 def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
-    """Rows [L, 2] to drop, each with a row of its group that stays, so that no group reaches into two splits.
+    """Return rows [L, 2] to drop, each with the row of its group in another split that stays.
 
     Splits are numbers, and of a group the rows of the highest stay: with train 0, validation 1 and test 2 nothing is
     taken from test, and from validation only what test has too.
@@ -143,14 +142,14 @@ def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
 
 
 def assign_splits(groups_N: np.ndarray, keys: Sequence[str], fractions: Sequence[float], salt: str = "") -> np.ndarray:
-    """The split, counted from 0, of each row: a hash of the key of the first row of its group, and of nothing else.
+    """Return each row's split, from 0, by a hash of the key of the first row of its group.
 
     Rows added behind these leave them where they are, except where a new one connects two groups.
 
     Args:
-        groups_N: as `groups` gives them.
-        keys: name each row for good, the digest of its image for instance.
-        fractions: of the splits, in their order.
+        groups_N: the result of `groups`.
+        keys: permanent names of the rows, such as the digests of their images.
+        fractions: shares of the splits, in their order.
         salt: another one gives other splits.
 
     Raises:
@@ -166,7 +165,7 @@ def assign_splits(groups_N: np.ndarray, keys: Sequence[str], fractions: Sequence
 
 
 def caption_keys(captions: Sequence[str]) -> np.ndarray:
-    """64-bit keys [M], equal for captions that differ in case, punctuation, spacing or Unicode's compatible forms."""
+    """Return 64-bit keys [M], equal for captions that differ in case, signs or spacing."""
     wording = _Wording()
     plain = (unicodedata.normalize("NFKC", caption).casefold().translate(wording) for caption in captions)
     return np.frombuffer(b"".join(_digest(" ".join(text.split())) for text in plain), dtype="<u8")
@@ -182,15 +181,13 @@ class SharedCaption(NamedTuple):
 def shared_captions(
     keys_M: np.ndarray, images_M: np.ndarray, least: int = 10, share: float = 0.01
 ) -> list[SharedCaption]:
-    """Captions, the most frequent first, of more than `least` images and more than `share` of all images.
+    """Return captions of more than `least` images and more than `share` of all images.
 
     Such a caption describes none of them well, and in a batch its images are each other's false negatives.
 
     Args:
-        keys_M: of all captions, as `caption_keys` gives them.
+        keys_M: the keys of all captions (`caption_keys`).
         images_M: the image of each caption.
-        least: so few images are never reported.
-        share: nor is a smaller part of the images.
     """
     once = np.setdiff1d(np.arange(len(keys_M)), repeated_captions(keys_M, images_M))
     _, first, images = np.unique(keys_M[once], return_index=True, return_counts=True)
@@ -201,14 +198,14 @@ def shared_captions(
 
 
 def repeated_captions(keys_M: np.ndarray, images_M: np.ndarray) -> np.ndarray:
-    """Rows whose image has the same caption in an earlier row."""
+    """Return the rows whose image has the same caption in an earlier row."""
     order = np.lexsort((np.arange(len(keys_M)), keys_M, images_M))
     same = (np.diff(keys_M[order]) == 0) & (np.diff(images_M[order]) == 0)
     return np.sort(order[1:][same])
 
 
 class _Wording(dict[int, str]):
-    """For `str.translate`: letters, marks, digits and symbols stay (C++ is not C); format characters vanish."""
+    """A table for `str.translate` that keeps letters, marks, digits and symbols (C++)."""
 
     def __missing__(self, code: int) -> str:
         category = unicodedata.category(chr(code))
@@ -221,7 +218,7 @@ def _digest(text: str) -> bytes:
 
 
 def _bands_to_agree(num_hashes: int, radius: int) -> int:
-    """How many bands a pair must agree in: with more, fewer hashes meet by chance, in more choices of bands.
+    """Return the number of bands that a pair must agree in for the least work.
 
     The work of a choice is to sort the hashes, and to compare those that meet; sorting one costs about five comparisons.
     """
@@ -234,7 +231,7 @@ def _bands_to_agree(num_hashes: int, radius: int) -> int:
 
 
 def _distinct(prints_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First rows of the distinct fingerprints that are not flat, and pairs of a first row and its copy."""
+    """Return first rows of distinct fingerprints that are not flat, and pairs of copies."""
     grey = prints_N["thumbnail"].reshape(len(prints_N), 64, 3) @ _GREY_WEIGHTS
     rows = np.flatnonzero(grey.std(axis=1) >= _FLAT)
     whole = np.ascontiguousarray(prints_N[rows]).view(f"V{FINGERPRINT.itemsize}")
@@ -244,11 +241,10 @@ def _distinct(prints_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _confirmed(left: np.ndarray, right: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Those pairs whose thumbnails agree in every cell: in brightness after matching mean and contrast, and in colour.
+    """Keep pairs whose thumbnails agree in every cell, in brightness and in colour.
 
     One object more or less changes a cell or two, which the lowest frequencies hardly show: of 5,000 drawn scenes of a
-    few objects on a plain ground, 9,656 pairs are within 8 bits, and 7 are confirmed. Colour is not asked of a copy
-    without any.
+    few objects on a plain ground, 9,656 pairs are within 8 bits, and 7 are confirmed. A copy in grey needs no colour.
     """
     brightness_a, colour_a = _split_colour(left[pairs[:, 0]])
     brightness_b, colour_b = _split_colour(right[pairs[:, 1]])

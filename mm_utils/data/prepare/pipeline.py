@@ -1,8 +1,8 @@
-"""From raw sources to a prepared pair data set: read, check, shrink, compare, write; on all cores, and only once.
+"""Read, check and store raw sources on all cores, and only once.
 
-What comes out is described in `mm_utils.data.prepare.prepared`; every row or caption that was set aside is in
-`quarantine.jsonl` with its source, place and reason. All work is done in `<output_dir>.partial`, whose result takes the name
-`output_dir` in one step at the end; a run that is interrupted leaves it, and the same command goes on there.
+The result is described in `mm_utils.data.prepare.on_disk`; every row or caption that was set aside is in
+`quarantine.jsonl` with its source, place and reason. All work is done in `<output_dir>.partial`, whose result is renamed
+to `output_dir` at the end; an interrupted run leaves it, and the same command resumes there.
 """
 
 import itertools
@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
+import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -25,14 +27,13 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from mm_utils import ranks
+from mm_utils import distributed
 from mm_utils.arguments import arg
+from mm_utils.data.faults import REASONS
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, ChunkResult, Storage, cut_into_chunks, ingest
-from mm_utils.data.raw.faults import REASONS
-from mm_utils.data.raw.formats import Source, detect, read_source
-from mm_utils.data.raw.paths import PathArguments
-from mm_utils.data.raw.records import BadRow, Record
+from mm_utils.data.sources.detect import detect, read_source
+from mm_utils.data.sources.source import PathArguments, Source
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its
 
 @dataclass
 class PrepareArguments:
-    """What is read, where it goes, and in which form images are kept."""
+    """Sources, the output folder, and the form in which images are kept."""
 
     sources: list[str] = field(
         default_factory=list,
@@ -66,7 +67,6 @@ class PrepareArguments:
     num_proc: int | None = arg(None, "Processes; default one per core.")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be, with a ValueError of one line."""
         if self.verify:
             return
         if not self.sources:
@@ -83,19 +83,37 @@ class PrepareArguments:
                 raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
 
     @property
-    def workers(self) -> int:
-        """Processes."""
-        return self.num_proc or ranks.available_cores()
+    def short_side(self) -> int:
+        """Return the shorter side of stored images, in pixels."""
+        return round(OVERSIZE * self.image_size)
 
-    @property
-    def storage(self) -> Storage:
-        """In which form images are kept."""
-        return Storage(self.store, None if self.keep_originals else round(OVERSIZE * self.image_size))
+    def plan(self, checks: CheckArguments) -> "IngestPlan":
+        """Return the settings of `ingest_sources`."""
+        storage = Storage(self.store, None if self.keep_originals else self.short_side)
+        workers = self.num_proc or distributed.available_cores()
+        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows)
+
+
+@dataclass(frozen=True)
+class IngestPlan:
+    """Settings of `ingest_sources`.
+
+    Attributes:
+        workers: processes.
+        max_bad_fraction: a source with a larger share of bad rows is refused.
+        max_rows: rows that are read of each source; None reads all.
+    """
+
+    checks: CheckArguments
+    storage: Storage
+    workers: int
+    max_bad_fraction: float
+    max_rows: int | None = None
 
 
 @dataclass
 class SourceTally:
-    """Rows of one source that were read, and those that were lost."""
+    """Counts of the rows of one source that were read, and of those that were lost."""
 
     source: Source
     rows: int = 0
@@ -104,13 +122,12 @@ class SourceTally:
 
 @dataclass
 class Ingested:
-    """What the chunks of all sources gave.
+    """The outcome of all chunks.
 
     Attributes:
         sources: by name.
         parts: the files with the rows, in order.
-        faults: see `mm_utils.data.prepare.ingest.ChunkResult`.
-        notes: counts.
+        faults, notes: see `mm_utils.data.prepare.ingest.ChunkResult`.
     """
 
     sources: dict[str, SourceTally]
@@ -120,13 +137,13 @@ class Ingested:
 
     @property
     def weights(self) -> dict[str, float | None]:
-        """Of all sources, by name."""
+        """Return the weights of all sources, by name."""
         return {name: tally.source.weight for name, tally in self.sources.items()}
 
 
 @contextmanager
 def workspace(args: PrepareArguments) -> Iterator[Path]:
-    """The folder in which `args.output_dir` comes about; what it holds in `result` takes that name at the end.
+    """Give a folder to work in; rename its folder `result` to `args.output_dir` at the end.
 
     Raises:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.
@@ -137,21 +154,39 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         if args.overwrite_output_dir:
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
-        with _only_here(work / "lock"):
-            _refuse_taken(output, args)  # again, as who held the lock may be done
+        with FileLock(work / "lock", blocking=False):
+            _refuse_taken(output, args)  # again, as the last holder of the lock may be done
             shutil.rmtree(work / "result", ignore_errors=True)  # half of it, where a run was killed while writing
-            yield work
-            _flush(work / "result")
-            old = work / "replaced"
+            with _left_with_a_word(work):
+                yield work
+            flush(work / "result")
             if output.exists():
-                os.replace(output, old)
+                os.replace(output, work / "replaced")
             os.replace(work / "result", output)
         shutil.rmtree(work)
+    except Timeout:
+        raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None
     except OSError as error:
         raise ValueError(
             f"--output_dir is {output}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some space or "
-            "give another folder; the same command goes on where this stopped."
+            "give another folder; the same command resumes where this stopped."
         ) from error
+
+
+@contextmanager
+def _left_with_a_word(work: Path) -> Iterator[None]:
+    """When the block fails, remove a folder in which nothing was done, and name one in which something was."""
+    try:
+        yield
+    except BaseException:
+        if any(path.is_file() and path.name != "lock" for path in work.rglob("*")):
+            logger.warning(
+                "%s keeps the rows that were read: the same command resumes there. Delete it if you do not need it",
+                work,
+            )
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _refuse_taken(output: Path, args: PrepareArguments) -> None:
@@ -167,82 +202,81 @@ def _refuse_taken(output: Path, args: PrepareArguments) -> None:
         raise ValueError(f"--output_dir is {output}; {inside[0]} is read from it. Give another folder.")
     if not (output / "report.json").is_file():
         raise ValueError(
-            f"--output_dir is {output}; it holds something else than a prepared data set, which is not removed. Give "
+            f"--output_dir is {output}; it holds no prepared data set but something else, which is not removed. Give "
             "another folder."
         )
 
 
-@contextmanager
-def _only_here(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, unless another process does."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise ValueError(f"{path.parent} is in use by another run. Wait for it, or give another folder.") from None
-    with lock:
-        yield
-
-
-def _flush(folder: Path) -> None:
-    """Bring all files of `folder` to the disk, so that a name never stands for less than its content."""
+def flush(folder: Path) -> None:
+    """Write all files of `folder` through to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
 
-def ingest_sources(args: PrepareArguments, checks: CheckArguments, paths: PathArguments, work: Path) -> Ingested:
-    """Read all sources, and check and store their rows, on all cores; chunks that are there already are kept.
+def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan, work: Path) -> Ingested:
+    """Read all sources; check and store their rows in `work`. Existing chunks are kept.
 
     Raises:
-        ValueError: if a source cannot be read, or more than `max_bad_fraction` of its rows are bad.
+        ValueError: if a source cannot be read, or more than `plan.max_bad_fraction` of its rows are bad.
     """
-    sources = _named([Source.parse(item) for item in args.sources])
-    sources = [replace(source, format=source.format or detect(source)) for source in sources]
+    sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
     found = Ingested({source.name: SourceTally(source) for source in sources})
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
-    workers = args.workers
-    chunks = cut_into_chunks(_rows(sources, paths, args.max_rows))
+    rows = (row for source in sources for row in itertools.islice(read_source(source, paths), plan.max_rows))
     with (
-        tqdm(desc="Checking and storing", unit=" rows", smoothing=0.05) as bar,
+        tqdm(desc="Checking images", unit=" rows", smoothing=0.05) as bar,
         # Forked processes need not import anything again, which would take longer than a small data set.
         ProcessPoolExecutor(
-            workers, multiprocessing.get_context("fork" if hasattr(os, "fork") else None), _set_up_worker
+            plan.workers,
+            multiprocessing.get_context("fork" if hasattr(os, "fork") else None),
+            _set_up_worker,
+            (os.getpid(),),
         ) as pool,
     ):
         try:
-            for number, result in _in_order(pool, chunks, (parts, checks, args.storage), 2 * workers):
+            arguments = (parts, plan.checks, plan.storage)
+            for number, result in _in_order(pool, cut_into_chunks(rows), arguments, 2 * plan.workers):
                 _count(found, result)
                 found.parts.append(parts / f"part-{number:06d}.arrow")
                 bar.update(sum(result.rows.values()))
                 for tally in found.sources.values():
                     if tally.rows >= _EARLY_ROWS:
-                        _refuse_hopeless(tally, args.max_bad_fraction, found.faults)
+                        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
         except BrokenProcessPool as error:
             raise ValueError(
-                "a process that decodes images was killed, likely for want of memory. Give fewer with --num_proc; the "
-                "same command goes on where this stopped."
+                "a process that decodes images was killed, probably for lack of memory. Give fewer with --num_proc; the "
+                "same command resumes where this stopped."
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     for tally in found.sources.values():
-        _refuse_hopeless(tally, args.max_bad_fraction, found.faults)
+        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
     return found
 
 
-def _set_up_worker() -> None:
-    """One thread, as there is a process a core. Pillow's own words on damaged files name neither file nor row; the quarantine does. Ctrl-C is for the main process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _set_up_worker(parent: int) -> None:
+    """Give a process of the pool one thread, and silence the decoders' own messages."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
     torch.set_num_threads(1)
+    # Pillow's messages on damaged files name neither file nor row; the quarantine does.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed: it would hold the parent's locks."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _named(sources: list[Source]) -> list[Source]:
-    """Sources whose paths end alike are told apart by the folder; a name given to two is refused."""
+    """Add folders to equal names of sources; refuse a name that is given to two."""
     for tail in (2, 3):
         names = Counter(source.name for source in sources)
         sources = [
@@ -255,15 +289,10 @@ def _named(sources: list[Source]) -> list[Source]:
     return sources
 
 
-def _rows(sources: list[Source], paths: PathArguments, most: int | None) -> Iterator[Record | BadRow]:
-    for source in sources:
-        yield from itertools.islice(read_source(source, paths), most)
-
-
 def _in_order(
     pool: ProcessPoolExecutor, chunks: Iterable[Chunk], arguments: tuple[Any, ...], ahead: int
 ) -> Iterator[tuple[int, ChunkResult]]:
-    """Results in the order of the chunks, with at most `ahead` of them under way, so that memory stays flat."""
+    """Give the results in the order of the chunks, with at most `ahead` of them under way."""
     under_way: deque[tuple[int, Future[ChunkResult]]] = deque()
     for chunk in chunks:
         under_way.append((chunk.number, pool.submit(ingest, chunk, *arguments)))
@@ -285,15 +314,16 @@ def _count(found: Ingested, result: ChunkResult) -> None:
 
 
 def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]]) -> None:
-    name = tally.source.name
+    title = tally.source.title
     if tally.rows == 0:
-        raise ValueError(f"--sources {tally.source.path} holds no rows. Give a source with images and captions.")
+        raise ValueError(f"{title}; it holds no rows. Give a source with images and captions.")
     if tally.bad <= most * tally.rows:
         return
-    reasons = Counter(fault["reason"] for fault in faults if fault["source"] == name).most_common(3)
-    first = next(fault for fault in faults if fault["source"] == name and fault["reason"] == reasons[0][0])
+    reasons = Counter(fault["reason"] for fault in faults if fault["source"] == tally.source.name).most_common(3)
+    first = next(fault for fault in faults if (fault["source"], fault["reason"]) == (tally.source.name, reasons[0][0]))
+    limit = "half" if most == 0.5 else f"--max_bad_fraction {most}"
     raise ValueError(
-        f"--sources {tally.source.path}: {tally.bad:,} of {tally.rows:,} rows are bad, more than --max_bad_fraction {most} "
+        f"{title}; {tally.bad:,} of {tally.rows:,} rows are bad, more than {limit} "
         f"({', '.join(f'{reason}: {count:,}' for reason, count in reasons)}). The first is {first['where']}: "
         f"{first['detail']}. {REASONS[reasons[0][0]]}"
     )

@@ -1,4 +1,4 @@
-"""What a preparation found, as the plain values of `report.json`."""
+"""Summarise a preparation as the plain values of `report.json`."""
 
 from collections import Counter, defaultdict
 from datetime import date
@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import DatasetDict
 
-from mm_utils.data.prepare.duplicates import caption_keys, shared_captions
+from mm_utils.arguments import launch_command
+from mm_utils.data.faults import REASONS
+from mm_utils.data.prepare.dedup_and_split import Reconciled
+from mm_utils.data.prepare.on_disk import content_fingerprint
+from mm_utils.data.prepare.perceptual_hash import caption_keys, shared_captions
 from mm_utils.data.prepare.pipeline import Ingested, PrepareArguments
-from mm_utils.data.prepare.prepared import content_fingerprint
-from mm_utils.data.prepare.reconcile import Reconciled
-from mm_utils.data.raw.faults import REASONS
 
 _EXAMPLES = 3
 _SHARED = 20
@@ -21,7 +22,7 @@ _SHARED = 20
 def summarize(
     args: PrepareArguments, settings: dict[str, Any], ingested: Ingested, found: Reconciled, pairs: DatasetDict
 ) -> dict[str, Any]:
-    """Figures of sources, splits, faults, duplicates, leaks, captions and storage, for people and programs."""
+    """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage."""
     return {
         "created": date.today().isoformat(),
         "fingerprint": content_fingerprint(pairs),
@@ -38,13 +39,17 @@ def summarize(
 
 
 def describe(summary: dict[str, Any], folder: str) -> str:
-    """The findings in a few lines, and what one would do next."""
+    """Describe the findings in a few lines, with the next command."""
     splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
     captions = sum(part["captions"] for part in summary["splits"].values())
     lines = [f"Images: {splits}; {captions:,} captions"]
     if summary["quarantined"]:
         reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
         lines.append(f"Set aside, see {folder}/quarantine.jsonl: {reasons}")
+    if summary["notes"]:
+        lines.append(
+            f"Repaired or converted: {', '.join(f'{note} {times:,}' for note, times in summary['notes'].items())}"
+        )
     found = summary["duplicates"]
     lines.append(f"Duplicates: {found['exact_rows']:,} copies, {found['near_pairs']:,} pairs that look alike")
     lines += [
@@ -60,7 +65,7 @@ def describe(summary: dict[str, Any], folder: str) -> str:
             f"{folder}:",
             *lines,
             f"Look at {folder}/report.md",
-            f"Train on it: accelerate launch scripts/pretrain.py --dataset_name {folder}",
+            f"Train on it: {launch_command('pretrain', ['--dataset_name', folder])}",
         ]
     )
 
@@ -96,7 +101,7 @@ def _split(rows: Any) -> dict[str, int]:
 
 
 def _quarantined(faults: list[dict[str, str]]) -> dict[str, Any]:
-    """Faults by reason, the most frequent first."""
+    """Group the faults by reason, the most frequent first."""
     by_reason: dict[str, list[dict[str, str]]] = defaultdict(list)
     for fault in faults:
         by_reason[fault["reason"]].append(fault)
@@ -111,7 +116,7 @@ def _quarantined(faults: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _captions(pairs: DatasetDict) -> dict[str, Any]:
-    """How many captions differ, how long they are, in which languages, and which belong to too many images."""
+    """Count distinct captions, lengths and languages; list captions of too many images."""
     texts: list[str] = []
     owners: list[np.ndarray] = []
     languages: Counter[str] = Counter()
@@ -145,13 +150,13 @@ def _captions(pairs: DatasetDict) -> dict[str, Any]:
 
 
 def _storage(args: PrepareArguments, found: Reconciled) -> dict[str, Any]:
-    """Bytes per pair before and after, and what storing cost in quality, on the rows that were measured."""
+    """Return bytes per pair before and after storing, and the measured loss of quality."""
     rows = np.concatenate(list(found.rows.values()))
     kept = found.facts.take(rows)
     losses = kept["psnr"].drop_null().to_numpy()
     return {
         "store": "originals" if args.keep_originals else args.store,
-        "short_side": args.storage.short_side,
+        "short_side": None if args.keep_originals else args.short_side,
         "original_bytes_per_pair": pc.mean(kept["original_bytes"]).as_py(),
         "stored_bytes_per_pair": pc.mean(kept["stored_bytes"]).as_py(),
         "psnr_sample": len(losses),

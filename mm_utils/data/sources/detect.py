@@ -1,4 +1,4 @@
-"""Raw sources of image-caption pairs: which format one has, and its rows one after another."""
+"""Recognise the format of a source, and read its rows one after another."""
 
 import os
 import re
@@ -7,38 +7,49 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from mm_utils.data.raw.annotations import read_coco, read_flickr, read_karpathy
-from mm_utils.data.raw.faults import Fault
-from mm_utils.data.raw.folders import (
+from mm_utils.data.faults import Fault
+from mm_utils.data.sources.annotations import read_coco, read_flickr, read_karpathy
+from mm_utils.data.sources.columns import SPLIT_NAMES
+from mm_utils.data.sources.folders import (
     CAPTION_SUFFIXES,
-    IMAGE_SUFFIXES,
     image_files,
     read_caption_files,
     read_classes,
     read_parallel,
 )
-from mm_utils.data.raw.paths import PathArguments
-from mm_utils.data.raw.records import BadRow, Record
-from mm_utils.data.raw.shards import read_webdataset
-from mm_utils.data.raw.specs import FORMATS, TEMPLATES, Source
-from mm_utils.data.raw.stores import is_saved, metadata_files
-from mm_utils.data.raw.table_records import read_datasets, read_metadata, read_parquet, read_text
-from mm_utils.data.raw.text_files import TEXT_SUFFIXES, is_array, parse_json
+from mm_utils.data.sources.records import IMAGE_SUFFIXES, BadRow, Record
+from mm_utils.data.sources.source import FORMATS, PathArguments, Source
+from mm_utils.data.sources.stored import is_saved
+from mm_utils.data.sources.tables import read_datasets, read_metadata, read_parquet, read_text
+from mm_utils.data.sources.text_files import TEXT_SUFFIXES, is_array, parse_json
+from mm_utils.data.sources.webdataset import read_webdataset
 
-__all__ = ["FORMATS", "TEMPLATES", "Source", "detect", "read_source"]
-
-_HEAD = 1 << 16  # characters of a file that tell its format
-_LOOKED_AT = 1000  # files of a folder that tell its format
+METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_HEAD = 1 << 16  # characters of a file that are looked at
+_LOOKED_AT = 1000  # files of a folder that are looked at
 _TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
 _FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
+_READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
+    "parquet": read_parquet,
+    "classes": read_classes,
+    "parallel": read_parallel,
+    "coco": read_coco,
+    "karpathy": read_karpathy,
+    "flickr": read_flickr,
+    "webdataset": read_webdataset,
+    "datasets": read_datasets,
+}
 
 
 def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Give every row of `source` in its order: a `Record`, or a `BadRow` that says why there is none.
+    """Read every row of `source` in order as a `Record`, or as a `BadRow` with the reason.
 
-    Rows of one image have equal ids and are not merged. Memory is flat in the rows, but for JSON documents (COCO,
-    Karpathy, arrays), which are parsed whole, and parallel sources, whose captions are held. Raises a ValueError of
-    one line where the source as a whole cannot be read: it is missing, lacks a column, or is another format.
+    Rows of one image have equal ids and are not merged. Memory does not grow with the rows, except for JSON documents
+    (COCO, Karpathy, arrays), which are parsed whole, and parallel sources, whose captions are held.
+
+    Raises:
+        ValueError: if the source as a whole cannot be read: it is missing, lacks a column, or has another format.
     """
     source = replace(source, format=source.format or detect(source))
     if source.format == "imagefolder":
@@ -50,7 +61,11 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
 
 
 def detect(source: Source) -> str:
-    """Give the format of a source from the look of it; raises a ValueError where that does not tell."""
+    """Return the format of a source by its path and content.
+
+    Raises:
+        ValueError: if they do not decide it.
+    """
     path = Path(source.path)
     if source.captions is not None:
         return "parallel"
@@ -65,17 +80,18 @@ def detect(source: Source) -> str:
     raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
 
 
-_READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
-    **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
-    "parquet": read_parquet,
-    "classes": read_classes,
-    "parallel": read_parallel,
-    "coco": read_coco,
-    "karpathy": read_karpathy,
-    "flickr": read_flickr,
-    "webdataset": read_webdataset,
-    "datasets": read_datasets,
-}
+def metadata_files(folder: Path) -> dict[str | None, Path]:
+    """Return an image folder's metadata file, below None, or those of its split folders."""
+    file = _metadata_file(folder)
+    if file is not None:
+        return {None: file}
+    inside = [item for item in sorted(folder.iterdir()) if item.is_dir() and item.name.lower() in SPLIT_NAMES]
+    found = {SPLIT_NAMES[item.name.lower()]: _metadata_file(item) for item in inside}
+    return {split: file for split, file in found.items() if file is not None}
+
+
+def _metadata_file(folder: Path) -> Path | None:
+    return next((folder / name for name in METADATA_FILES if (folder / name).is_file()), None)
 
 
 def _of_folder(path: Path, source: Source) -> str:
@@ -89,7 +105,7 @@ def _of_folder(path: Path, source: Source) -> str:
     found = _of_names(files, path)
     if found is None:
         raise ValueError(
-            f"{source.title}; this folder has the look of no known format. Set format= to one of {', '.join(FORMATS)}."
+            f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(FORMATS)}."
         )
     lists = [name for place, name in files if place == str(path) and name.lower().endswith(TEXT_SUFFIXES)]
     if found == "classes" and lists:
@@ -101,7 +117,7 @@ def _of_folder(path: Path, source: Source) -> str:
 
 
 def _of_names(files: list[tuple[str, str]], path: Path) -> str | None:
-    """Tell the format of the folder `path` by the folders and names of files in it."""
+    """Return the format of the folder `path` by the folders and names of files in it."""
     split = [(place, *os.path.splitext(name)) for place, name in files]
     suffixes = {suffix.lower() for _, _, suffix in split}
     images = {(place, stem) for place, stem, suffix in split if suffix.lower() in IMAGE_SUFFIXES}
@@ -134,13 +150,15 @@ def _of_file(path: Path, source: Source) -> str:
         return "flickr"
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
+    known = ", ".join((*TEXT_SUFFIXES, ".parquet", ".tar"))
     raise ValueError(
-        f"{source.title}; its format is not known by '{path.suffix}'. Set format= to one of {', '.join(FORMATS)}."
+        f"{source.title}; its format is not known by '{path.suffix}'. Known are {known}; prepare_data also takes "
+        f"format=, one of {', '.join(FORMATS)}."
     )
 
 
 def _of_json(head: str, first: str) -> str:
-    """Tell an array, one object a line, and one document, of which the head may hold the first lists alone."""
+    """Distinguish an array, one object a line, and one document."""
     if is_array(head):
         return "json"
     try:

@@ -1,7 +1,7 @@
-"""Fetch an image from a public address, and from no other: the guard against requests forged by a data file.
+"""Download images from public addresses only, so that data files cannot forge requests.
 
 A name in a data file may resolve to this machine, to the local network or to a cloud's metadata service, also by a
-redirect, and may resolve differently when asked twice. Therefore every address that a name has must be public, and the
+redirect, and may resolve differently when asked twice. Therefore every address of a name must be public, and the
 connection goes to the very address that was checked.
 """
 
@@ -13,8 +13,9 @@ import threading
 import time
 from urllib.parse import urljoin, urlsplit
 
-from mm_utils.data.raw.faults import Fault
-from mm_utils.data.raw.paths import Limits
+from mm_utils.data.faults import Fault
+from mm_utils.data.paths import Limits
+from mm_utils.files import retry
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
@@ -23,27 +24,27 @@ _PAUSE = 0.5  # seconds before the second attempt; doubled before each further o
 
 
 class _PassingError(Exception):
-    """A failure that a second attempt may not see."""
+    """A failure that may not happen again."""
 
 
 def download(url: str, limits: Limits) -> bytes:
-    """Give the bytes at a public http(s) address.
+    """Return the bytes at a public http(s) address.
+
+    Passing failures, such as status 503, are retried up to `limits.attempts` times; `limits.seconds` is for all attempts
+    together.
 
     Raises a `Fault`: url_not_allowed (another scheme), private_address, or download_failed (no connection, a status
-    that is not 200, too many bytes, seconds or redirects). What may pass, such as status 503, is tried
-    `limits.attempts` times, with a pause of 0.5 s that doubles; `limits.seconds` is for all attempts together.
+    that is not 200, too many bytes, seconds or redirects).
     """
     deadline = time.monotonic() + limits.seconds
-    for attempt in range(limits.attempts):
-        try:
-            return _follow(url, limits, deadline)
-        except (_PassingError, OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-        pause = _PAUSE * 2**attempt
-        if attempt + 1 == limits.attempts or time.monotonic() + pause > deadline:
-            break
-        time.sleep(pause)
-    raise Fault("download_failed", f"{url}: {reason} (attempt {attempt + 1})")
+    passing = (_PassingError, OSError, http.client.HTTPException)
+    pauses = [_PAUSE * 2**attempt for attempt in range(limits.attempts - 1)]
+    try:
+        return retry(
+            lambda: _follow(url, limits, deadline), lambda error: isinstance(error, passing), pauses, deadline
+        )
+    except passing as error:
+        raise Fault("download_failed", f"{url}: {str(error) or type(error).__name__}") from error
 
 
 def _follow(url: str, limits: Limits, deadline: float) -> bytes:
@@ -57,7 +58,7 @@ def _follow(url: str, limits: Limits, deadline: float) -> bytes:
 
 
 def _get(url: str, limits: Limits, deadline: float) -> bytes | str:
-    """Give the body, or the place that a redirect names."""
+    """Return the body, or the address that a redirect names."""
     scheme, host, port, target = _split(url)
     address = _public_address(host, port, url)
     left = deadline - time.monotonic()
@@ -66,7 +67,7 @@ def _get(url: str, limits: Limits, deadline: float) -> bytes | str:
     stream = socket.create_connection((address, port), timeout=left)
     if scheme == "https":
         stream = ssl.create_default_context().wrap_socket(stream, server_hostname=host, do_handshake_on_connect=False)
-    # A socket's timeout is per packet; a server that sends a byte a second would hold the worker for hours.
+    # A socket's timeout is per packet; a server that sends a byte a second would hold the process for hours.
     over = threading.Event()
     watch = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, [stream, over])
     watch.daemon = True
@@ -145,6 +146,6 @@ def _is_public(address: str) -> bool:
         inner = ip.ipv4_mapped or ip.sixtofour
         if inner is not None:
             return _is_public(str(inner))
-        if ip.teredo is not None:
+        if ip.teredo is not None or ip.is_site_local:  # fec0::/10, which `is_global` takes for public
             return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_link_local or ip.is_private)

@@ -1,118 +1,128 @@
-"""From the rows of a stream to this rank's batches: every worker reads its lanes and gives a part of every step."""
+"""Load this rank's batches of a stream: every worker reads its shard groups and gives a part of every step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils import ranks
-from mm_utils.data.batches import Batch, Collator, Pairs
-from mm_utils.data.order import choose_captions
-from mm_utils.data.restarts import RestartingLoader
-from mm_utils.data.stream.files import ShardReader
-from mm_utils.data.stream.formats import Record
-from mm_utils.data.stream.lanes import Reader, Slot
-from mm_utils.data.stream.stream import Stream
-from mm_utils.data.substitutes import substitutes
-from mm_utils.data.tokens import caption_key, encode_captions, image_key
+from mm_utils import distributed
+from mm_utils.data.loading.dataset import Batch, Collator, TrainingTransform
+from mm_utils.data.loading.loaders import DeviceLoader, Loaders
+from mm_utils.data.loading.order import choose_captions, replacement_rows
+from mm_utils.data.loading.tokens import caption_key, encode_captions, image_key
+from mm_utils.data.loading.workers import RestartingLoader, worker_options
+from mm_utils.data.streaming.order import Reader, Slot
+from mm_utils.data.streaming.rows import FEATURES, Row
+from mm_utils.data.streaming.shards import ShardReader
+from mm_utils.data.streaming.stream import Stream
 
-_SHOWN = 4  # of the files of a step, in a message
+_SHOWN = 4  # files of a step that a message names
+
+
+def train_stream(
+    loaders: Loaders, stream: Stream, tokenizer: PreTrainedTokenizerBase, start: int, stop: int
+) -> DeviceLoader:
+    """Return this rank's share of the global batches of steps `start` to `stop` of a stream.
+
+    Raises:
+        ValueError: if regions are asked for.
+    """
+    if loaders.regions:
+        raise ValueError("--objectives asks for regions, and --streaming reads none. Drop one of them.")
+    transform = loaders.training_transform(stream.order.seed)
+    collate = Collator(loaders.pad_token_id, loaders.image_size, longest_first=True)
+    steps = StreamSteps(stream, tokenizer, loaders.arguments.max_seq_length, transform, collate)
+    pin_memory = loaders.device.type == "cuda"
+    batches = StreamBatches(steps, start, stop, loaders.arguments.num_workers, pin_memory)
+    return DeviceLoader(batches, loaders.device, loaders.mean, loaders.std)
 
 
 @dataclass
 class StreamSteps:
     """Turns steps of a stream into collated batches.
 
-    An example is what `Pairs` makes of the row, a pure function of (seed, epoch, image id); its `row` is the row's position in
-    the stream.
+    An example is a pure function of (seed, epoch, image id); its `row` is the row's position in the stream.
 
     Attributes:
         stream: where rows are read.
-        tokenizer, max_seq_length: how captions become tokens, by the rules of `mm_utils.data.tokens`.
-        pairs: makes training examples of rows.
+        tokenizer, max_seq_length: how captions become tokens, by the rules of `mm_utils.data.loading.tokens`.
+        transform: makes training examples of rows.
         collate: stacks them.
     """
 
     stream: Stream
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int
-    pairs: Callable[[datasets.Dataset], Pairs]
+    transform: TrainingTransform
     collate: Collator
 
     def batches(self, start: int, stop: int, reader: Reader) -> Iterator[Batch]:
-        """Of steps `start` to `stop`, what `reader` reads.
+        """Yield the part of steps `start` to `stop` that `reader` reads.
 
         An unusable row is named in `skipped`, and another one of its block takes its place, if any of those that
-        `mm_utils.data.substitutes` names can be used.
+        `replacement_rows` names can be used.
         """
-        lanes: dict[tuple[int, int], _Lane] = {}
+        groups: dict[tuple[int, int], _Group] = {}
         for step in range(start, stop):
             slots = self.stream.order.batch(step, reader)
-            lanes = {key: lane for key, lane in lanes.items() if not slots or key[0] >= slots[0].epoch}
+            groups = {key: group for key, group in groups.items() if not slots or key[0] >= slots[0].epoch}
             for slot in slots:
-                if (slot.epoch, slot.lane) not in lanes:
-                    lanes[slot.epoch, slot.lane] = _Lane(self.stream)
-            drawn = [lanes[slot.epoch, slot.lane].record(slot) for slot in slots]
+                if (slot.epoch, slot.group) not in groups:
+                    groups[slot.epoch, slot.group] = _Group(self.stream)
+            drawn = [groups[slot.epoch, slot.group].row(slot) for slot in slots]
             examples = self._attempt(slots, [slot.row for slot in slots], drawn)
             for place, slot in enumerate(slots):
                 if "skipped" in examples[place]:
-                    examples[place] = self._substitute(lanes[slot.epoch, slot.lane], slot, examples[place])
+                    examples[place] = self._substitute(groups[slot.epoch, slot.group], slot, examples[place])
             yield self.collate(examples)
 
-    def _substitute(self, lane: "_Lane", slot: Slot, failed: dict[str, Any]) -> dict[str, Any]:
-        records = lane.block(slot)
-        first = min(records)
-        for place in substitutes(self.stream.order.seed, slot.epoch, slot.position, len(records)):
-            [example] = self._attempt([slot], [first + place], [records[first + place]])
+    def _substitute(self, group: "_Group", slot: Slot, failed: dict[str, Any]) -> dict[str, Any]:
+        rows = group.block(slot)
+        first = min(rows)
+        for place in replacement_rows(self.stream.order.seed, slot.epoch, slot.position, len(rows)):
+            [example] = self._attempt([slot], [first + place], [rows[first + place]])
             if "skipped" not in example:
-                return {**example, **failed}
+                return {**failed, **example}
         return failed
 
-    def _attempt(self, slots: list[Slot], numbers: list[int], records: list[Record]) -> list[dict[str, Any]]:
-        """What each slot shows with the record of that number in its shard, or why it shows nothing."""
-        made = [
-            self.stream.row(record, slot.shard, number)
-            for slot, number, record in zip(slots, numbers, records, strict=True)
+    def _attempt(self, slots: list[Slot], numbers: list[int], read: list[Row]) -> list[dict[str, Any]]:
+        """Return each slot's example, made of the row of that number in its shard, or the reason why there is none."""
+        checked = [
+            (slot, self.stream.check(row, slot.shard, number))
+            for slot, number, row in zip(slots, numbers, read, strict=True)
         ]
-        rows = [row for row in made if not isinstance(row, str)]
-        drawn = [slot for slot, row in zip(slots, made, strict=True) if not isinstance(row, str)]
-        examples = iter(self._examples(rows, drawn) if rows else [])
+        good = [(slot, row) for slot, row in checked if not isinstance(row, str)]
+        examples = iter(self._examples([row for _, row in good], [slot for slot, _ in good]) if good else [])
         return [
             {"skipped": row, "skipped_id": self.stream.place_of(slot.shard, number)}
             if isinstance(row, str)
             else next(examples)
-            for slot, number, row in zip(slots, numbers, made, strict=True)
+            for (slot, row), number in zip(checked, numbers, strict=True)
         ]
 
     def _examples(self, rows: list[dict[str, Any]], slots: list[Slot]) -> list[dict[str, Any]]:
-        keys = [image_key(row["id"]) for row in rows]
-        columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in self.stream.features}
-        columns["input_ids"] = self._tokens(rows, keys, [slot.epoch for slot in slots])
-        columns["image_key"] = keys
-        columns["caption_keys"] = [[caption_key(caption) for caption in row["captions"]] for row in rows]
-        table = pa.Table.from_pydict(columns, schema=_with_tokens(self.stream.features))
-        made = self.pairs(datasets.Dataset(table, fingerprint="stream"))  # or all bytes are hashed to find one
-        examples = made.attempt([(place, slot.epoch) for place, slot in enumerate(slots)])
-        for example, slot in zip(examples, slots, strict=True):
-            if "row" in example:
-                example["row"] = slot.position
-        return examples
+        keys, epochs = [image_key(row["id"]) for row in rows], [slot.epoch for slot in slots]
+        batch: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in FEATURES}
+        batch |= {"epoch": epochs, "image_key": keys, "input_ids": self._tokens(rows, keys, epochs)}
+        batch["caption_keys"] = [[caption_key(caption) for caption in row["captions"]] for row in rows]
+        examples = self.transform.examples(batch)
+        return [
+            example if "skipped" in example else {**example, "row": slot.position}
+            for example, slot in zip(examples, slots, strict=True)
+        ]
 
     def _tokens(self, rows: list[dict[str, Any]], keys: list[int], epochs: list[int]) -> list[list[list[int]]]:
-        """A list per caption; only that of the caption which is shown is filled, at 45 us each."""
+        """Return a list per caption; only that of the shown caption is filled, at 45 us each."""
         counts = np.array([len(row["captions"]) for row in rows])
         shown = choose_captions(self.stream.order.seed, np.array(epochs), np.array(keys), counts).tolist()
         captions = [row["captions"][place] for row, place in zip(rows, shown, strict=True)]
-        languages = None
-        if "languages" in self.stream.features:
-            languages = [row["languages"][place] for row, place in zip(rows, shown, strict=True)]
+        languages = [row["languages"][place] for row, place in zip(rows, shown, strict=True)]
         tokens = encode_captions(self.tokenizer, captions, languages, self.max_seq_length)
         return [
             [ids if other == place else [] for other in range(len(row["captions"]))]
@@ -120,34 +130,34 @@ class StreamSteps:
         ]
 
 
-class _Lane:
-    """One lane in one epoch: its open shard, and the block that is being given out."""
+class _Group:
+    """One shard group in one epoch: its open shard, and the block that is being given out."""
 
     def __init__(self, stream: Stream):
         self.stream, self.reader = stream, stream.reader()
         self.at: tuple[int, int] | None = None
-        self.records: dict[int, Record] = {}
-        self.before: tuple[tuple[int, int], dict[int, Record]] | None = None
+        self.rows: dict[int, Row] = {}
+        self.before: tuple[tuple[int, int], dict[int, Row]] | None = None
 
-    def record(self, slot: Slot) -> Record:
-        """The record of a slot; slots are asked for in the order of the stream."""
+    def row(self, slot: Slot) -> Row:
+        """Return the row of a slot; slots are asked for in the order of the stream."""
         self.before = None
         if self.at != (slot.shard, slot.block):
-            self.records.clear()  # before the next block is read
-            self.records.update(self._read(self.reader, slot))
+            self.rows.clear()  # before the next block is read
+            self.rows.update(self._read(self.reader, slot))
             self.at = slot.shard, slot.block
-        return self.records[slot.row]
+        return self.rows[slot.row]
 
-    def block(self, slot: Slot) -> dict[int, Record]:
-        """Row -> record of the block of `slot`, read once more where the lane is beyond it."""
+    def block(self, slot: Slot) -> dict[int, Row]:
+        """Return number -> row of the block of `slot`, read once more where the group is beyond it."""
         key = slot.shard, slot.block
         if self.at == key:
-            return self.records
+            return self.rows
         if self.before is None or self.before[0] != key:
             self.before = key, self._read(self.stream.reader(), slot)
         return self.before[1]
 
-    def _read(self, reader: ShardReader, slot: Slot) -> dict[int, Record]:
+    def _read(self, reader: ShardReader, slot: Slot) -> dict[int, Row]:
         size = self.stream.order.block_size
         start = slot.block * size
         stop = min(start + size, self.stream.shards[slot.shard].rows)
@@ -157,44 +167,43 @@ class _Lane:
 class StreamBatches:
     """This rank's share of the global batches of steps `start` to `stop`.
 
-    Batches do not depend on the number of workers: each worker collates the rows of its lanes, and `merge_parts` puts the parts
-    of a step together as one process would have.
+    Batches do not depend on the number of workers: each worker collates the rows of its shard groups, and `merge_parts`
+    puts the parts of a step together as one process would have.
 
     Args:
         steps: reads and collates.
-        start, stop: steps.
-        workers: processes that read and decode; no more than this rank has lanes are started.
+        workers: processes that read and decode; no more than this rank has shard groups are started.
         pin_memory: whether batches go to a GPU.
     """
 
     def __init__(self, steps: StreamSteps, start: int, stop: int, workers: int, pin_memory: bool = False):
         self.steps, self.start, self.stop, self.pin_memory = steps, start, stop, pin_memory
-        self.num_workers = min(workers, steps.stream.order.lanes // ranks.world_size())
+        self.num_workers = min(workers, steps.stream.order.groups // distributed.world_size())
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[Batch]:
-        # The loader takes from its workers in turn, and each gives one part per step.
-        parts = max(1, self.num_workers)
-        return iter(RestartingLoader(self._loader, len(self), self._name, parts, self._merge))
+        return iter(RestartingLoader(self._batches, len(self), self._name, self.num_workers))
 
-    def _loader(self, number: int) -> DataLoader:
-        return DataLoader(
-            _Parts(self.steps, self.start + number, self.stop, ranks.rank(), ranks.world_size()),
-            batch_size=None,
-            num_workers=self.num_workers,
-            prefetch_factor=4 if self.num_workers else None,
-            worker_init_fn=_one_thread,
+    def _batches(self, number: int) -> Iterator[Batch]:
+        """Yield the batches from the `number`-th on."""
+        place = distributed.rank(), distributed.world_size()
+        parts = iter(
+            DataLoader(
+                _Parts(self.steps, self.start + number, self.stop, *place),
+                batch_size=None,
+                **worker_options(self.num_workers),
+            )
         )
-
-    def _merge(self, parts: list[Batch]) -> Batch:
-        return merge_parts(parts, self.steps.collate.pad_token_id, self.pin_memory)
+        # The loader takes from its workers in turn, and each gives one part per step.
+        while of_step := list(islice(parts, max(1, self.num_workers))):
+            yield merge_parts(of_step, self.steps.collate.pad_token_id, self.pin_memory)
 
     def _name(self, number: int) -> str:
-        """The step, and the files that its rows are in."""
+        """Name a step, and the files that its rows are in."""
         stream, step = self.steps.stream, self.start + number
-        slots = stream.order.batch(step, Reader(ranks.rank(), ranks.world_size()))
+        slots = stream.order.batch(step, Reader(distributed.rank(), distributed.world_size()))
         urls = sorted({stream.shards[slot.shard].url for slot in slots})
         return (
             f"step {step + 1} ({len(urls)} shards: {', '.join(urls[:_SHOWN])}{', ...' if len(urls) > _SHOWN else ''})"
@@ -215,7 +224,7 @@ _PER_CAPTION = ("image_ids", "lengths", "languages")
 
 
 def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False) -> Batch:
-    """One training batch of several, as if `Collator` had made it: longest caption first, then as the stream has them."""
+    """Merge parts of a batch as if `Collator` had made it: longest caption first, then in the order of the stream."""
     lengths = [length for part in parts for length in part["lengths"]]
     positions = [position for part in parts for position in part["rows"].tolist()]
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], positions[place]))
@@ -247,16 +256,3 @@ def _scatter(parts: list[Tensor], place_of: Tensor, blank: int, pin_memory: bool
         else:
             whole[places] = part
     return whole
-
-
-def _with_tokens(features: datasets.Features) -> pa.Schema:
-    tokens = {
-        "input_ids": datasets.Sequence(datasets.Sequence(datasets.Value("int32"))),
-        "image_key": datasets.Value("int64"),
-        "caption_keys": datasets.Sequence(datasets.Value("int64")),
-    }
-    return datasets.Features({**features, **tokens}).arrow_schema
-
-
-def _one_thread(_: int) -> None:
-    torch.set_num_threads(1)

@@ -1,0 +1,160 @@
+"""Load one split of labelled images, with readable class names, for zero-shot evaluation."""
+
+import itertools
+import logging
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from mm_utils.arguments import arg
+from mm_utils.data.labelled_rows import read_dataset
+from mm_utils.data.sources.columns import SPLIT_NAMES, listed
+from mm_utils.data.sources.source import Source, class_names
+from mm_utils.data.sources.stored import dataset_jail, load_splits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LabelledArguments:
+    """Labelled images, and the names of their classes."""
+
+    dataset_name: str | None = arg(
+        None,
+        "A data set on the Hub, a local folder of one (Parquet, or images in a folder per class), or a folder made by "
+        "save_to_disk.",
+    )
+    dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
+    split: str | None = arg(None, "Split; default: the first there is of validation, test and train.")
+    image_column: str | None = arg(None, "Column of images; found by its type or its usual names.")
+    label_column: str | None = arg(None, "Column of labels; found by its type (ClassLabel) or its usual names.")
+    classes_file: str | None = arg(
+        None,
+        "Names of the classes: lines 'id name' for folders such as n01440764, one name a line in the order of the labels, "
+        "or JSON {id: name}. Default: the names that the data has.",
+    )
+    max_eval_samples: int | None = arg(None, "At most N images, evenly spaced over the split.")
+
+    def __post_init__(self) -> None:
+        if self.dataset_name is None:
+            raise ValueError("--dataset_name is missing; give a labelled data set or a folder of one.")
+        if self.max_eval_samples is not None and self.max_eval_samples < 1:
+            raise ValueError(f"--max_eval_samples is {self.max_eval_samples}; it counts from 1. Drop it for all.")
+
+
+@dataclass
+class LabelledImages:
+    """A labelled split.
+
+    Attributes:
+        rows: in the schema that `mm_utils.data.loading.loaders.Loaders.evaluation` reads, without captions.
+        label_M: the class of each row, int64.
+        classes: names of all classes, also of those without an image.
+        split: its name in the source.
+    """
+
+    rows: Dataset
+    label_M: Tensor
+    classes: list[str]
+    split: str
+
+
+def load_labelled(args: LabelledArguments) -> LabelledImages:
+    """Load the split that `args` names.
+
+    Raises:
+        ValueError: in one line, if there is no such split or column, no image, a label that is no class, or a class
+            without a name.
+    """
+    title = f"--dataset_name is {args.dataset_name}"
+    if Path(str(args.dataset_name)).is_file():
+        raise ValueError(f"{title}; that is a file. Give the folder that it is in.")
+    splits = load_splits(str(args.dataset_name), args.dataset_config_name, None, title)
+    split = _choose_split(args.split, list(splits))
+    wanted = {"image": args.image_column, "label": args.label_column}
+    jail = dataset_jail(str(args.dataset_name), None, allow_outside=False)
+    found = read_dataset(splits[split], wanted, f"{title}, split {split}", jail)
+    if not found.has("image"):
+        raise ValueError(f"{found.title}; no image column was recognised. {listed(splits[split].column_names)}")
+    for row, reason in found.faults.items():
+        advice = "Choose a --split whose labels are public, or set --label_column."
+        raise ValueError(
+            f"{found.title}, row {row}: {reason}. {advice if 'label' in reason else 'Copy the image there.'}"
+        )
+    labels = [given[0] for given in found.rows["answers"]]
+    known = found.names or (None if found.numbers else sorted(set(labels)))
+    classes = _readable_names(known, args.classes_file, found.title)
+    label_M = _numbered(labels, known, len(classes), found.title)
+    count = len(labels)
+    beside = {"id": [f"row {row}" for row in range(count)], "image_key": list(range(count))}
+    empty: dict[str, list[Any]] = {"input_ids": [[]] * count, "caption_keys": [[]] * count}
+    images = found.rows.select_columns(["image"])
+    rows = datasets.concatenate_datasets([images, Dataset.from_dict({**beside, **empty})], axis=1)
+    if args.max_eval_samples is not None and args.max_eval_samples < count:
+        places = np.arange(args.max_eval_samples) * count // args.max_eval_samples
+        rows, label_M = rows.select(places), label_M[places]
+    return LabelledImages(rows, label_M, classes, split)
+
+
+def _choose_split(wanted: str | None, there: list[str]) -> str:
+    if wanted is not None and wanted not in there:
+        raise ValueError(f"--split is {wanted}; the data has {', '.join(there)}. Choose one of them.")
+    by_kind = {SPLIT_NAMES.get(name.lower(), name): name for name in reversed(there)}
+    usual = ("validation", "test", "train")  # the labels of a test split are often withheld
+    return wanted or next((by_kind[kind] for kind in usual if kind in by_kind), there[0])
+
+
+def _readable_names(known: list[str] | None, file: str | None, title: str) -> list[str]:
+    """Return class names for texts: the first synonym, unless another class shares it."""
+    found = known if file is None else _names_of_file(known, file)
+    coded = next((name for name in found or () if re.fullmatch(r"n\d{8}", name)), None)
+    if found is None or coded:
+        shown = f"its class {coded} is a WordNet id" if coded else "its labels are numbers"
+        raise ValueError(f"{title}; {shown}, not a name. Set --classes_file to lines 'id name', or a name a line.")
+    full = [" ".join(name.replace("_", " ").split()) for name in found]
+    first = Counter(name.split(",")[0] for name in full)
+    names = [short if first[short := name.split(",")[0]] == 1 else name for name in full]
+    if "" in names or len(names) < 2:
+        shown = f"class {names.index('')} has no name" if "" in names else f"it has {len(names)} of at least 2 classes"
+        raise ValueError(f"{title}; {shown}. Give them in --classes_file, or other data.")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        logger.warning("%s: several classes are called %s and cannot be distinguished", title, ", ".join(twice))
+    return names
+
+
+def _names_of_file(known: list[str] | None, file: str) -> list[str]:
+    """Return names by those that the data has, or else by number."""
+    title = f"--classes_file is {file}"
+    if not Path(file).is_file():
+        raise ValueError(f"{title}; there is no such file. Check the path.")
+    given = class_names(Source(file, classes=file))
+    if known and all(name in given for name in known):
+        return [given[name] for name in known]
+    by_number = [given[key] for key in itertools.takewhile(given.__contains__, map(str, itertools.count()))]
+    are_numbers = known is not None and all(map(str.isdecimal, known))  # sorted as text: 1, 10, 100, 2
+    if not by_number or are_numbers or (known is not None and len(known) != len(by_number)):
+        missing = next((name for name in known or () if name not in given), "label 0")
+        counts = f"has {len(given)} names for {len(known or ())} classes and none for {missing}"
+        raise ValueError(f"{title}; it {counts}. Write lines 'id name', or a name a line for every class.")
+    return by_number
+
+
+def _numbered(labels: list[str], known: list[str] | None, classes: int, title: str) -> Tensor:
+    """Return labels `[M]` as numbers of classes."""
+    number_of = {name: number for number, name in enumerate(known or map(str, range(classes)))}
+    for row, label in enumerate(labels):
+        if label not in number_of:
+            raise ValueError(
+                f"{title}, row {row}: the label is {label}; the {classes} classes count from 0. Name all of them in "
+                "--classes_file."
+            )
+    return torch.tensor([number_of[label] for label in labels], dtype=torch.long)

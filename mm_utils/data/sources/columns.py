@@ -1,0 +1,158 @@
+"""Columns and splits: their usual names, and the values of a row."""
+
+import difflib
+import hashlib
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mm_utils.data.faults import Fault, first_repeated, storable
+from mm_utils.text import shortened
+
+_IMAGE_NAMES = "image,image_path,image_file,filepath,file_path,file_name,filename,path,img,img_path,picture,photo,jpg"
+_CAPTION_NAMES = "caption,captions,text,texts,sentence,sentences,sentences_raw,raw,title,alt_text,alt,txt,description"
+USUAL_NAMES = {
+    "image": [*_IMAGE_NAMES.split(","), "jpeg", "png", "webp"],
+    "caption": _CAPTION_NAMES.split(","),
+    # `id` comes last: in files made from COCO's annotations it numbers the captions, and `image_id` the images.
+    "id": ["image_id", "imgid", "cocoid", "id"],
+    "language": ["languages"],
+}
+SPLITS = ("train", "validation", "test")
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training", "restval"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+HOLDOUT_FRACTION, HOLDOUT_MOST = 0.05, 2000
+_NEEDED = ("image", "caption")
+_LISTED = 40  # columns that a message names
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns; None where there is none or, in a request, for the usual names.
+
+    `option` is how a request names the column of a kind, in error messages.
+    """
+
+    image: str | None = None
+    caption: str | None = None
+    id: str | None = None
+    language: str | None = None
+    option: str = field(default="--{}_column", compare=False)
+
+
+def find_columns(names: Sequence[str], title: str, wanted: Columns, spare_image: str | None = None) -> Columns:
+    """Find the columns of a table, by `wanted` or else by their usual names in any case.
+
+    Args:
+        title: begins error messages.
+        spare_image: the image column if no usual name is found.
+
+    Raises:
+        ValueError: if a wanted column, or any for images or captions, is missing, or two columns share a name; the
+            message lists the columns.
+    """
+    twice = first_repeated(names)
+    if twice is not None:
+        raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
+    found: dict[str, str | None] = {}
+    for kind, usual in USUAL_NAMES.items():
+        spare = spare_image if kind == "image" else None
+        option = wanted.option.format(kind)
+        found[kind] = find_column(option, names, title, getattr(wanted, kind), usual) or spare
+        if found[kind] is None and kind in _NEEDED:
+            advice = f"Set {option}." if option.startswith("--") else f"Write it behind the path: ,{option}=NAME."
+            raise ValueError(f"{title}; no {kind} column was recognised. {listed(names)} {advice}")
+    if found["id"] == found["image"]:
+        found["id"] = None
+    return Columns(found["image"], found["caption"], found["id"], found["language"])
+
+
+def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:
+    """Return the wanted column, or else the first of a usual name, or None; its exact name before another case.
+
+    Args:
+        option: the flag or key that names the column, for error messages.
+
+    Raises:
+        ValueError: if the wanted column is missing, or two columns have a usual name in different cases, neither exactly.
+    """
+    if wanted is not None and wanted not in names:
+        close = difflib.get_close_matches(wanted, [name for name in names[:_LISTED] if len(name) < 80], n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise ValueError(f"{option} is {wanted}; there is no such column ({title}).{hint} {listed(names)}")
+    if wanted is not None:
+        return wanted
+    by_lower: dict[str, list[str]] = {}
+    for name in names:
+        by_lower.setdefault(name.lower(), []).append(name)
+    found = next((by_lower[guess] for guess in usual if guess in by_lower), [])
+    exact = [name for name in found if name in usual]
+    if len(found) > 1 and not exact:
+        raise ValueError(
+            f"{title}; the columns {' and '.join(found)} differ in case alone. Set {option} to one of them."
+        )
+    return next(iter(exact or found), None)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return a sentence that lists the columns, the first ones where there are many."""
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return f"The columns are: {', '.join(map(shortened, names[:_LISTED]))}{more}."
+
+
+def is_null(value: Any) -> bool:
+    """Return whether a value is null as JSON, CSV or pandas write it."""
+    if isinstance(value, str):
+        return not value.strip() or value.strip() in ("nan", "NaN")
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any], list[str] | None]:
+    """Return a row's unchecked captions, and one language per caption if the row has any.
+
+    A single language goes for all captions. Raises languages_mismatch.
+    """
+    value = values.get(str(columns.caption))
+    texts = value if isinstance(value, list) else [value]
+    given = values.get(columns.language) if columns.language is not None else None
+    if given is None:
+        return texts, None
+    names = given if isinstance(given, list) else [given] * len(texts)
+    if len(names) != len(texts):
+        raise Fault("languages_mismatch", f"{len(texts)} captions have {len(names)} languages")
+    return texts, ["" if is_null(name) else storable(str(name).strip()) for name in names]
+
+
+def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:
+    """Return the id of a row, None without a column of ids; raises missing_column if it is empty."""
+    if columns.id is None:
+        return None
+    if is_null(values.get(columns.id)):
+        raise Fault("missing_column", f"{columns.id}, the id, is empty")
+    return storable(str(values[columns.id]))
+
+
+def split_of(value: Any) -> str:
+    """Return train, validation or test for the value of a split column; raises unknown_split."""
+    name = SPLIT_NAMES.get(str(value).strip().lower())
+    if name is None:
+        raise Fault("unknown_split", f"split is {value}, not train, validation or test")
+    return name
+
+
+def held_out(ids: Sequence[str]) -> set[str]:
+    """Choose the ids of a validation split: those of the smallest hashes, 5 % and at most 2,000.
+
+    The order of the rows does not matter, and new rows change few choices.
+    """
+    count = min(HOLDOUT_MOST, max(1, round(HOLDOUT_FRACTION * len(ids))))
+    return set(heapq.nsmallest(count, ids, key=_hash))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -1,0 +1,274 @@
+"""Rows of JSONL, JSON, CSV and TSV files by line number, and rows that cannot be read."""
+
+import csv
+import json
+import logging
+import re
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from mm_utils.data.faults import REASONS, Fault, first_repeated
+from mm_utils.text import shortened
+
+logger = logging.getLogger(__name__)
+
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+LONGEST_LINE = 16 << 20  # characters
+LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's captions have 0.1 GB
+_LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
+_UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
+
+
+class BadLine(NamedTuple):
+    """A row that cannot be read: the reason and the row's text."""
+
+    fault: Fault
+    text: str
+
+    def describe(self, path: Path, where: str) -> str:
+        """Return an error message of one line."""
+        return f"{path}, {where} is {self.fault.detail}. {REASONS[self.fault.reason]}"
+
+
+Rows = Iterator[tuple[int, dict[str, Any] | BadLine]]
+
+
+class RepeatedKeys(dict[str, Any]):
+    """A JSON object that has the key `key` twice."""
+
+    key: str
+
+
+def text_records(path: Path, kind: str | None = None, delimiter: str | None = None) -> tuple[str, Rows]:
+    """Return the unit that counts the rows ("line" or "row"), and the rows with their numbers.
+
+    Blank lines are skipped. A file in UTF-16, and a JSON array that does not parse, is one `BadLine`.
+
+    Args:
+        kind: a suffix of `TEXT_SUFFIXES`; by default the file's own.
+        delimiter: the sign between the cells of a CSV or TSV file; by default the one that divides its header most.
+    """
+    kind = (kind or path.suffix).lower()
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if is_utf16(head):
+        return "line", iter([(1, BadLine(Fault("bad_encoding", "UTF-16 text"), str(head[:40])))])
+    if kind in (".csv", ".tsv"):
+        return "line", _delimited_records(path, delimiter or _delimiter(path, kind))
+    if is_array(head.decode("utf-8-sig", "replace")):
+        return _array_records(path)
+    return "line", _line_records(path)
+
+
+def open_lines(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text file as UTF-8, with or without a mark; `check_line` finds other bytes."""
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def read_lines(file: TextIO) -> Iterator[str]:
+    """Give the lines of a file; of one that `check_row` refuses as too long, a beginning."""
+    while line := file.readline(LONGEST_LINE + 1):
+        yield line
+        while len(line) > LONGEST_LINE and line[-1] not in "\r\n":
+            line = file.readline(LONGEST_LINE + 1)
+
+
+def read_document(path: Path) -> str:
+    """Return the text of a file that is parsed whole; raises bad_encoding or malformed_row."""
+    size = path.stat().st_size
+    if size > LONGEST_DOCUMENT:
+        detail = (
+            f"a JSON document of {size:,} bytes, and {LONGEST_DOCUMENT:,} is the most; write one object a line (JSONL)"
+        )
+        raise Fault("malformed_row", detail)
+    with open_lines(path) as file:
+        text = file.read()
+    check_line(text)
+    return text
+
+
+def check_row(text: str) -> None:
+    """Raise malformed_row if a line of `read_lines` is too long; see `check_line`."""
+    if len(text) > LONGEST_LINE:
+        raise Fault("malformed_row", f"a line of more than {LONGEST_LINE:,} characters")
+    check_line(text)
+
+
+def check_line(text: str) -> None:
+    """Raise bad_encoding if a line of `open_lines` held bytes that are not UTF-8."""
+    found = None if text.isascii() else _UNDECODED.search(text)
+    if found is not None:
+        at = len(text[: found.start()].encode("utf-8", "surrogateescape"))
+        raise Fault("bad_encoding", f"not UTF-8 text: byte {at + 1} of the line")
+
+
+def is_utf16(head: bytes) -> bool:
+    """Return whether a file that begins with `head` is UTF-16."""
+    half = len(head) // 2
+    zeros = max(head[0::2].count(0), head[1::2].count(0))
+    return head[:2] in (b"\xff\xfe", b"\xfe\xff") or (half > 1 and zeros > 0.8 * half)
+
+
+def is_array(head: str) -> bool:
+    """Return whether JSON that begins with `head` is one array, not lines."""
+    text = head.lstrip()
+    first, _, rest = text.partition("\n")
+    if not text.startswith("[") or not rest.strip():
+        return text.startswith("[")
+    try:
+        parse_json(first)
+    except Fault:
+        return True
+    return False
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; raise malformed_row or too_nested. A repeated key gives `RepeatedKeys`."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise Fault("too_nested", "not readable JSON: it is nested too deeply") from error
+    except ValueError as error:  # JSONDecodeError, or a number of more than 4300 digits
+        raise Fault("malformed_row", f"not valid JSON: {error}") from error
+
+
+def checked_object(item: Any) -> dict[str, Any]:
+    """Return a JSON object without repeated keys; raise not_an_object or duplicate_key."""
+    if not isinstance(item, dict):
+        raise Fault("not_an_object", f"a JSON {type(item).__name__}; a row is an object")
+    if isinstance(item, RepeatedKeys):
+        raise Fault("duplicate_key", f"an object that has the key '{shortened(item.key)}' twice")
+    return item
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    item = dict(pairs)
+    if len(item) == len(pairs):
+        return item
+    repeated = RepeatedKeys(item)
+    repeated.key = first_repeated(name for name, _ in pairs)
+    return repeated
+
+
+def _line_records(path: Path) -> Rows:
+    with open_lines(path) as file:
+        for number, text in enumerate(read_lines(file), start=1):
+            if not text.strip():
+                continue
+            try:
+                check_row(text)
+                yield number, checked_object(parse_json(text))
+            except Fault as fault:
+                yield number, BadLine(fault, text)
+
+
+def _array_records(path: Path) -> tuple[str, Rows]:
+    try:
+        items = parse_json(read_document(path))
+    except Fault as fault:
+        cause = fault.__cause__
+        line, text = (cause.lineno, cause.doc[:1000]) if isinstance(cause, json.JSONDecodeError) else (1, "")
+        return "line", iter([(line, BadLine(fault, text))])
+    return "row", ((number, _item(item)) for number, item in enumerate(items))
+
+
+def _item(item: Any) -> dict[str, Any] | BadLine:
+    try:
+        return checked_object(item)
+    except Fault as fault:
+        return BadLine(fault, str(item))
+
+
+class _Lines:
+    """The lines of a file for `csv`, which can return to the second line of a failed row."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._again = read_lines(file), deque[str]()
+        self.begin, self.taken = 1, list[str]()
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.popleft() if self._again else next(self._file)
+        self.taken.append(line)
+        return line
+
+    def finish_row(self) -> None:
+        self.begin += len(self.taken)
+        self.taken.clear()
+
+    def finish_line(self) -> None:
+        self._again.extendleft(reversed(self.taken[1:]))
+        del self.taken[1:]
+        self.finish_row()
+
+
+def _delimited_records(path: Path, delimiter: str) -> Rows:
+    with open_lines(path, newline="") as file:
+        lines = _Lines(file)
+        # strict: else one forgotten quote swallows all lines up to the next quote, without an error.
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        names: list[str] | None = None
+        while True:
+            fault = None
+            try:
+                cells = next(reader, None)
+                check_row("".join(lines.taken))
+            except csv.Error as error:
+                advice = "quote cells with separators, quotes or line breaks, and write a quote inside twice"
+                fault = Fault("malformed_row", f"a row that cannot be read: {error}; {advice}")
+            except Fault as error:
+                fault = error
+            if fault is not None:
+                bad = BadLine(fault, lines.taken[0])
+                if names is None:
+                    raise ValueError(bad.describe(path, f"line {lines.begin}")) from fault
+                yield lines.begin, bad
+                lines.finish_row() if fault.reason == "bad_encoding" else lines.finish_line()
+                reader = csv.reader(lines, delimiter=delimiter, strict=True)
+                continue
+            if cells is None:
+                return
+            if names is None and cells:
+                names = _header(cells, path)
+            elif names is not None and cells:
+                yield lines.begin, _as_dict(names, cells)
+            lines.finish_row()
+
+
+def _delimiter(path: Path, kind: str) -> str:
+    """Return the sign that divides the header into most cells, of equals the usual one of the file's kind."""
+    with open_lines(path, newline="") as file:
+        header = next((line for line in read_lines(file) if line.strip()), "")[:_LONGEST_HEADER]
+    signs = "\t,;|" if kind == ".tsv" else ",;\t|"
+    cells = {sign: len(next(csv.reader([header], delimiter=sign), [])) for sign in signs}
+    found = max(cells, key=cells.__getitem__)
+    if found != signs[0]:
+        _say_delimiter(path, found)
+    return found
+
+
+@lru_cache
+def _say_delimiter(path: Path, sign: str) -> None:
+    """Log it once, however often the file is read."""
+    logger.info("%s: its cells are separated by %r", path, sign)
+
+
+def _header(cells: list[str], path: Path) -> list[str]:
+    twice = first_repeated(cells)
+    if twice is not None:
+        raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
+    return cells
+
+
+def _as_dict(names: list[str], cells: list[str]) -> dict[Any, Any]:
+    """Return a row as `csv.DictReader` does; surplus cells are a list under the key None."""
+    row: dict[Any, Any] = dict.fromkeys(names)
+    row.update(zip(names, cells, strict=False))
+    if len(cells) > len(names):
+        row[None] = cells[len(names) :]
+    return row

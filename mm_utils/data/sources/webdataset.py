@@ -1,0 +1,283 @@
+"""Records of tar shards; members with one name up to the first dot are a sample.
+
+An archive is untrusted input. Its members are read in memory and never extracted; links, devices, names that lead out
+and Python pickles, which run code when they are read, set the whole sample aside.
+"""
+
+import glob
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mm_utils.data.faults import Fault, storable
+from mm_utils.data.images import MOST_BYTES
+from mm_utils.data.paths import check_own_file, is_url
+from mm_utils.data.sources.columns import USUAL_NAMES, Columns, captions_of, split_of
+from mm_utils.data.sources.records import (
+    IMAGE_SUFFIXES,
+    BadRow,
+    BytesImage,
+    ImageRef,
+    MemberImage,
+    Record,
+    RecordBuilder,
+)
+from mm_utils.data.sources.source import PathArguments, Source, class_names
+from mm_utils.data.sources.text_files import checked_object, parse_json
+
+_TEXTS = ("txt", "caption", "json", "cls")
+_PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
+_LONGEST_TEXT = 1 << 20  # bytes
+_LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
+
+
+class BoundedHeader(tarfile.TarInfo):
+    """A header of a tar archive that gives its name in at most `_LONGEST_HEADER` bytes.
+
+    Python before 3.11.10 and 3.12.6 searches an extended header in quadratic time (CVE-2024-6232), and all of them read it
+    whole into memory.
+    """
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+        if self.type in (*kinds, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK) and self.size > _LONGEST_HEADER:
+            raise tarfile.ReadError(f"an extended header has {self.size:,} bytes; {_LONGEST_HEADER:,} is the most")
+        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
+
+
+@dataclass
+class Sample:
+    """The members of one key: the image, the texts by extension, and a fault if any."""
+
+    key: str
+    image: MemberImage | BytesImage | None = None
+    texts: dict[str, bytes] = field(default_factory=dict)
+    fault: Fault | None = None
+
+    def set_aside(self, reason: str, detail: str) -> None:
+        """Record a fault; the first one stays."""
+        self.fault = self.fault or Fault(reason, detail)
+
+    def text(self, extension: str) -> str:
+        """Decode a text; raises bad_encoding."""
+        try:
+            return self.texts[extension].decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise Fault("bad_encoding", f"{self.key}.{extension}: byte {error.start + 1} is not UTF-8") from error
+
+    def values(self) -> dict[str, Any]:
+        """Parse the .json, if there is one; raises the sample's own fault, or one of the text."""
+        if self.fault is not None:
+            raise self.fault
+        return checked_object(parse_json(self.text("json"))) if "json" in self.texts else {}
+
+
+def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read the shards of `source`, each by itself; an id is the shard's name and the key."""
+    builder = RecordBuilder(source, safety, ".")
+    names = class_names(source)
+    for path in shard_paths(source):
+        if os.path.isdir(source.path):
+            check_own_file(path, source.path, safety.allow_outside_root, source.title)
+        shard = os.path.splitext(os.path.basename(path))[0]
+        for sample in read_shard(path):
+            where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
+            try:
+                yield _record(builder, sample, where, f"{shard}/{sample.key}", names)
+            except Fault as fault:
+                yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"))
+
+
+def shard_paths(source: Source) -> list[str]:
+    """Return the shards of a folder, a file, or a pattern with ``*`` or ``{000..099}``."""
+    if os.path.isdir(source.path):
+        paths = sorted(glob.glob(os.path.join(glob.escape(source.path), "**", "*.tar"), recursive=True))
+    else:
+        paths = [
+            path
+            for item in expand_braces(source.path)
+            for path in (sorted(glob.glob(item)) if "*" in item else [item])
+        ]
+    missing = next((path for path in paths if not os.path.isfile(path)), None)
+    if missing is not None or not paths:
+        raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
+    return paths
+
+
+def read_shard(path: str) -> Iterator[Sample]:
+    """Read the samples of a tar file; a cut archive ends with a fault under the empty key.
+
+    The sample that the cut goes through is left out: some of its members may be missing.
+    """
+    count = 0
+    try:
+        with tarfile.open(path, "r:", tarinfo=BoundedHeader) as archive:
+            for sample in read_samples(archive, path, size=os.path.getsize(path)):
+                yield sample
+                count += 1
+    except (tarfile.TarError, RecursionError, EOFError, ValueError, OSError) as error:
+        detail = f"{path}: {str(error) or type(error).__name__}; {count:,} whole samples come before"
+        yield Sample("", fault=Fault("truncated_archive", detail))
+
+
+def read_samples(
+    archive: tarfile.TarFile, path: str, *, size: int | None = None, first: int | None = None
+) -> Iterator[Sample]:
+    """Read the samples of an open archive.
+
+    Args:
+        path: the archive's name, in faults and images.
+        size: the bytes of the file, if it is known; a member that goes beyond them is an error.
+        first: the number of the first sample whose contents are read, images too; those before have none. By default
+            images stay in the file and are read from `path`.
+
+    Raises:
+        tarfile.TarError: if the archive is damaged or cut.
+    """
+    current, number, keys = None, -1, set[str]()
+    for member in _members(archive, size):
+        key, extension = _key(member.name)
+        if current is None or key != current.key:
+            if current is not None:
+                yield current
+            current, number = Sample(key), number + 1
+            if key in keys:
+                current.set_aside("duplicate_id", f"the key {key} is in {path} twice")
+            keys.add(key)
+        if first is None or number >= first:
+            _add(current, member, extension, archive, path, in_memory=first is not None)
+    if current is not None:
+        yield current
+
+
+def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.TarInfo]:
+    """Read the members except folders; raise a TarError if the end of the archive is wrong."""
+    begin = -1
+    while (member := archive.next()) is not None:
+        vars(archive)["members"] = []  # else it keeps the header of every member
+        if member.offset <= begin or member.size < 0:
+            raise tarfile.ReadError("a header gives a negative size")
+        begin = member.offset
+        stored = member.isreg() and not member.issparse()
+        if size is not None and stored and member.offset_data + member.size > size:
+            raise tarfile.ReadError("the file ends inside a member")
+        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
+            yield member
+    # `tarfile` takes a damaged header, and the end of the file where the end marker should be, for a regular end.
+    stream: Any = archive.fileobj
+    stream.seek(archive.offset)
+    if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("the end marker is missing")
+
+
+def _key(name: str) -> tuple[str, str]:
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return f"{folder}{slash}{stem}", extension.lower()
+
+
+def _add(
+    sample: Sample, member: tarfile.TarInfo, extension: str, archive: tarfile.TarFile, path: str, in_memory: bool
+) -> None:
+    name = storable(member.name)
+    reason = _unsafe(member, extension)
+    if reason is not None:
+        sample.set_aside("unsafe_member", f"{name} {reason}")
+    elif f".{extension}" in IMAGE_SUFFIXES:
+        title = f"{path}, member {name}"
+        if sample.image is not None:
+            if sample.image.name == title:
+                sample.set_aside("duplicate_id", f"{name} is there twice")
+        elif not in_memory:
+            sample.image = MemberImage(title, path, member.offset_data, member.size)
+        elif member.size > MOST_BYTES:
+            sample.set_aside("too_many_bytes", f"{name} has {member.size:,} bytes; {MOST_BYTES:,} is the most")
+        else:
+            sample.image = BytesImage(title, _content(archive, member))
+    elif extension in _TEXTS:
+        if extension in sample.texts:
+            sample.set_aside("duplicate_id", f"{name} is there twice")
+        elif member.size > _LONGEST_TEXT:
+            sample.set_aside("malformed_row", f"{name} has {member.size:,} bytes")
+        else:
+            sample.texts[extension] = _content(archive, member)
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    content = b"" if file is None else file.read()
+    if len(content) < member.size:
+        raise tarfile.ReadError("the file ends inside a member")
+    return content
+
+
+def _unsafe(member: tarfile.TarInfo, extension: str) -> str | None:
+    name = member.name
+    if name.startswith(("/", "\\")) or ".." in name.split("/") or "\0" in name:
+        return "leads out of the archive"
+    if not member.isreg() or member.issparse():
+        return "is a link, a device or a sparse file"
+    if extension.rpartition(".")[2] in _PICKLES:
+        return "is a pickle, which runs code when it is read"
+    return None
+
+
+def _record(builder: RecordBuilder, sample: Sample, where: str, key: str, names: dict[str, str]) -> Record:
+    values = sample.values()
+    captions, languages = captions_of_sample(sample, values, builder.source, names)
+    image: ImageRef
+    if sample.image is not None:
+        image = sample.image
+    elif builder.safety.allow_download and is_url(str(values.get("url"))):
+        image, _ = builder.image(values["url"])
+    else:
+        raise Fault("image_missing", f"{sample.key} has no image among its members")
+    split = None if values.get("split") is None or builder.source.split else split_of(values["split"])
+    regions = values.get("regions")
+    return builder.record(where, (image, storable(key)), captions, languages=languages, regions=regions, split=split)
+
+
+def captions_of_sample(
+    sample: Sample, values: dict[str, Any], source: Source, names: dict[str, str]
+) -> tuple[list[Any], list[str] | None]:
+    """Return the unchecked captions of .txt or .caption, else those of .json, else of the class in .cls.
+
+    Args:
+        values: the fields of .json.
+        names: the names of classes by number.
+    """
+    column = source.caption_column or next((name for name in USUAL_NAMES["caption"] if name in values), None)
+    columns = Columns(caption="caption", language=source.language_column or "languages")
+    language = values.get(str(columns.language))
+    plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
+    captions: Any
+    if plain is not None and source.caption_column is None:
+        captions = sample.text(plain)
+        language = None if isinstance(language, list) else language  # a list is that of the captions in .json
+    elif column in values:
+        captions = values[column]
+    elif "cls" in sample.texts:
+        label = sample.text("cls").strip()
+        if label.isdigit() and label not in names:
+            raise Fault("unmatched_image", f"class {label} has no name; set classes= to a file of names")
+        captions = [each.replace("{}", names.get(label, label)) for each in source.templates]
+    else:
+        raise Fault("unmatched_image", f"{sample.key} has no caption among its members")
+    return captions_of({"caption": captions, str(columns.language): language}, columns)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for; the pattern itself if it has none."""
+    match = re.search(r"\{([^{}]+)\}", pattern)
+    if match is None:
+        return [pattern]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if span is None:
+        choices = match[1].split(",")
+    else:
+        choices = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [name for choice in choices for name in expand_braces(before + choice + after)]

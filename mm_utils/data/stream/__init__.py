@@ -1,1 +1,0 @@
-"""Pairs read shard by shard while training goes on."""

@@ -1,0 +1,208 @@
+"""Open the data of a run: files, prepared sets, the embedded scenes, streams, cached features."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import datasets
+from accelerate import Accelerator
+from datasets import DatasetDict
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from mm_utils.data.loading.column_cache import column_digest, image_digest
+from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, check_loading, image_geometry
+from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.regions import tokenize_pairs
+from mm_utils.data.loading.tokens import fingerprint, global_order, tokenize_splits, tokenizer_digest
+from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.streaming.loader import train_stream
+from mm_utils.data.streaming.rows import kind_of
+from mm_utils.data.streaming.stream import HELD_OUT, Stream, StreamingArguments, open_stream
+from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
+
+logger = logging.getLogger(__name__)
+
+
+class Schedule(Protocol):
+    """The training arguments that decide the order and the size of batches."""
+
+    seed: int
+    per_device_eval_batch_size: int
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size as a function of the step."""
+
+
+@dataclass
+class TrainingData:
+    """The tokenised splits of a run, with the order of training and the loaders.
+
+    Attributes:
+        splits: the rows of every split; a stream has no `train` here.
+        processor: the tokenizer and the image processor.
+        loaders: the loaders of the run.
+        order: the order of the training rows, or the stream that they come from.
+        identity: the fingerprint of the training data and the settings that affect batch order; a resumed run must have the
+            same.
+        eval_batch_size: images per process and forward pass in evaluation.
+        total_rows: the rows of every split before `--max_train_samples` and `--max_eval_samples`.
+        features: the training rows with the stored output of frozen towers, in place of `splits["train"]`.
+    """
+
+    splits: DatasetDict
+    processor: ProcessorMixin
+    loaders: Loaders
+    order: GlobalOrder | Stream
+    identity: dict[str, Any]
+    eval_batch_size: int
+    total_rows: dict[str, int] = field(default_factory=dict)
+    features: datasets.Dataset | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of training images."""
+        return self.order.num_rows
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the training data."""
+        return self.identity["data"]
+
+    @property
+    def max_seq_length(self) -> int:
+        """The longest possible caption in tokens."""
+        return self.loaders.arguments.max_seq_length
+
+    @cached_property
+    def eval_loader(self) -> DeviceLoader | None:
+        """This rank's share of the validation split, each image with all its captions."""
+        return self.evaluation("validation") if "validation" in self.splits else None
+
+    def evaluation(self, split: str) -> DeviceLoader:
+        """Return this rank's share of a split, each image with all its captions, in order."""
+        return self.loaders.evaluation(self.splits[split], self.eval_batch_size)
+
+    def train_batches(self, start: int, stop: int) -> DeviceLoader:
+        """Return this rank's share of the global batches of steps `start` to `stop`."""
+        if isinstance(self.order, Stream):
+            return train_stream(self.loaders, self.order, self.processor.tokenizer, start, stop)
+        return self.loaders.train(self.features or self.splits["train"], self.order, start, stop)
+
+    def __str__(self) -> str:
+        counts = {"train": self.num_rows, **{name: len(rows) for name, rows in self.splits.items()}}
+        return ", ".join(f"{name}: {rows:,} images" for name, rows in counts.items())
+
+
+def open_data(
+    accelerator: Accelerator,
+    data_args: DataArguments,
+    stream_args: StreamingArguments,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    make_processor: Callable[[Iterator[str]], ProcessorMixin],
+    regions: bool = False,
+) -> TrainingData:
+    """Open the pairs that the arguments name, tokenised, with their loaders.
+
+    The main process fills the caches first, the others read them.
+
+    Args:
+        accelerator: the run's accelerator.
+        data_args, stream_args, loader_args: the source, and how it is read.
+        schedule: the arguments that decide the order and the size of batches.
+        make_processor: builds the processor, given the training captions.
+        regions: read the regions of images too.
+
+    Raises:
+        ValueError: if the source cannot be read, with file, line or column and what to do.
+    """
+    with accelerator.main_process_first():
+        stream = None
+        if stream_args.streaming:
+            given = load_validation_file(data_args)
+            stream = open_stream(data_args, stream_args, schedule.batch_sizes, schedule.seed, given)
+            splits, captions = DatasetDict(validation=stream.validation), stream.captions()
+            total = {"train": stream.num_rows, "validation": len(stream.validation)}
+        else:
+            splits = load_pairs(replace(data_args, max_train_samples=None, max_eval_samples=None))
+            total = {name: len(rows) for name, rows in splits.items()}
+            splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")
+            captions = iterate_captions(splits["train"])
+        processor = make_processor(captions)
+        length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
+        splits = tokenize_pairs(splits, processor.tokenizer, length, workers, regions=regions)
+    return make_data(accelerator, splits, stream, processor, loader_args, schedule, regions, total)
+
+
+def _content(rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase, loaders: Loaders) -> dict[str, Any]:
+    """Return everything besides ids and captions that decides what a training row is, by name; a stream has no `rows`."""
+    found = {
+        "tokenizer": tokenizer_digest(tokenizer),
+        "max_seq_length": loaders.arguments.max_seq_length,
+        "image_size": loaders.image_size,
+        "image mean and std": [loaders.mean, loaders.std],
+    }
+    if rows is not None:
+        found["images"] = image_digest(rows)
+        if loaders.regions:
+            found["regions"] = column_digest(rows, "regions")
+    return found
+
+
+def load_validation_file(args: DataArguments) -> datasets.Dataset | None:
+    """Load the validation rows of a stream where they are in no shard."""
+    if args.validation_file is None or kind_of(args.validation_file) is not None:
+        return None
+    others: dict[str, Any] = dict.fromkeys(("dataset_name", "dataset_config_name", "validation_file", "test_file"))
+    most = args.max_eval_samples or HELD_OUT
+    file = replace(args, train_file=args.validation_file, max_train_samples=most, **others)
+    return load_pairs(file, need_train=False)["train"]
+
+
+def open_task(
+    accelerator: Accelerator,
+    task_args: TaskArguments,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    processor: ProcessorMixin,
+) -> tuple[LabelledTask, TrainingData]:
+    """Open the labelled rows that the arguments name, tokenised, with their loaders; see `open_data`."""
+    with accelerator.main_process_first():
+        task = load_task(task_args)
+        length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers
+        task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)
+    return task, make_data(accelerator, task.splits, None, processor, loader_args, schedule)
+
+
+def make_data(
+    accelerator: Accelerator,
+    splits: DatasetDict,
+    stream: Stream | None,
+    processor: ProcessorMixin,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    regions: bool = False,
+    total_rows: dict[str, int] | None = None,
+) -> TrainingData:
+    """Put tokenised splits, or a stream and its validation split, into batches."""
+    geometry = image_geometry(processor)
+    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *geometry, regions=regions)
+    sizes, eval_batch_size = schedule.batch_sizes, schedule.per_device_eval_batch_size
+    check_loading(loaders, sizes.sizes[-1], eval_batch_size, streaming=stream is not None)
+    order: GlobalOrder | Stream
+    if stream is not None:
+        order, data = stream, stream.fingerprint
+    else:
+        rows = splits["train"]
+        order = global_order(rows, sizes, schedule.seed, loader_args.similar_captions_per_batch)
+        data = fingerprint(rows)
+    total = total_rows or {name: len(rows) for name, rows in splits.items()}
+    content = _content(splits["train"] if stream is None else None, processor.tokenizer, loaders)
+    identity = {"data": data, **content, **loader_args.order}
+    found = TrainingData(splits, processor, loaders, order, identity, eval_batch_size, total)
+    logger.info("%s", found)
+    return found

@@ -1,0 +1,298 @@
+"""Ranks, collectives, sharded tensors: the only module that asks torch how many processes there are.
+
+Shape letters: n this rank's rows, N all ranks' rows.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+logger = logging.getLogger(__name__)
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
+BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
+COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
+SAME_COMMAND = "Start all machines with one command, in equal environments."
+SAME_DATA = "All processes must read the same data with the same arguments."
+
+
+class RunError(Exception):
+    """A run that cannot start or continue; the message says what to do."""
+
+
+# -- this process's place ---------------------------------------------------------------------------------------------
+
+
+def world_size() -> int:
+    """Return how many processes train together; 1 when `torch.distributed` is not set up."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return this process's rank, from 0."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processes_here() -> int:
+    """Return how many processes were launched together on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def cores_per_process() -> int:
+    """Return this process's share of the machine's cores."""
+    return available_cores() // processes_here()
+
+
+def share(count: int, part: int, parts: int) -> range:
+    """Return the `part`-th of `parts` contiguous shares of `count` rows; sizes differ by at most one."""
+    return range(count * part // parts, count * (part + 1) // parts)
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def set_timeout(seconds: float) -> None:
+    """Make a collective fail when it waits longer than this for another process."""
+    if world_size() > 1:
+        (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether the error only says that another process did not take part in a collective."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo", " by peer", "Broken pipe"))
+    )
+
+
+def gather_sizes(count: int, device: torch.device) -> list[int]:
+    """Return how many rows every rank holds."""
+    if world_size() == 1:
+        return [count]
+    sizes = torch.empty(world_size(), dtype=torch.long, device=device)
+    _all_gather(sizes, torch.tensor([count], device=device))
+    return sizes.tolist()
+
+
+def gather(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Gather `[n, ...]` of each rank into `[N, ...]` on all, in rank order, without gradient.
+
+    Args:
+        rows: this rank's rows.
+        sizes: the rows of every rank, from `gather_sizes`.
+    """
+    rows = rows.detach()
+    if len(sizes) == 1:
+        return rows
+    most = max(sizes)
+    if len(rows) < most:
+        rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    everything = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+    _all_gather(everything, rows.contiguous())
+    if min(sizes) == most:
+        return everything
+    return torch.cat([part[:size] for part, size in zip(everything.split(most), sizes, strict=True)])
+
+
+def gather_ragged(rows: Tensor, sizes: list[int], pad: int = 0) -> Tensor:
+    """Gather `[n, L]` rows whose L differs between ranks; shorter rows are padded with `pad`."""
+    if len(sizes) == 1:
+        return rows.detach()
+    longest = max(gather_sizes(rows.shape[1], rows.device))
+    return gather(torch.nn.functional.pad(rows, (0, longest - rows.shape[1]), value=pad), sizes)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the element-wise sum over the ranks, without gradient."""
+    values = values.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
+    """Return the element-wise maximum over the ranks."""
+    if world_size() == 1:
+        return numbers
+    most = torch.tensor(numbers, dtype=torch.long, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
+
+
+def any_rank(here: bool, device: torch.device) -> bool:
+    """Return whether `here` is true on any rank."""
+    return bool(sum_over_ranks(torch.tensor([here], dtype=torch.int, device=device)))
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace every gradient by its mean over the ranks, as DDP does; a missing gradient counts as zero."""
+    if world_size() == 1:
+        return
+    gradients: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
+    for alike in gradients.values():
+        for bucket in _buckets(alike):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat)
+            flat /= world_size()
+            for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Group consecutive tensors, up to `BUCKET_ELEMENTS` together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(map(Tensor.numel, bucket)) + tensor.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
+
+def raise_everywhere(error: str | None = None, warnings: Iterable[str] = ()) -> None:
+    """Log each rank's warnings once, and raise on all ranks the error that any rank found; called on all ranks.
+
+    Raises:
+        ValueError: on every rank, if there is an error on one.
+    """
+    found = gather_object([(error, list(warnings))])
+    for warning in dict.fromkeys(warning for _, each in found for warning in each):
+        if rank() == 0:
+            logger.warning("%s", warning)
+    errors = [error for error, _ in found if error]
+    if errors:
+        raise ValueError(errors[0])
+
+
+def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA) -> None:
+    """Check that each value, of anything that JSON or `str` can express, is the same on all ranks.
+
+    Args:
+        values: the name of each value in the message, and the value; called on all ranks.
+        remedy: the end of the message.
+
+    Raises:
+        ValueError: on every rank, naming the values that differ and the ranks that have them.
+    """
+    said = {name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
+    digests = gather_object([hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()])
+    if len(set(digests)) == 1:
+        return
+    of_ranks: list[dict[str, str]] = gather_object([said])
+    differing = []
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        holders: dict[str, list[int]] = {}
+        for number, of_rank in enumerate(of_ranks):
+            holders.setdefault(of_rank.get(name, "missing"), []).append(number)
+        if len(holders) > 1:
+            shares = [f"{_shortened(value)} on {_rank_list(held)}" for value, held in holders.items()]
+            differing.append(f"{name} is {' and '.join(shares)}")
+    raise ValueError(f"{'; '.join(differing)}; it differs between processes. {remedy}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _rank_list(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+class KeyValueStore:
+    """Share short texts between processes without a collective, on a connection of its own to the group's store.
+
+    A new process group starts with an empty store, and so does every name. Any thread may call; every method raises
+    RuntimeError once the store's process is gone, and blocks while that process is stopped.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._group_store = distributed_c10d._get_default_store()  # held, as its keeper serves the others
+        self._store = dist.PrefixStore(name, self._group_store.clone())
+
+    def set(self, key: str, text: str) -> None:
+        """Write a text, over the earlier one."""
+        self._store.set(key, text)
+
+    def set_once(self, key: str, text: str) -> str:
+        """Write a text unless the key has one; return the text that the key has now."""
+        return self._store.compare_set(key, "", text).decode()
+
+    def get(self, *keys: str) -> list[str | None]:
+        """Return the texts, None for a key without one."""
+        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+
+    def add(self, key: str, amount: int = 0) -> int:
+        """Add to a counter that starts at 0; return the sum."""
+        return self._store.add(key, amount)
+
+
+# -- sharded tensors (FSDP2) ------------------------------------------------------------------------------------------
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the unsharded parameter; called on all ranks."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Reshape a full tensor like `parameter` and shard it in the same way; called on all ranks."""
+    value = value.view(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+@torch.no_grad()
+def load_full_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy all weights, unsharded, into a module that may be sharded; called on all ranks.
+
+    Raises:
+        ValueError: if the weights are those of another model.
+    """
+    own = module.state_dict()
+    differing = [
+        name
+        for name in {**own, **weights}
+        if name not in own or name not in weights or own[name].numel() != weights[name].numel()
+    ]
+    if differing:
+        shapes = [
+            f"{name} is {_shape(own.get(name))}, in the checkpoint {_shape(weights.get(name))}"
+            for name in differing[:3]
+        ]
+        raise ValueError(
+            f"the checkpoint is of another model: {len(differing)} of its weights differ; {'; '.join(shapes)}. Give the "
+            "arguments that it was trained with; its folder's parent has them in config.yaml."
+        )
+    for name, value in own.items():
+        value.copy_(shard_like(weights[name], value))
+
+
+def _shape(value: Tensor | None) -> str:
+    return "missing" if value is None else str(list(value.shape))

@@ -1,0 +1,200 @@
+"""Report retrieval: a table with intervals, examples, and the curve and the cost of re-ranking."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+from accelerate import Accelerator
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from torch import Tensor
+
+from mm_utils.data.images import open_image
+from mm_utils.evaluation.metrics import CUTOFFS, mean_interval
+from mm_utils.evaluation.reranking import DirectionRanks, PairScores
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.files import write_atomic
+from mm_utils.model.flops import FlopCounts
+from mm_utils.reports.plots import (
+    COLORS,
+    INK,
+    MUTED,
+    RetrievalExample,
+    draw_retrieval,
+    new_figure,
+    save_figure,
+    set_title,
+    style_axes,
+)
+
+logger = logging.getLogger(__name__)
+
+_GIGA = 1e9
+_QUERIES, _HITS = 6, 5  # of the picture of examples
+
+
+def report_retrieval(
+    accelerator: Accelerator, evaluator: RetrievalEvaluator, flops: FlopCounts, folder: str | None
+) -> None:
+    """On the main process, log the recalls of the last evaluation and the cost of re-ranking.
+
+    Args:
+        flops: FLOPs of the same model, from `mm_utils.model.flops.measure_flops`.
+        folder: where to write `reranking.json` and `reranking.png`.
+    """
+    if not accelerator.is_main_process:
+        return
+    found = {direction: direction_figures(ranks) for direction, ranks in evaluator.directions.items()}
+    logger.info("\n%s", "\n".join(_table(found)))
+    if evaluator.scores is None:
+        return
+    costs = scoring_costs(evaluator.scores, flops)
+    logger.info(
+        "Re-ranking: %s pairs at %s a second; %.3g GFLOP a pair of %.0f text tokens, besides %.3g a text and %.3g an image; "
+        "keys and values of an image take %s kB",
+        f"{costs['pairs']:,}", f"{costs['pairs_per_second']:,.0f}", costs["gflop_per_pair"], costs["text_tokens"],
+        costs["gflop_per_text"], costs["gflop_per_image"], f"{costs['keys_values_bytes_per_image'] / 1000:,.0f}",
+    )  # fmt: skip
+    if folder is not None:
+        args = evaluator.args
+        settings = {"score": args.rerank_score, "weight": args.rerank_weight, "top_k": args.rerank_top_k}
+        content = {**settings, **found, "costs": costs}
+        write_atomic(Path(folder, "reranking.json"), json.dumps(content, indent=2) + "\n")
+        _draw(found, Path(folder, "reranking.png"))
+
+
+def direction_figures(ranks: DirectionRanks) -> dict[str, Any]:
+    """Return recalls of one direction, with half the width of their intervals over images.
+
+    Returns:
+        `queries`, their number, and `dual_encoder`, recalls by the towers. After re-ranking also `reranked`, `difference` (of
+        both), and `curve`: recalls after re-ranking the first 1, 2, 4 ... K `candidates`, with their `ceiling`, the share of
+        queries that have a right item among these candidates.
+    """
+
+    def recall(value_Q: Tensor) -> dict[str, float]:
+        value, half_width = mean_interval(value_Q, ranks.image_key_Q)
+        return {"value": value, "half_width_95": half_width}
+
+    def recalls(rank_Q: Tensor) -> dict[str, dict[str, float]]:
+        return {f"recall@{k}": recall(rank_Q <= k) for k in CUTOFFS}
+
+    found: dict[str, Any] = {"queries": len(ranks.cosine_Q), "dual_encoder": recalls(ranks.cosine_Q)}
+    if not ranks.by_first:
+        return found
+    before_Q, after_Q = ranks.cosine_Q, ranks.reranked_Q
+    gain = {f"recall@{k}": recall((after_Q <= k).double() - (before_Q <= k).double()) for k in CUTOFFS}
+    curve = [
+        {"candidates": first, "ceiling": recall(before_Q <= first), **recalls(rank_Q)}
+        for first, rank_Q in ranks.by_first.items()
+    ]
+    return {**found, "reranked": recalls(after_Q), "difference": gain, "curve": curve}
+
+
+def scoring_costs(scores: PairScores, flops: FlopCounts) -> dict[str, float]:
+    """Return the time and the FLOPs of re-ranking.
+
+    FLOPs are those of match logits (`mm_utils.model.flops`), at the mean padded length of the texts: per pair, per text (once
+    for all its candidates), and per image for its keys and values (once for all its texts).
+    """
+    length = round(scores.length)
+    return {
+        "pairs": len(scores.pairs),
+        "seconds": scores.seconds,
+        "pairs_per_second": len(scores.pairs) / scores.seconds,
+        "text_tokens": scores.length,
+        "gflop_per_pair": flops.pair.at(length) / _GIGA,
+        "gflop_per_text": flops.text.at(length) / _GIGA,
+        "gflop_per_image": flops.keys_values / _GIGA,
+        "keys_values_bytes_per_image": scores.image_bytes,
+    }
+
+
+def _draw(found: dict[str, dict[str, Any]], out_path: Path) -> None:
+    """Draw recall against the number of re-ranked candidates, one panel per direction."""
+    figure = new_figure(4.5 * len(found), 3.6)
+    for place, (direction, figures) in enumerate(found.items(), 1):
+        ax = figure.add_subplot(1, len(found), place)
+        _draw_curve(ax, figures["curve"])
+        set_title(ax, direction.replace("_to_", " → "))
+    lines, labels = ax.get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False, labelcolor=INK)
+    save_figure(figure, out_path)
+
+
+def _draw_curve(ax: Axes, curve: list[dict[str, Any]]) -> None:
+    style_axes(ax)
+    firsts = [row["candidates"] for row in curve]
+    for k, color in zip(CUTOFFS, COLORS, strict=False):
+        values = [row[f"recall@{k}"]["value"] for row in curve]
+        halves = [row[f"recall@{k}"]["half_width_95"] for row in curve]
+        low, high = ([value + sign * half for value, half in zip(values, halves, strict=True)] for sign in (-1, 1))
+        ax.fill_between(firsts, low, high, color=color, alpha=0.12, linewidth=0)
+        ax.plot(firsts, values, color=color, linewidth=1.8, marker="o", markersize=3, label=f"R@{k}")
+        ax.axhline(values[0], color=color, linewidth=0.9, linestyle="dashed")
+    ax.plot([], [], color=MUTED, linewidth=0.9, linestyle="dashed", label="two towers alone")
+    ceiling = [row["ceiling"]["value"] for row in curve]
+    ax.plot(
+        firsts, ceiling, color=MUTED, linewidth=1.2, linestyle="dotted", label="ceiling: a right one is among them"
+    )
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(firsts))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(ScalarFormatter())
+    ax.set_xlabel("candidates re-ranked", fontsize=8, color=MUTED)
+
+
+def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path) -> None:
+    """Draw what captions spread over the last evaluated split find, re-ranked if the head re-ranks.
+
+    Args:
+        rows: the split that was evaluated.
+        evaluator: its last evaluation.
+        out_path: the PNG to write.
+    """
+    split, ranks = evaluator.split, evaluator.directions["text_to_image"]
+    assert split is not None
+    examples, count = [], len(split.text_TE)
+    for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
+        own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
+        if ranks.reranked_items is not None and ranks.reranked_scores is not None:
+            found, scores = ranks.reranked_items[query, :_HITS], ranks.reranked_scores[query, :_HITS]
+            note = f"right image: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
+        else:
+            scores, found = (split.text_TE[query] @ split.image_ME.T).topk(min(_HITS, len(split.image_ME)))
+            note = f"right image: place {towers:,}"
+        first = int((split.caption_key_T == own).nonzero()[0])
+        row = rows[int(split.rows_M[int((split.image_key_M == own).nonzero()[0])])]
+        examples.append(
+            RetrievalExample(
+                row["captions"][query - first],
+                [open_image(rows[int(split.rows_M[place])]["image"], 256) for place in found.tolist()],
+                scores.tolist(),
+                (split.image_key_M[found] == own).tolist(),
+                f"{note} of {len(split.image_ME):,}",
+            )
+        )
+    draw_retrieval(examples, out_path)
+
+
+def _table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Format one line per direction and cut-off; the last two columns only after re-ranking."""
+    lines = [f"{'95 % intervals, over images':<28}{'two towers':<18}"]
+    if any("curve" in figures for figures in found.values()):
+        lines[0] += f"{'re-ranked':<18}{'difference':<18}"
+    for direction, figures in found.items():
+        for k in CUTOFFS:
+            line = f"{direction.replace('_to_', ' → ') + f' R@{k}':<28}"
+            for column, sign in (("dual_encoder", ""), ("reranked", ""), ("difference", "+")):
+                if column in figures:
+                    recall = figures[column][f"recall@{k}"]
+                    cell = f"{recall['value']:{sign}.3f} ± {recall['half_width_95']:.3f}"
+                    line += f"{cell:<18}"
+            lines.append(line)
+        if "curve" in figures:
+            last = figures["curve"][-1]
+            name = f"  ceiling, R@{last['candidates']}"
+            lines.append(f"{name:<28}{last['ceiling']['value']:.3f} ± {last['ceiling']['half_width_95']:.3f}")
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,231 @@
+"""Build, load or convert a model; the flags that say how."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
+)
+
+from mm_utils.arguments import arg
+from mm_utils.model.adapt import (
+    BACKBONE_DROPOUT,
+    DROPOUTS,
+    drop_patches,
+    freeze_unused,
+    recompute_activations,
+    switch_off_dropout,
+)
+from mm_utils.model.modeling_fusion_dual_encoder import DIRECTIONS, POOLINGS, FusionDualEncoderModel
+from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower
+
+VISION_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
+             "patch_size": 4, "image_size": 64, "layer_scale_init_value": 1.0, "initializer_range": 0.08},
+    "small": {"model_type": "vit", "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6,
+              "intermediate_size": 1536, "patch_size": 16, "image_size": 224},
+    "base": {"model_type": "vit", "patch_size": 16, "image_size": 224},
+}  # fmt: skip
+TEXT_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "bert", "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
+             "intermediate_size": 768, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "small": {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
+              "intermediate_size": 1536},
+    "base": {"model_type": "bert"},
+}  # fmt: skip
+
+
+@dataclass
+class ModelArguments:
+    """The two towers and the fusion head.
+
+    A saved model wins over pretrained backbones, and these win over presets.
+    """
+
+    model_name_or_path: str | None = arg(None, "Start from a whole model: the folder of a run, or a Hub id.")
+    vision_model_name_or_path: str | None = arg(None, "Pretrained vision backbone: a folder or a Hub id.")
+    text_model_name_or_path: str | None = arg(None, "Pretrained text backbone: a folder or a Hub id.")
+    vision_config: str = arg("tiny", "Vision backbone from scratch: tiny, small, base, or a config.json.")
+    text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.")
+    tokenizer_name_or_path: str | None = arg(
+        None, "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions."
+    )
+    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.")
+    image_size: int | None = arg(None, "Side of the square image; default: what the vision backbone expects.")
+    projection_dim: int | None = arg(
+        None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone."
+    )
+    vision_pooling: str = arg("auto", "pooler, mean, cls, or auto: the pooler if there is one, else the mean.")
+    text_pooling: str = arg("auto", "As --vision_pooling; auto ignores poolers like BERT's and takes the mean.")
+    fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.")
+    fusion_dim: int | None = arg(
+        None, "Width of the cross-attention head; default: half the text backbone's, at most 512."
+    )
+    fusion_heads: int | None = arg(None, "Attention heads of the cross-attention head; default: one per 32 channels.")
+    fusion_vision_taps: str = arg(
+        "auto",
+        "Hidden states of the vision backbone that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at "
+        "most three, the last of each resolution, or layers of a transformer at equal distances.",
+    )
+    fusion_text_taps: str = arg("auto", "As --fusion_vision_taps, for the text backbone.")
+    fusion_hierarchy: bool = arg(
+        True,
+        "Blocks of the head read the taps one after the other, and the text again; false: all taps in all blocks.",
+    )
+    fusion_direction: str = arg(
+        "text_to_image",
+        "text_to_image, or both: image tokens attend to the text too, and cannot be reused for other texts.",
+    )
+    freeze_vision: bool = arg(False, "Do not train the vision backbone.")
+    freeze_text: bool = arg(False, "Do not train the text backbone.")
+    gradient_checkpointing: bool = arg(
+        False, "Recompute activations in the backward pass: less memory, a third slower."
+    )
+    patch_dropout: float = arg(
+        0.0,
+        "Drop this share of the image's patches in training (FLIP): half saves about half of the vision tower's time.",
+    )
+    backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
+    torch_compile: bool = arg(
+        False, "Compile both towers with torch.compile: minutes at the start, then faster steps on a GPU."
+    )
+    trust_remote_code: bool = arg(
+        False, "Run the Python code in the repository of a backbone or tokenizer. Read that code first."
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.patch_dropout < 1:
+            raise ValueError(f"--patch_dropout is {self.patch_dropout}; give a share of the patches in [0, 1).")
+        for name in ("fusion_vision_taps", "fusion_text_taps"):
+            taps = getattr(self, name)
+            if taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", taps):
+                raise ValueError(
+                    f"--{name} is {taps!r}; give indices of the backbone's hidden states, e.g. -1,-2, or auto."
+                )
+        for name, choices in (
+            ("fusion_direction", DIRECTIONS),
+            ("vision_pooling", POOLINGS),
+            ("text_pooling", POOLINGS),
+            ("backbone_dropout", DROPOUTS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
+            value = getattr(self, name)
+            if value not in presets and not Path(value).is_file():
+                raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether any part starts from trained weights."""
+        return any((self.model_name_or_path, self.vision_model_name_or_path, self.text_model_name_or_path))
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> FusionDualEncoderModel:
+    """Build or load the model of the arguments, in float32, ready to be trained."""
+    if args.model_name_or_path:
+        model = load_model(args.model_name_or_path).float()
+    else:
+        given = {name: getattr(args, name) for name in ("projection_dim", "fusion_dim", "fusion_heads")}
+        taps = {name: getattr(args, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
+        vision_model, vision_pooling = _backbone(args, "vision", tokenizer)
+        text_model, text_pooling = _backbone(args, "text", tokenizer)
+        model = FusionDualEncoderModel.from_backbones(
+            vision_model,
+            text_model,
+            vision_pooling=vision_pooling,
+            text_pooling=text_pooling,
+            fusion_layers=args.fusion_layers,
+            fusion_hierarchy=args.fusion_hierarchy,
+            fusion_direction=args.fusion_direction,
+            # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
+            freeze_batch_norm=bool(args.vision_model_name_or_path),
+            **{name: value for name, value in given.items() if value},
+            **{name: [int(tap) for tap in value.split(",")] for name, value in taps.items() if value != "auto"},
+        )
+    if args.backbone_dropout == "off":
+        switch_off_dropout(model)
+    for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
+        if frozen:
+            model.freeze(tower)
+    freeze_unreached(model)
+    model.vision_model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if args.gradient_checkpointing:
+        recompute_activations(model)
+    if args.patch_dropout:
+        drop_patches(model.vision_model, args.patch_dropout)
+    if args.torch_compile:
+        model.vision_model.compile()
+        model.text_model.compile(dynamic=True)  # one graph for all lengths
+    return model
+
+
+def load_model(name: str) -> FusionDualEncoderModel:
+    """Load a saved model: the folder of a run, a checkpoint, or a Hub id.
+
+    Raises:
+        ValueError: if there is no model, or it needs Python code of its own.
+    """
+    title = f"{name} holds no model"
+    try:
+        config = load_config(title, name)
+        with explained(title, name):
+            if config.model_type == VisionTextDualEncoderConfig.model_type:
+                stock = VisionTextDualEncoderModel.from_pretrained(name, use_safetensors=True)
+                return FusionDualEncoderModel.from_dual_encoder(stock)
+            model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
+            model.check_repeatable()
+            return model
+    except OwnCodeError as error:
+        raise ValueError(
+            f"{title} that can be taken as a whole; it needs Python code of its own. Read that code, then give it as "
+            "--vision_model_name_or_path or --text_model_name_or_path with --trust_remote_code."
+        ) from error
+
+
+def freeze_unreached(model: FusionDualEncoderModel) -> int:
+    """Freeze parameters of the towers that no output depends on; return their total size."""
+    # Whether the heads and the bias are trained depends on the objectives.
+    towers = (parameter for tower in (model.vision_model, model.text_model) for parameter in tower.parameters())
+
+    def output(images: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        found = model(input_ids=token_ids, pixel_values=images, return_loss=True)
+        return found.loss if found.match_logits is None else found.loss + found.match_logits.sum()
+
+    return freeze_unused(model, towers, output)
+
+
+def _backbone(args: ModelArguments, tower: str, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, str]:
+    """Load or make a backbone; return it with its pooling."""
+    name, pooling = getattr(args, f"{tower}_model_name_or_path"), getattr(args, f"{tower}_pooling")
+    if name:
+        return load_tower(name, tower, pooling, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
+    made = _new_vision_backbone(args) if tower == "vision" else _new_text_backbone(args, tokenizer)
+    return made, pooling
+
+
+def _new_vision_backbone(args: ModelArguments) -> PreTrainedModel:
+    size = {"image_size": args.image_size} if args.image_size else {}
+    return AutoModel.from_config(AutoConfig.for_model(**{**preset(args.vision_config, VISION_PRESETS), **size}))
+
+
+def _new_text_backbone(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    return AutoModel.from_config(AutoConfig.for_model(**{**preset(args.text_config, TEXT_PRESETS), **words}))
+
+
+def preset(name: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the preset of this name, or the content of the config.json of this path."""
+    return presets[name] if name in presets else json.loads(Path(name).read_text(encoding="utf-8"))

@@ -1,0 +1,217 @@
+"""Load tokenizer and image processor, or train a WordPiece tokenizer on captions.
+
+The same captions give the same tokenizer.
+"""
+
+import hashlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    CLIPImageProcessor,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    VisionTextDualEncoderProcessor,
+)
+
+from mm_utils.files import atomic_folder
+from mm_utils.model.build import VISION_PRESETS, ModelArguments, preset
+from mm_utils.model.pretrained import explained
+from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
+
+SAMPLE = 1_000_000  # captions that a tokenizer is trained on
+ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+_COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
+
+
+def load_processor(args: ModelArguments, captions: Iterable[str]) -> VisionTextDualEncoderProcessor:
+    """Load tokenizer and image processor.
+
+    A text backbone from scratch gets a tokenizer trained on `captions`. The image processor does exactly what
+    `mm_utils.data.loading.augment.center_square` does, and gives colours the values that the backbone's own processor gives them.
+    """
+    if args.model_name_or_path:
+        return load_processor_of(args.model_name_or_path)
+    return VisionTextDualEncoderProcessor(_image_processor(args), _tokenizer(args, captions))
+
+
+def load_processor_of(name: str) -> VisionTextDualEncoderProcessor:
+    """Load the processor of a saved model; images become squares as in `load_processor`."""
+    with explained(f"the processor of {name} is missing or damaged", name):
+        processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
+    processor.image_processor = _center_square_processor(processor.image_processor, what=f"the model is {name}")
+    return processor
+
+
+def _image_processor(args: ModelArguments) -> CLIPImageProcessor:
+    if args.vision_model_name_or_path:
+        name, what = args.vision_model_name_or_path, f"--vision_model_name_or_path is {args.vision_model_name_or_path}"
+        with explained(what, name):
+            own = AutoImageProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+        return _center_square_processor(own, args.image_size, what)
+    size = args.image_size or preset(args.vision_config, VISION_PRESETS).get("image_size")
+    return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
+
+
+def _center_square_processor(
+    own: Any, size: int | None = None, what: str = "the image processor"
+) -> CLIPImageProcessor:
+    """Return a processor of central squares that gives every colour the values that the backbone's `own` one gives it.
+
+    Args:
+        size: side of the square; default: that of `own`.
+        what: beginning of a message.
+
+    Raises:
+        ValueError: if no mean and standard deviation express what `own` does, for instance if it swaps red and blue, or if its
+            images are no squares.
+    """
+    if not size:
+        crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
+        size = _side(crop or own.size, f"{what}; its {type(own).__name__}")
+    mean, std = _normalisation(own, what)
+    if getattr(own, "resample", None) not in (None, Image.Resampling.BICUBIC):
+        logger.info(
+            "%s; its %s resizes with %s, here images are resized with BICUBIC", what, type(own).__name__,
+            Image.Resampling(int(own.resample)).name,
+        )  # fmt: skip
+    return CLIPImageProcessor(
+        size={"shortest_edge": size}, crop_size={"height": size, "width": size}, image_mean=mean, image_std=std
+    )
+
+
+def _side(size: Any, what: str) -> int:
+    size = {name: side for name, side in dict(size or {}).items() if side}
+    side = size.get("height") or size.get("shortest_edge") or size.get("longest_edge") or 224
+    if size.get("width", side) != side:
+        raise ValueError(
+            f"{what} makes images of {side} x {size['width']} pixels, and here images are squares. Give --image_size, or choose "
+            "another backbone."
+        )
+    return side
+
+
+def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
+    """Return mean and std of each colour such that (colour / 255 - mean) / std is the value that `own` gives a colour.
+
+    The values are measured, because classes differ in what they do: rescaling or not, by 1/255 or to [-1, 1], normalisation
+    or not, or twice, other orders of the colours.
+    """
+    black, white, *colours = (_value_of(own, colour, what) for colour in _COLOURS)
+    scale = [high - low or 1.0 for low, high in zip(black, white, strict=True)]
+    measured = [0.0 - low / gain for low, gain in zip(black, scale, strict=True)], [1 / gain for gain in scale]
+    given = getattr(own, "image_mean", None) or [0.5] * 3, getattr(own, "image_std", None) or [0.5] * 3
+    for mean, std in (given, measured):  # the given ones have no rounding
+        expected = [
+            [(share / 255 - m) / s for share, m, s in zip(colour, mean, std, strict=True)] for colour in _COLOURS
+        ]
+        if np.allclose(expected, [black, white, *colours], atol=1e-3):
+            return list(mean), list(std)
+    swaps = "swaps red and blue" if getattr(own, "do_flip_channel_order", False) else "mixes colours"
+    raise ValueError(
+        f"{what}; its {type(own).__name__} {swaps}, and here images are RGB, normalised by mean and standard deviation. "
+        "Choose another backbone."
+    )
+
+
+def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
+    """Return the three values in the middle of an image of one colour."""
+    try:
+        found = own(Image.new("RGB", (64, 64), colour), return_tensors="np")
+        pixels = np.asarray(found.get("pixel_values", []))
+    except Exception as error:  # of any kind: these classes ask for other inputs, packages or settings
+        raise ValueError(
+            f"{what}; its {type(own).__name__} cannot read one image alone: {one_line(error)}. Choose another backbone."
+        ) from error
+    if pixels.ndim != 4 or pixels.shape[1] != 3:
+        raise ValueError(
+            f"{what}; its {type(own).__name__} gives no image of three colours, but parts or patches. Choose another backbone."
+        )
+    return [float(value) for value in pixels[0, :, pixels.shape[2] // 2, pixels.shape[3] // 2]]
+
+
+def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedTokenizerBase:
+    source = args.tokenizer_name_or_path or args.text_model_name_or_path
+    if not source:
+        return cached_tokenizer(captions, args.vocab_size)
+    flag = "--tokenizer_name_or_path" if args.tokenizer_name_or_path else "--text_model_name_or_path"
+    with explained(f"{flag} is {source}", source):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+# -- WordPiece ----------------------------------------------------------------------------------------------------------
+
+
+def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer once per captions and size, and keep it in the datasets cache."""
+    captions = list(itertools.islice(captions, SAMPLE))
+    digest = hashlib.blake2b("\n".join([str(vocab_size), *captions]).encode(), digest_size=8).hexdigest()
+    folder = Path(datasets.config.HF_DATASETS_CACHE, "tandem_tokenizers", digest)
+    if not folder.is_dir():
+        with atomic_folder(folder) as temporary:
+            train_tokenizer(captions, vocab_size).save_pretrained(temporary)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def train_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a lower-casing WordPiece tokenizer in BERT's format, for any script."""
+    captions, special = list(captions), list(SPECIAL_TOKENS.values())
+    alphabet, inner = _alphabet(captions)
+    # The trainer numbers inner letters in the random order of a hash map and breaks ties by number; named here, they
+    # are numbered in order. They must not stay special tokens, hence the second tokenizer.
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special + inner,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    trained = _word_piece()
+    trained.train_from_iterator(captions, trainer)
+    tokenizer = _word_piece(trained.get_vocab())
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **SPECIAL_TOKENS)
+
+
+def _word_piece(vocab: dict[str, int] | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _alphabet(captions: list[str]) -> tuple[list[str], list[str]]:
+    """Return the most frequent letters, and those of them that occur inside words, as `##x`."""
+    tokenizer = _word_piece()
+    normalize, words = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
+    counts = Counter(itertools.chain.from_iterable(map(normalize, captions)))
+    ranked = sorted((letter for letter in counts if letter != " "), key=lambda letter: (-counts[letter], letter))
+    alphabet = sorted(ranked[:ALPHABET])
+    return alphabet, [f"##{letter}" for letter in alphabet if len(words(normalize("a" + letter))) == 1]

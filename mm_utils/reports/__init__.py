@@ -1,0 +1,1 @@
+"""Plots, reports, model card, experiment trackers, the Hub."""

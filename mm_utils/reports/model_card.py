@@ -1,0 +1,209 @@
+"""Write the model card: training data, results, settings, and how to load the model."""
+
+import json
+import platform
+import re
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mm_utils.text import markdown_table, markdown_text, printable, redact, without_secrets
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
+_PICTURES = {
+    "Training curves": "training.png",
+    "Retrieved images": "retrieval.png",
+    "Confusions": "confusion.png",
+    "Between the start and the end of fine-tuning": "wise_ft.png",
+}
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that a result depends on."""
+    return {"python": platform.python_version(), **{library: version(library) for library in _LIBRARIES}}
+
+
+@dataclass
+class CardInfo:
+    """The content of a model card; secrets in it are redacted when it is written.
+
+    Attributes:
+        model: what `from_pretrained` takes: the absolute path of the folder, or the repository on the Hub.
+        table, table_note: titles and rows of the results that a person reads first, and a sentence below them.
+        metrics: all metrics by name.
+        pipeline_tag: a pipeline that takes the model; None if there is none.
+        classifier_inputs: what a classifier reads, as in the model's config; None for a model of retrieval.
+    """
+
+    name: str
+    model: str
+    vision_model: str
+    text_model: str
+    num_parameters: int
+    dataset_name: str
+    dataset_rows: dict[str, int]
+    dataset_fingerprint: str
+    command: str
+    table: tuple[list[str], list[list[str]]]
+    metrics: dict[str, float]
+    hyperparameters: dict[str, Any]
+    hardware: str
+    precision: str
+    num_processes: int
+    table_note: str = ""
+    has_fusion: bool = True
+    has_dual_encoder: bool = True
+    pipeline_tag: str | None = "feature-extraction"
+    tags: tuple[str, ...] = ("image-text-retrieval", "dual-encoder", "contrastive-learning")
+    summary: str | None = None
+    classifier_inputs: str | None = None
+    base_models: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=library_versions)
+
+
+def write_model_card(output_dir: Path, card: CardInfo) -> Path:
+    """Write ``README.md`` into `output_dir`, with the pictures that are there; return its path."""
+    titles, rows = card.table
+    front = {
+        "library_name": "transformers",
+        **({"pipeline_tag": card.pipeline_tag} if card.pipeline_tag else {}),
+        "tags": [*card.tags, "custom_code"],
+        **({"base_model": [printable(base) for base in card.base_models]} if card.base_models else {}),
+    }
+    encoders = f"An image encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
+    size = f"{card.num_parameters / 1e6:,.1f} million parameters in all"
+    fusion = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
+    retrieval = (
+        f"{encoders} trained together with a contrastive loss{fusion}: {size}. It finds images for a text and texts for an "
+        "image."
+    )
+    metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items()]
+    setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
+    hyperparameters = without_secrets(card.hyperparameters)
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {_text(card.name)}",
+        retrieval if card.summary is None else f"{_text(card.summary)} {encoders}, {size}.",
+        "## Use",
+        _usage(card),
+        "## Results",
+        markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
+        *([card.table_note] if card.table_note else []),
+        _details("All metrics", markdown_table(["metric", "value"], metrics)),
+        *(f"![{title}]({name})" for title, name in _PICTURES.items() if (output_dir / name).is_file()),
+        "## Data",
+        f"{_text(card.dataset_name)}, fingerprint {_code(card.dataset_fingerprint)}.",
+        markdown_table(["split", "rows"], [[_text(split), f"{rows:,}"] for split, rows in card.dataset_rows.items()]),
+        "## Training",
+        _fenced("bash", card.command),
+        markdown_table(["setting", "value"], [[_text(k), _text(v)] for k, v in {**setting, **card.versions}.items()]),
+        _details(
+            "All arguments",
+            markdown_table(["name", "value"], [[_code(k), _code(v)] for k, v in hyperparameters.items()]),
+        ),
+        "## Limitations",
+        "The model knows only what its training pairs show, their language and their biases included. Its scores rank "
+        "candidates; they are no probabilities. Measure it on your own data before relying on it.",
+    ]
+    path = output_dir / "README.md"
+    path.write_text(redact("\n\n".join(parts)) + "\n", encoding="utf-8")
+    return path
+
+
+def _usage(card: CardInfo) -> str:
+    """Return code that runs as pasted, in any folder."""
+    name = json.dumps(card.model, ensure_ascii=False)
+    code = _search_code(name, card) if card.classifier_inputs is None else _classify_code(name, card.classifier_inputs)
+    return _fenced("python", code)
+
+
+def _search_code(name: str, card: CardInfo) -> str:
+    stock = ", VisionTextDualEncoderModel" if card.has_dual_encoder else ""
+    code = f"""\
+import torch
+from PIL import Image
+from transformers import AutoModel, AutoProcessor{stock}
+
+folder = {name}
+model = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()  # its code comes with it
+processor = AutoProcessor.from_pretrained(folder)
+
+# Embed: vectors of length 1. Take your own pictures, Image.open("photo.jpg").convert("RGB"), and texts.
+pictures = [Image.new("RGB", (224, 224), colour) for colour in ("red", "green", "blue")]
+pixels = processor(images=pictures, return_tensors="pt")["pixel_values"]
+query = processor(text=["something red"], return_tensors="pt")
+with torch.no_grad():
+    image_embeds, keys_values = model.encode_image(pixels)
+    text_embeds, text_states = model.encode_text(query["input_ids"], query["attention_mask"])
+
+# Search: the cosine of the text with every picture, the best first.
+cosine = (text_embeds @ image_embeds.T)[0]
+for place in cosine.argsort(descending=True).tolist():
+    print(f"{{cosine[place]:.3f}}  picture {{place}}")"""
+    if card.has_fusion:
+        code += """
+
+# Re-rank: the fusion head reads the text and each of the best pictures together.
+with torch.no_grad():
+    count = len(pictures)
+    mask = query["attention_mask"].expand(count, -1)
+    match = model.match_pairs(keys_values, text_states.expand(count, -1, -1), mask)
+score = match + model.logit_scale.exp() * cosine
+print("re-ranked:", score.argsort(descending=True).tolist())"""
+    if card.has_dual_encoder:
+        code += """
+
+# The two encoders alone, with the class that transformers ships.
+dual_encoder = VisionTextDualEncoderModel.from_pretrained(folder, subfolder="dual_encoder")"""
+    return code
+
+
+def _classify_code(name: str, inputs: str) -> str:
+    given = [
+        *(['images=[Image.new("RGB", (224, 224), "red")]'] if inputs != "text" else []),
+        *(['text=["a text"]'] if inputs != "image" else []),
+    ]
+    picture = "from PIL import Image\n" if inputs != "text" else ""
+    comment = (
+        '# Take your own pictures, Image.open("photo.jpg").convert("RGB")' if picture else "# Take your own texts"
+    )
+    comment += ", and texts." if inputs in ("fused", "pair") else "."
+    return f"""\
+import torch
+{picture}from transformers import AutoModelForSequenceClassification, AutoProcessor
+
+folder = {name}
+model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
+processor = AutoProcessor.from_pretrained(folder)
+
+{comment}
+inputs = processor({", ".join(given)}, return_tensors="pt")
+with torch.no_grad():
+    share = model(**inputs).logits.softmax(-1)[0]
+for number in share.argsort(descending=True)[:5].tolist():
+    print(f"{{share[number]:.3f}}  {{model.config.id2label[number]}}")"""
+
+
+def _details(title: str, text: str) -> str:
+    """Fold a long text."""
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def _text(value: object) -> str:
+    return markdown_text(redact(str(value)))
+
+
+def _code(value: object) -> str:
+    """Format a code span for a table; its fence is longer than any run of backticks inside."""
+    text = " ".join(printable(redact(str(value))).split()).replace("|", r"\|")
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text or not text else f"`{text}`"
+
+
+def _fenced(language: str, text: str) -> str:
+    text = printable(redact(text))
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"

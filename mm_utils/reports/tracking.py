@@ -1,0 +1,153 @@
+"""Send metrics to trackers (tensorboard, wandb, ...) that can neither stop nor slow a run.
+
+Each tracker has a thread of its own: accelerate's trackers raise when the network fails, and their libraries may block without
+end. What a tracker does not take is still in `metrics.jsonl`.
+
+A resumed run is a new run to the tracker. To continue the earlier one set the tracker's own variables, such as WANDB_RUN_ID and
+WANDB_RESUME=allow, or MLFLOW_RUN_ID.
+"""
+
+import atexit
+import logging
+import queue
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from mm_utils.text import one_line, redact, without_secrets
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED = 10_000  # calls
+
+
+class Tracking(TrainerCallback):
+    """The trackers of one run; every method but `finish` returns at once, and none raises."""
+
+    def __init__(
+        self, accelerator: Accelerator, project: str, config: Mapping[str, Any], output_dir: str | Path
+    ) -> None:
+        """Start the trackers that `accelerator.log_with` names, on the main process.
+
+        Args:
+            config: the run's arguments; secrets are removed.
+            output_dir: the folder for trackers that write files.
+        """
+        self.accelerator = accelerator
+        self._threads: list[_TrackerThread] = []
+        if not accelerator.is_main_process or not accelerator.log_with:
+            return
+        plain = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in without_secrets(config).items()
+            if value is not None
+        }
+        folder = str(accelerator.logging_dir or output_dir)
+        for tracker in accelerator.log_with:
+            thread = _TrackerThread(tracker, project, folder, plain)
+            thread.start()
+            self._threads.append(thread)
+        atexit.register(self._wait, 10.0)  # an interrupted run does not call `finish`
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Send `logs` at the current step."""
+        self.log({name: value for name, value in (logs or {}).items() if name != "step"}, state.global_step)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Send metrics of a step."""
+        for thread in self._threads:
+            thread.send(dict(values), step)
+
+    def finish(self, timeout: float = 60.0) -> None:
+        """Wait up to `timeout` seconds for what is not sent yet, then end the process group."""
+        self._wait(timeout)
+        self.accelerator.end_training()
+
+    def _wait(self, timeout: float) -> None:
+        atexit.unregister(self._wait)
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.send(None, None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                thread.complain(f"it has not taken everything within {timeout:g} seconds")
+        self._threads = []
+
+
+class _TrackerThread(threading.Thread):
+    """One tracker, and the queue of calls to it; `None` as values ends it."""
+
+    def __init__(self, tracker: Any, project: str, folder: str, config: dict[str, Any]) -> None:
+        self.label = str(tracker.name if isinstance(tracker, GeneralTracker) else tracker)
+        super().__init__(daemon=True, name=f"tracker-{self.label}")
+        self.tracker, self.project, self.folder, self.config = tracker, project, folder, config
+        self.calls: queue.Queue[tuple[dict[str, Any] | None, int | None]] = queue.Queue(_MAX_QUEUED)
+        self._has_complained = False
+
+    def send(self, values: dict[str, Any] | None, step: int | None) -> None:
+        """Queue a call."""
+        try:
+            self.calls.put_nowait((values, step))
+        except queue.Full:
+            self.complain(f"{_MAX_QUEUED:,} calls wait for it")
+
+    def complain(self, reason: str) -> None:
+        """Warn once that the tracker lacks metrics."""
+        if not self._has_complained:
+            self._has_complained = True
+            text = "the tracker %s lacks metrics: %s. Training goes on; all metrics are in metrics.jsonl"
+            logger.warning(text, self.label, reason)
+
+    def run(self) -> None:
+        """Start the tracker and make the queued calls."""
+        try:
+            tracker = self._start()
+        except Exception as error:
+            self.complain(one_line(error))
+            return
+        self._call(tracker.store_init_configuration, self.config)
+        while (call := self.calls.get())[0] is not None:
+            self._call(tracker.log, call[0], step=call[1])
+        self._call(tracker.finish)
+
+    def _call(self, method: Callable[..., Any], *values: Any, **options: Any) -> None:
+        try:
+            method(*values, **options)
+        except Exception as error:
+            self.complain(one_line(error))
+
+    def _start(self) -> GeneralTracker:
+        tracker = self.tracker
+        if not isinstance(tracker, GeneralTracker):
+            kind = LOGGER_TYPE_TO_CLASS[self.label]
+            tracker = kind(self.project, *[self.folder] if kind.requires_logging_directory else [])
+        command_line = sys.argv
+        try:
+            sys.argv = _redacted(command_line)  # some trackers publish it
+            tracker.start()
+        finally:
+            sys.argv = command_line
+        return tracker
+
+
+def _redacted(words: list[str]) -> list[str]:
+    try:
+        return shlex.split(redact(shlex.join(words)))
+    except ValueError:  # a quote has lost its partner
+        return words[:1]

@@ -1,0 +1,1 @@
+"""Start and finish a run: output folder, checks, dry run, final reports."""

@@ -1,0 +1,191 @@
+"""Finish a run: pictures, model card, push to the Hub, and a summary with the next commands."""
+
+import csv
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from mm_utils.data.tasks import LabelledTask
+from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.classification import ClassificationEvaluator
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.evaluation.retrieval_report import draw_examples
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.reports.model_card import write_model_card
+from mm_utils.reports.plots import draw_confusion, plot_training
+from mm_utils.run.cards import CLASSIFIER_INPUTS, DIRECTIONS, MEASURED, classification_card, retrieval_card
+from mm_utils.run.commands import commands_after_training, longer_command
+from mm_utils.run.start import Run
+from mm_utils.text import no_formula
+
+logger = logging.getLogger(__name__)
+
+
+def finish_run(
+    run: Run,
+    model: FusionDualEncoderModel,
+    data: TrainingData,
+    evaluator: RetrievalEvaluator,
+    metrics: dict[str, float],
+    argv: Sequence[str] | None,
+) -> None:
+    """Draw `training.png` and `retrieval.png`, write the model card, push if asked to, and log a summary.
+
+    Args:
+        run: the run.
+        model: the trained model.
+        data: the data of the run.
+        evaluator: the evaluator of retrieval, after the last evaluation.
+        metrics: the metrics of the last evaluation.
+        argv: the arguments that `main` was called with, None for those of the command line.
+    """
+    folder = run.output_dir
+    if run.accelerator.is_main_process:
+        plot_training(folder / "metrics.jsonl", folder / "training.png")
+        if evaluator.split is not None:
+            draw_examples(data.splits["validation"], evaluator, folder / "retrieval.png")
+        write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, argv))
+    pushed = _push(run)
+    if run.accelerator.is_main_process:
+        logger.info("%s", "\n".join(_retrieval_summary(run, model, metrics, "test" in data.splits, pushed)))
+    run.tracking.finish()
+
+
+def finish_finetuning(
+    run: Run,
+    model: FusionDualEncoderForClassification,
+    task: LabelledTask,
+    fingerprint: str,
+    evaluator: ClassificationEvaluator,
+    metrics: dict[str, float],
+    argv: Sequence[str] | None,
+) -> None:
+    """Draw `training.png` and `confusion.png`, write `results.json`, `classes.csv` and the card, push if asked to.
+
+    Args:
+        run: the run.
+        model: the saved model.
+        task: the labelled data.
+        fingerprint: the hash of the training data.
+        evaluator: holds the predictions that are shown, those on the last split that was measured.
+        metrics: the metrics of all measured splits.
+        argv: the arguments that `main` was called with, None for those of the command line.
+    """
+    folder = run.output_dir
+    if run.accelerator.is_main_process:
+        plot_training(folder / "metrics.jsonl", folder / "training.png")
+        report_predictions(evaluator.guesses, task.classes, folder)
+        (folder / "results.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        write_model_card(folder, classification_card(run, model, task, fingerprint, metrics, argv))
+    pushed = _push(run)
+    if run.accelerator.is_main_process:
+        logger.info("%s", "\n".join(_classification_summary(run, model, task, metrics, pushed)))
+    run.tracking.finish()
+
+
+def report_predictions(predictions: Tensor, classes: list[str], folder: Path) -> None:
+    """Write `classes.csv`, recall and precision of every class, and `confusion.png`.
+
+    Args:
+        predictions: label and predicted class of every row, `[M, 2]`; rows with a label of -1 are left out.
+        classes: the names of the classes.
+        folder: the folder to write to.
+    """
+    known = predictions[predictions[:, 0] >= 0]
+    correct_C = known[known[:, 0] == known[:, 1], 0].bincount(minlength=len(classes)).tolist()
+    label_C, predicted_C = (
+        predictions[predictions[:, at] >= 0, at].bincount(minlength=len(classes)).tolist() for at in (0, 1)
+    )
+    with open(folder / "classes.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(("class", "rows", "recall", "precision"))
+        for name, correct, rows, predicted in zip(classes, correct_C, label_C, predicted_C, strict=True):
+            recall, precision = correct / rows if rows else None, correct / predicted if predicted else None
+            table.writerow((no_formula(name), rows, recall, precision))
+    pairs, times = known.unique(dim=0, return_counts=True)
+    counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
+    draw_confusion(counts, classes, folder / "confusion.png")
+
+
+def _push(run: Run) -> str | None:
+    """Push the model if asked to; return the repository if all of it is there. Called on all ranks.
+
+    The process group ends first: other ranks would wait for the Hub in a collective, whose timeout ends a run.
+    """
+    run.accelerator.wait_for_everyone()
+    if not run.pusher.args.push_to_hub:
+        return None
+    run.accelerator.end_training()
+    return run.pusher.repo_id if run.accelerator.is_main_process and run.pusher.push_model() else None
+
+
+# -- summaries ----------------------------------------------------------------------------------------------------------
+
+
+def _retrieval_summary(
+    run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], has_test: bool, pushed: str | None
+) -> list[str]:
+    folder, settings = run.output_dir, run.settings
+    lines = ["", "Retrieval on images that were not trained on:"]
+    for direction, name in DIRECTIONS.items():
+        for prefix, label in MEASURED.items():
+            recalls = [metrics.get(f"{prefix}{direction}_recall@{k}") for k in (1, 5, 10)]
+            if None not in recalls:
+                title = f"  {name}, {label}:"
+                lines.append(f"{title:<48}R@1 {recalls[0]:.3f}   R@5 {recalls[1]:.3f}   R@10 {recalls[2]:.3f}")
+    if "eval_text_to_image_chance@1" in metrics:
+        lines.append(f"  {'text to image, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
+    contents = {
+        "model.safetensors": "the model, with config.json and its processor",
+        "dual_encoder": "the two towers for stock transformers",
+        "README.md": "the model card, with code to use the model",
+        "training.png": "curves",
+        "retrieval.png": "what some captions find",
+        "regions.png": "where some phrases point",
+        "metrics.jsonl": "every figure that was logged",
+        "config.yaml": "the arguments, to run it again",
+    }
+    commands = commands_after_training(folder, settings, has_test=has_test, has_fusion=model.fusion is not None)
+    return [*lines, *_listing(folder, contents, pushed), "", "Next:", *(f"  {command}" for command in commands)]
+
+
+def _classification_summary(
+    run: Run,
+    model: FusionDualEncoderForClassification,
+    task: LabelledTask,
+    metrics: dict[str, float],
+    pushed: str | None,
+) -> list[str]:
+    lines = ["", f"{len(task.classes)} classes, predicted from {CLASSIFIER_INPUTS[model.config.classifier_inputs]}:"]
+    for split, prefix in (("validation", "eval_"), ("test", "test_")):
+        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        if "accuracy" in found:
+            line = f"  {split:<12}accuracy {found['accuracy']:.3f} ({found['accuracy_low']:.3f} to "
+            line += f"{found['accuracy_high']:.3f})   macro F1 {found['macro_f1']:.3f}"
+            if "roc_auc" in found:
+                line += f"   ROC AUC {found['roc_auc']:.3f}"
+            lines.append(f"{line}   most frequent class {found['majority']:.3f}")
+    if "eval_wise_ft_alpha" in metrics:
+        lines.append(f"  saved with alpha {metrics['eval_wise_ft_alpha']:g} between the start and the end")
+    contents = {
+        "model.safetensors": "the model, with config.json and its processor",
+        "README.md": "the model card, with code to use the model",
+        "training.png": "curves",
+        "confusion.png": "which classes are mistaken for which",
+        "classes.csv": "recall and precision of every class",
+        "wise_ft.png": "weights between the start and the end",
+        "results.json": "the metrics above",
+        "config.yaml": "the arguments, to run it again",
+    }
+    longer = longer_command(run.name, run.output_dir, run.settings)
+    return [*lines, *_listing(run.output_dir, contents, pushed), "", "Next:", f"  {longer}"]
+
+
+def _listing(folder: Path, contents: dict[str, str], pushed: str | None) -> list[str]:
+    """Return lines that name the folder, the contents that exist in it, and the repository on the Hub."""
+    lines = ["", f"Everything is in {folder}:"]
+    lines += [f"  {name:<20}{text}" for name, text in contents.items() if (folder / name).exists()]
+    return [*lines, f"  pushed to {pushed}"] if pushed else lines

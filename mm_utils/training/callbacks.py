@@ -1,0 +1,131 @@
+"""Run the callbacks of a training loop; the progress bar and the temperature's bound are two of them."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from mm_utils import distributed
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop")
+
+
+class CallbackRunner:
+    """Call the events of `transformers.TrainerCallback`s, and keep their control flags equal on all ranks.
+
+    Args:
+        callbacks: the callbacks, in the order in which they are called.
+        context: returns the positional arguments (args, state) and the keyword arguments of every event.
+        device: the device of this rank's collectives.
+
+    Attributes:
+        control: the flags that callbacks set.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[TrainerCallback],
+        context: Callable[[], tuple[Any, TrainerState, dict[str, Any]]],
+        device: torch.device,
+    ):
+        self.callbacks, self._context, self._device = list(callbacks), context, device
+        self.control = TrainerControl()
+
+    def call(self, event: str, **values: Any) -> None:
+        """Call an event on every callback that has it."""
+        args, state, shared = self._context()
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                self.control = method(args, state, self.control, **shared, **values) or self.control
+
+    def sync(self, *numbers: int) -> list[int]:
+        """Set on all ranks the flags that are set on any, as some callbacks act on one alone; return the largest numbers."""
+        wanted = [*(getattr(self.control, name) for name in _FLAGS), *numbers]
+        found = distributed.max_over_ranks(wanted, self._device)
+        for name, flag in zip(_FLAGS, found, strict=False):
+            setattr(self.control, name, bool(flag))
+        return found[len(_FLAGS) :]
+
+    def exported(self) -> dict[str, Any]:
+        """Return the state of the callbacks that are stored in checkpoints, by class name."""
+        stored = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
+        return {type(callback).__name__: callback.state() for callback in stored}
+
+    def restore(self, exported: dict[str, Any]) -> None:
+        """Set the attributes that `exported` returned; a run that had stopped early stops again."""
+        for callback in self.callbacks:
+            for name, value in exported.get(type(callback).__name__, {}).get("attributes", {}).items():
+                setattr(callback, name, value)
+            if isinstance(callback, EarlyStoppingCallback):
+                waited = callback.early_stopping_patience_counter
+                if waited >= callback.early_stopping_patience:
+                    self.control.should_training_stop = True
+                    logger.info(
+                        "The run had stopped early, after %d evaluations without a better metric; to go on, give more than "
+                        "that as --early_stopping_patience", waited,
+                    )  # fmt: skip
+
+
+class ProgressBar(TrainerCallback):
+    """A bar over the steps with loss, pairs per second and the share of time spent waiting for data."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start at the step where the run starts or resumes."""
+        self.bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            desc="Training",
+            unit="step",
+            disable=not state.is_world_process_zero,
+            dynamic_ncols=True,
+        )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Advance by one step."""
+        self.bar.update(1)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show training figures behind the bar, and evaluations as lines above it."""
+        logs = logs or {}
+        if "loss" in logs:
+            shown = [f"loss {logs['loss']:.3f}"]
+            if "pairs_per_second" in logs:
+                shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
+            if "utilisation" in logs:
+                shown.append(f"{logs['utilisation']:.0%} of peak")
+            self.bar.set_postfix_str(", ".join(shown))
+        recalls = {name: value for name, value in logs.items() if name.endswith(("recall@1", "eval_accuracy"))}
+        if recalls and state.is_world_process_zero:
+            line = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {v:.3f}" for name, v in recalls.items())
+            self.bar.write(f"step {state.global_step}: {line}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave the finished bar on the screen."""
+        self.bar.close()
+
+
+class TemperatureClamp(TrainerCallback):
+    """Keep the inverse temperature between 1 and `maximum` after every step (CLIP, arXiv 2103.00020, uses 100)."""
+
+    def __init__(self, maximum: float):
+        self.maximum = math.log(maximum)
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Clamp the parameter in place."""
+        kwargs["model"].logit_scale.clamp_(0.0, self.maximum)

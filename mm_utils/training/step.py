@@ -1,0 +1,160 @@
+"""One optimizer step: learning rate, gradient of the global batch, clipping, update.
+
+A step whose loss or gradient is not finite changes nothing and is written down. Our own random numbers are functions of seed,
+step and row (`mm_utils.model.row_noise`). Those of a backbone's own dropout, if it is kept, are functions of seed, step and rank:
+a resumed run repeats the uninterrupted one without stored random states, on the same number of processes.
+"""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mm_utils import distributed
+from mm_utils.files import append_rows
+from mm_utils.model.adapt import WeightAverage
+from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
+from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
+from mm_utils.training.memory import find_micro_batch_size
+from mm_utils.training.optim import LR_RULES, OptimizerArguments, schedule
+
+logger = logging.getLogger(__name__)
+
+_MIN_LOSS_SCALE = 2.0**-14
+
+
+class TrainStep:
+    """The optimizer step of a run.
+
+    Args:
+        args, optimizer_args: the run's arguments.
+        accelerator: the accelerator that prepared objective and optimizer.
+        objective, optimizer: the prepared objective and optimizer; the optimizer's groups have a `peak_lr`.
+        max_steps: the number of steps of the whole run.
+        max_seq_length: the longest possible caption in tokens, for `--micro_batch_size auto`.
+
+    Attributes:
+        average: the moving average of the weights, with `--ema_decay`.
+        micro_batch: the number of pairs that this rank holds at a time.
+        nonfinite_steps: how many steps changed nothing because they were not finite.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        optimizer_args: OptimizerArguments,
+        accelerator: Accelerator,
+        objective: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_steps: int,
+        max_seq_length: int,
+    ):
+        self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
+        self.objective, self.optimizer = objective, optimizer
+        model = accelerator.unwrap_model(objective).model
+        self.average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
+        self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
+        size = args.micro_batch_size
+        self.micro_batch = MicroBatch(None if size in (None, "auto") else int(size))
+        self.nonfinite_steps, self._moved, self._is_first = 0, False, True
+
+    def run(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
+        """Take a step with one global batch; return the objective's report and the gradient norm.
+
+        A step whose loss or gradient is not finite, or whose gradient is 0, changes nothing. Call `update_ema` after it.
+
+        Raises:
+            ValueError: if not even one pair fits into memory.
+            FloatingPointError: if too many steps were not finite.
+        """
+        self.objective.train()
+        rate = schedule(step, self.max_steps, self.optimizer_args)
+        rate *= (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * rate
+        if self._is_first:
+            self._is_first = False
+            self._prepare(batch, step)
+        report = self._backward(batch, step)
+        norm = self.accelerator.clip_grad_norm_(
+            self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
+        )
+        report["grad_norm"] = torch.as_tensor(norm)
+        # A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights.
+        self._moved = self._is_finite(report, batch, step) and report["grad_norm"].item() != 0
+        # A loss scaler skips steps by itself, and counts on being called.
+        if self._moved or self.accelerator.scaler is not None:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return report
+
+    def update_ema(self) -> None:
+        """Move the weight average, after callbacks have clamped the weights."""
+        if self._moved and self.average is not None:
+            self.average.update()
+
+    def _prepare(self, batch: dict[str, Any], step: int) -> None:
+        """Find the micro-batch size, or settle DDP's order of gradients, before the first step of this start."""
+        if self.args.micro_batch_size == "auto":
+            largest = -(-self.sizes.sizes[-1] // distributed.world_size())
+            self.micro_batch.size = find_micro_batch_size(
+                self.accelerator, self.objective, batch, largest, self.max_seq_length
+            )
+            logger.info(
+                "--micro_batch_size auto: %d of %d pairs per process at a time", self.micro_batch.size, largest
+            )
+        # DDP packs gradients anew after the first step of every start. Three and more numbers are added up in an order that
+        # depends on where they lie, so the step after a resumption would differ in the last digits: run it once for nothing.
+        wrapped = isinstance(self.objective, DistributedDataParallel)
+        if self.micro_batch.size is None and wrapped and distributed.world_size() >= 3:
+            buffers = [buffer.clone() for buffer in self.objective.buffers()]
+            self._backward(batch, step)
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                for buffer, value in zip(self.objective.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+
+    def _backward(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
+        def restart() -> None:
+            self.optimizer.zero_grad()
+            place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
+            set_seed(place % 2**32)
+
+        return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
+
+    def _is_finite(self, report: dict[str, Tensor], batch: dict[str, Any], step: int) -> bool:
+        """Return whether the step may change the weights; if not, write down its images."""
+        # An infinite gradient under a loss scaler only means that the scale was too high; the scaler skips the step.
+        decisive = ["loss"] if self.accelerator.scaler is not None else ["loss", "grad_norm"]
+        if all(math.isfinite(report[name].item()) for name in decisive):
+            self._check_loss_scale(step)
+            return True
+        self.nonfinite_steps += 1
+        image_ids = gather_object(batch["image_ids"])
+        path, step = Path(str(self.args.output_dir), NONFINITE_FILE), step + 1
+        if self.accelerator.is_main_process:
+            figures = {name: str(report[name].item()) for name in ("loss", "grad_norm")}
+            append_rows(path, [{"step": step, **figures, "image_ids": image_ids}])
+            logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, path)
+        if self.nonfinite_steps >= self.args.max_nonfinite_steps:
+            raise FloatingPointError(
+                f"--max_nonfinite_steps is {self.args.max_nonfinite_steps}, and as many steps had a loss or a gradient that "
+                f"is not finite, the last one step {step}. Look at the images in {path}, lower --learning_rate, or train "
+                "in bf16 or fp32."
+            )
+        return False
+
+    def _check_loss_scale(self, step: int) -> None:
+        """Raise once the loss scaler has fallen so far that it will not find a finite gradient."""
+        scaler = self.accelerator.scaler
+        if scaler is not None and scaler.get_scale() < _MIN_LOSS_SCALE:
+            raise FloatingPointError(
+                f"the gradients of fp16 training are not finite at any scale, up to step {step + 1}. Lower --learning_rate, or "
+                "train in bf16."
+            )

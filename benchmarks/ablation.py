@@ -23,8 +23,8 @@ import yaml
 from safetensors import safe_open
 from tqdm.auto import tqdm
 
-from mm_utils.benchmarks import ROOT
-from mm_utils.starting import end_with
+from benchmarks.harness import ROOT
+from mm_utils.run.checks import end_with
 
 logger = logging.getLogger(__name__)
 

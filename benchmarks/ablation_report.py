@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import MaxNLocator
 
-from mm_utils.benchmarks import markdown_table
-from mm_utils.reporting import BLUE, INK, LIGHT, MUTED, ORANGE, new_figure
+from mm_utils.reports.plots import BLUE, INK, LIGHT, MUTED, ORANGE, new_figure
+from mm_utils.text import markdown_table
 
 # 97.5 % of Student's distribution with 1, 2, ... degrees of freedom lie below.
 _STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)

@@ -1,6 +1,6 @@
 """Measure what each known way of training on several processes does to the gradient of the contrastive loss.
 
-    python scripts/ablate_gradients.py --processes 1,2,3,4
+    python -m benchmarks.gradients --processes 1,2,3,4
 
 It starts the processes itself (gloo, CPU, fp64, no data). The gradients g of two small encoders, averaged as DDP does
 over processes with equal shares of a batch, are compared with the gradients r of one process with the whole batch:
@@ -25,9 +25,9 @@ from accelerate.utils import patch_environment
 from torch import Tensor, multiprocessing, nn
 from torch.nn.functional import cross_entropy, normalize, softplus
 
-from mm_utils import ranks
+from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args
-from mm_utils.losses import gather_batch, info_nce, sigmoid_loss
+from mm_utils.objectives.losses import gather_batch, info_nce, sigmoid_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of a process's own [image, text] embeddings and the inverse temperature
 PARTS = 2  # in which a batch is accumulated
@@ -66,8 +66,10 @@ def dense_info_nce(mine_n2E: Tensor, scale: Tensor, columns_N2E: Tensor | None =
 
 def gather(mine_n2E: Tensor) -> Tensor:
     """The rows of all processes, with the own ones put back among them: they alone have a gradient."""
-    shares = list(ranks.gather(mine_n2E, [len(mine_n2E)] * ranks.world_size()).chunk(ranks.world_size()))
-    shares[ranks.rank()] = mine_n2E
+    shares = list(
+        distributed.gather(mine_n2E, [len(mine_n2E)] * distributed.world_size()).chunk(distributed.world_size())
+    )
+    shares[distributed.rank()] = mine_n2E
     return torch.cat(shares)
 
 
@@ -75,10 +77,10 @@ def local_loss(mine_n2E: Tensor, scale: Tensor, grad: bool = True) -> Tensor:
     """The loss of the own rows; what they ask of the columns goes to the columns' owners or, without `grad`, nowhere."""
     columns_N2E = gather(mine_n2E)
     if grad:
-        columns_N2E.register_hook(ranks.sum_over_ranks)
-    elif ranks.world_size() > 1:
+        columns_N2E.register_hook(distributed.sum_over_ranks)
+    elif distributed.world_size() > 1:
         columns_N2E = columns_N2E.detach()
-    return dense_info_nce(mine_n2E, scale, columns_N2E, ranks.rank() * len(mine_n2E))
+    return dense_info_nce(mine_n2E, scale, columns_N2E, distributed.rank() * len(mine_n2E))
 
 
 def accumulation(mine_n2E: Tensor, scale: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def cached_accumulation(mine_n2E: Tensor, scale: Tensor) -> Tensor:
 def ours(mine_n2E: Tensor, *parameters: Tensor, loss: Callable[..., Tensor] = info_nce) -> Tensor:
     """A loss of this package; all pairs are distinct."""
     image_nE, text_nE = mine_n2E.unbind(1)
-    ids_n2 = (torch.arange(len(mine_n2E)) + ranks.rank() * len(mine_n2E))[:, None].expand(-1, 2)
+    ids_n2 = (torch.arange(len(mine_n2E)) + distributed.rank() * len(mine_n2E))[:, None].expand(-1, 2)
     return loss(image_nE, text_nE, *parameters, gather_batch(image_nE, text_nE, ids_n2))
 
 
@@ -138,7 +140,7 @@ def measure(rank: int, world: int, folder: str, args: AblationArguments) -> None
 
     figures = {}
     for name, recipe in RECIPES.items():
-        found = ranks.sum_over_ranks(backward(recipe, batch_2NF.chunk(world, 1)[rank])) / world
+        found = distributed.sum_over_ranks(backward(recipe, batch_2NF.chunk(world, 1)[rank])) / world
         wanted = backward(REFERENCES.get(name, dense_info_nce), batch_2NF)
         g, r = found[:-2], wanted[:-2]  # the last two are the temperature's gradient and the loss
         factor, cosine = g @ r / (r @ r), g @ r / g.norm() / r.norm()
@@ -153,7 +155,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[int, dict[str, float]]
     [args] = parse_args(AblationArguments, argv=argv, doc=__doc__)
 
     # 1. Measure. All processes are forked from one that has imported everything.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["accelerate", "mm_utils.losses"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["accelerate", "mm_utils.objectives.losses"])
     table: dict[str, dict[int, dict[str, float]]] = {name: {} for name in RECIPES}
     for world in args.worlds:
         with tempfile.TemporaryDirectory() as folder:

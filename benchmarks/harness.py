@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -20,8 +20,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import NullLocator
 
-from mm_utils import ranks
-from mm_utils.reporting import BLUE, INK, LIGHT, MUTED, new_figure
+from mm_utils import distributed
+from mm_utils.reports.plots import BLUE, INK, LIGHT, MUTED, new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -133,20 +133,11 @@ def machine() -> dict[str, str]:
     with suppress(OSError):
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "processor": f"{model}, {ranks.available_cores()} cores",
+        "processor": f"{model}, {distributed.available_cores()} cores",
         "torch": torch.__version__,
         "date": date.today().isoformat(),
         "commit": commit or "unknown",
     }
-
-
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown; numbers with three digits, nothing where there is None."""
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    for row in rows:
-        cells = ["" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def draw_bars(values: dict[str, float], title: str, ours: str, out_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Measure what loading a pair costs: this project's loader and others, over the same pairs, in turn in one run.
 
 2,048 synthetic photographs, made once, in under ten minutes on two cores:
-    python scripts/benchmark_loading.py
+    python -m benchmarks.loading
 Your own pairs, some of the readers, all figures to a file, the table and a picture beside it:
-    python scripts/benchmark_loading.py --train_file pairs.jsonl --contestants datasets,tandem_jpeg --output_file loading.json
+    python -m benchmarks.loading --train_file pairs.jsonl --contestants datasets,tandem_jpeg --output_file loading.json
 How much memory the main process needs for the metadata of 10 thousand and of a million pairs:
-    python scripts/benchmark_loading.py --memory
+    python -m benchmarks.loading --memory
 
-What the readers do, and what is equal for all, is said in `tests/baselines/readers.py`. Those that read another format
+What the readers do, and what is equal for all, is said in `benchmarks/rivals/readers.py`. Those that read another format
 read what `scripts/prepare_data.py` made of the same files; `webdataset`, `litdata`, `mosaic` (package mosaicml-streaming)
 and `lmdb` take part where they are installed. Each is a process of its own with its workers. First it reads an epoch and is
 checked: every pair once, and the right image. Then all run in turn, `--rounds` times, each time from another one on, and
@@ -30,13 +30,15 @@ from typing import Any
 
 import datasets
 
+from benchmarks.harness import ROOT, TurnTaker, draw_bars, machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.benchmarks import ROOT, TurnTaker, draw_bars, machine, markdown_table
-from mm_utils.run import RunError, run_script
+from mm_utils.distributed import RunError
+from mm_utils.run.start import run_script
+from mm_utils.text import markdown_table
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = ROOT / "tests/baselines/reader_process.py"
+PROGRAM = ROOT / "benchmarks/rivals/reader_process.py"
 CONTESTANTS = (
     "datasets,tandem_originals,tandem_jpeg,tandem_jpeg_fixed,tandem_raw,tandem_raw_fixed,tandem_stream,lmdb,memmap,"
     "webdataset,litdata,mosaic"

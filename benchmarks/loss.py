@@ -1,9 +1,9 @@
 """Measure time and memory of the contrastive loss alone, forward and backward: in tiles, and with the whole N x N matrix.
 
-    accelerate launch scripts/benchmark_loss.py
-    accelerate launch scripts/benchmark_loss.py --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
+    accelerate launch -m benchmarks.loss
+    accelerate launch -m benchmarks.loss --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
 
-`tiled` is `mm_utils.losses.info_nce`, on one process. `naive` is the usual two cross-entropies of one matrix of logits.
+`tiled` is `mm_utils.objectives.losses.info_nce`, on one process. `naive` is the usual two cross-entropies of one matrix of logits.
 Each measurement is a process of its own, in fp32 on random unit vectors. Seconds are the fastest of `--repeats`, memory is
 what the process needs at its peak beyond the embeddings. Where the naive loss would need more than half of the memory that
 is free, its figures are extrapolated with the square of the batch from the largest one measured, and marked so.
@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
+from benchmarks.harness import TurnTaker, machine, serve, synchronize
 from mm_utils.arguments import arg, parse_args
-from mm_utils.benchmarks import TurnTaker, machine, markdown_table, serve, synchronize
-from mm_utils.losses import gather_batch, info_nce
-from mm_utils.memory import free_bytes, peak_bytes, reset_peak
-from mm_utils.run import RunError, make_accelerator, run_script
+from mm_utils.distributed import RunError
+from mm_utils.objectives.losses import gather_batch, info_nce
+from mm_utils.run.start import make_accelerator, run_script
+from mm_utils.text import markdown_table
+from mm_utils.training.memory import free_bytes, peak_bytes, reset_peak
 
 NAIVE_MATRICES = 4  # logits, two log-softmaxes and a gradient, all N x N
 

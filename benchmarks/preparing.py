@@ -1,7 +1,7 @@
 """Measure what preparing an image costs: CPU time of one core, beside a plain Pillow loop that decodes, resizes and saves.
 
-    python scripts/benchmark_preparing.py
-    python scripts/benchmark_preparing.py --images photos/ --image_size 336 --output_file preparing.json
+    python -m benchmarks.preparing
+    python -m benchmarks.preparing --images photos/ --image_size 336 --output_file preparing.json
 
 `tandem` reads, checks, hashes, fingerprints, shrinks and stores (`mm_utils.data.prepare.ingest`, the part of `prepare_data.py` that
 runs on all cores); `pillow` opens, resizes (bicubic) and saves as JPEG of the same quality, and checks nothing. Both read
@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from PIL import Image
 
+from benchmarks.harness import machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.benchmarks import machine, markdown_table
 from mm_utils.data.images import JPEG_QUALITY
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, Storage, ingest
-from mm_utils.data.raw.records import FileImage, Record
-from mm_utils.run import run_script, set_up_logging
+from mm_utils.data.sources.records import FileImage, Record
+from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.text import markdown_table
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
 """Measure what training survives: this project beside loops on plain Accelerate and transformers' Trainer, fault by fault.
 
 All faults, all contestants, in about half an hour on two cores:
-    python scripts/benchmark_reliability.py
+    python -m benchmarks.reliability
 Some of them, all figures and what went wrong to a file, the table beside it:
-    python scripts/benchmark_reliability.py --parts resume,damage --contestants tandem,plain_accelerate --output_file faults.json
+    python -m benchmarks.reliability --parts resume,damage --contestants tandem,plain_accelerate --output_file faults.json
 
-What is done to each, and what counts as right, is said with the parts in `tests/baselines/reliability/process.py`, the
+What is done to each, and what counts as right, is said with the parts in `benchmarks/rivals/reliability/process.py`, the
 contestants beside it. A figure is in how many of how many trials all was right:
 
 - resume: 21 ways to train on two processes, interrupted once; right is the uninterrupted run's weights, bit for bit. What
@@ -33,13 +33,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import ROOT, TurnTaker, machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.benchmarks import ROOT, TurnTaker, machine, markdown_table
-from mm_utils.run import RunError, run_script
+from mm_utils.distributed import RunError
+from mm_utils.run.start import run_script
+from mm_utils.text import markdown_table
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = ROOT / "tests/baselines/reliability/process.py"
+PROGRAM = ROOT / "benchmarks/rivals/reliability/process.py"
 CONTESTANTS = "tandem,plain_accelerate,accelerate_trigger,plain_trainer"
 TRIALS = {
     "resume": 21, "kill": 20, "kill_often": 1, "damage": 14, "nan": 1, "disk": 2, "sigterm": 10, "sigterm_all": 10,

@@ -1,15 +1,15 @@
 """Measure pairs per second and memory of training: this project, its variants and its peers, in turn in one run.
 
 The embedded data set and a tiny model, in a few minutes:
-    accelerate launch scripts/benchmark_training.py
+    accelerate launch -m benchmarks.training
 Your own pairs and backbones, at two batch sizes, all figures to a file:
-    accelerate launch scripts/benchmark_training.py --train_file pairs.jsonl --batch_sizes 64,128 --output_file speed.json
+    accelerate launch -m benchmarks.training --train_file pairs.jsonl --batch_sizes 64,128 --output_file speed.json \\
         --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
 The model's own ceiling on a GPU, without a loader:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml scripts/benchmark_training.py --synthetic
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.training --synthetic \\
         --vision_config base --text_config base --vocab_size 30522 --caption_lengths 32 --batch_sizes 1024 --peak_tflops 989
 
-What the contestants do, and what is equal for all, is said in `tests/baselines/contestants.py`. Each is a process of its
+What the contestants do, and what is equal for all, is said in `benchmarks/rivals/contestants.py`. Each is a process of its
 own, with its own peak memory (of tensors on a GPU, else of the process without its loader workers). They run in turn,
 `--rounds` times, each time from another one on, so what slows the machine down hits all alike. Between its turns a
 contestant is stopped with its loader workers, so nobody decodes images in another's time, and its allocator's free memory
@@ -18,7 +18,7 @@ prefetched batches to where it stays. What free work is left is one queue over a
 here, 2 in the peers' loaders); take more steps than that.
 
 Figures are medians over the rounds, ratios are ratios of medians, tokens are those embedded by those that are no padding.
-Utilisation counts the model FLOPs of images and real tokens (`mm_utils.flops`), not padding or what is computed twice.
+Utilisation counts the model FLOPs of images and real tokens (`mm_utils.model.flops`), not padding or what is computed twice.
 """
 
 import json
@@ -31,17 +31,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import ROOT, TurnTaker, machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.benchmarks import ROOT, TurnTaker, machine, markdown_table
-from mm_utils.data.loaders import LoaderArguments
-from mm_utils.data.sources import DataArguments
-from mm_utils.models import ModelArguments
-from mm_utils.run import RunError, run_script
+from mm_utils.data.loading.loaders import LoaderArguments
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.distributed import RunError
+from mm_utils.model.build import ModelArguments
+from mm_utils.run.start import run_script
+from mm_utils.text import markdown_table
 
 logger = logging.getLogger(__name__)
 
 CONTESTANTS = (
-    "tandem,tandem_ungrouped,tandem_windows,tandem_padded_77,tandem_cached_2,tandem_cached_4,tandem_cached_8,"
+    "tandem,tandem_ungrouped,tandem_padded_77,tandem_cached_2,tandem_cached_4,tandem_cached_8,"
     "two_pass_2,two_pass_8,transformers,transformers_workers,open_clip"
 )
 TIME_TARGETS = {"tandem_cached_2": 1.10, "tandem_cached_8": 1.30}  # of the single pass, by gradient caching in parts
@@ -60,7 +62,7 @@ class BenchmarkArguments:
     batch_sizes: str = arg("64", "Pairs per step, e.g. 64,128.")
     caption_lengths: str = arg("real", "Tokens that captions are cut to, e.g. real,16,32; real = --max_seq_length.")
     rounds: int = arg(3, "How often each contestant has its turn.")
-    steps_per_round: int = arg(16, "Counted steps of a turn; 16 make a window of tandem_windows.")
+    steps_per_round: int = arg(16, "Counted steps of a turn.")
     uncounted_steps: int = arg(2, "Steps at the beginning of a turn that are not counted.")
     synthetic: bool = arg(False, "Random images and captions that stay on the device, and no loader.")
     peers_keep_memory: bool = arg(True, "On CPUs, give the peers this project's allocator settings.")
@@ -87,7 +89,7 @@ def compete(args: BenchmarkArguments, tasks: list[dict[str, Any]]) -> list[dict[
     field: list[TurnTaker] = []
     try:
         for task, result in zip(tasks, results, strict=True):
-            field.append(TurnTaker(ROOT / "tests/baselines/contestants.py"))
+            field.append(TurnTaker(ROOT / "benchmarks/rivals/contestants.py"))
             result |= {"about": field[-1].ask(task), "turns": []}
             field[-1].ask({"uncounted": args.uncounted_steps, "counted": 1})  # the first steps ever
             logger.info("%s of %d pairs: %s", task["contestant"], task["batch_size"], field[-1].error or "ready")

@@ -1,8 +1,8 @@
-"""The contestants of `scripts/benchmark_training.py`: training loops of one model, each in a process of its own.
+"""The contestants of `benchmarks/training.py`: training loops of one model, each in a process of its own.
 
 Every contestant is a generator that takes one optimizer step per `next`. The process is told which one it is (`Task`), and
 answers with what it found; then each question `{"uncounted": u, "counted": n}` makes it take u + n steps and answer with
-the time of the last n. After an answer it is stopped, with its loader workers (`mm_utils.benchmarks.TurnTaker`).
+the time of the last n. After an answer it is stopped, with its loader workers (`benchmarks.harness.TurnTaker`).
 
 - `tandem`: this project's loader, order, objective, gradient caching and optimizer, with the contrastive loss alone; the
   variants take away one thing each, or cut the batch into parts.
@@ -48,19 +48,21 @@ from torchvision.io import ImageReadMode
 from torchvision.transforms import Compose, InterpolationMode, Normalize, RandomResizedCrop, ToTensor
 from transformers import VisionTextDualEncoderModel
 
-from mm_utils import ranks
-from mm_utils.benchmarks import give_memory_back, serve, synchronize
-from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.order import BatchSizes
-from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
-from mm_utils.data.tokens import global_order, tokenize_captions
-from mm_utils.flops import measure_flops
-from mm_utils.grad_cache import backward
-from mm_utils.memory import peak_bytes
-from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
+from benchmarks.harness import give_memory_back, serve, synchronize
+from mm_utils import distributed
+from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.loading.tokens import global_order, tokenize_captions
+from mm_utils.data.pairs import iterate_captions, load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.flops import measure_flops
+from mm_utils.model.processor import load_processor
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
-from mm_utils.optim import OptimizerArguments, build_optimizer
-from mm_utils.run import make_accelerator
+from mm_utils.objectives.grad_cache import backward
+from mm_utils.run.start import make_accelerator
+from mm_utils.training.memory import peak_bytes
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
 
 Batch = dict[str, Any]
 Steps = Iterator[None]
@@ -68,8 +70,6 @@ Steps = Iterator[None]
 SEED = 42
 LEARNING_RATE = 1e-6
 OPEN_CLIP_TOKENS, TRANSFORMERS_TOKENS = 77, 128
-WINDOW = 16
-"""Steps in which captions are sorted into batches of one length."""
 ENDLESS = 10**6
 """Steps of a loader, more than a benchmark takes."""
 
@@ -105,7 +105,7 @@ class Bench:
         self.task = task
         is_peer = task.contestant.startswith(("transformers", "open_clip"))
         self.accelerator = make_accelerator() if task.peers_keep_memory or not is_peer else Accelerator()
-        torch.set_num_threads(max(1, ranks.cores_per_process()))
+        torch.set_num_threads(max(1, distributed.cores_per_process()))
         transformers.logging.set_verbosity_error()
         datasets.logging.set_verbosity_error()  # it warns that it cannot hash a scripted transform
         datasets.disable_progress_bars()
@@ -200,8 +200,8 @@ class Bench:
 # -- this project -----------------------------------------------------------------------------------------------------
 
 
-def tandem(bench: Bench, parts: int = 1, padded_to: int | None = None, grouped: bool = True, window: int = 1) -> Steps:
-    """This project's step, as `mm_utils.trainer` takes it."""
+def tandem(bench: Bench, parts: int = 1, padded_to: int | None = None, grouped: bool = True) -> Steps:
+    """This project's step, as `mm_utils.training.trainer` takes it."""
     objective = build_objective(bench.model, ObjectiveArguments("contrastive:1"), SEED)
     objective.groups_texts = grouped
     rates = OptimizerArguments(learning_rate=LEARNING_RATE)
@@ -209,7 +209,7 @@ def tandem(bench: Bench, parts: int = 1, padded_to: int | None = None, grouped: 
     objective, optimizer = bench.accelerator.prepare(objective, optimizer)
     bench.count_tokens_of(bench.model.text_model)
     micro_batch_size = -(-bench.task.batch_size // parts) if parts > 1 else None
-    for step, batch in enumerate(tandem_batches(bench, padded_to, window)):
+    for step, batch in enumerate(tandem_batches(bench, padded_to)):
         objective.train()
         backward(bench.accelerator, objective, batch, step, micro_batch_size)
         bench.accelerator.clip_grad_norm_(objective.parameters(), rates.max_grad_norm)
@@ -218,7 +218,7 @@ def tandem(bench: Bench, parts: int = 1, padded_to: int | None = None, grouped: 
         yield
 
 
-def tandem_batches(bench: Bench, padded_to: int | None = None, window: int = 1) -> Iterator[Batch]:
+def tandem_batches(bench: Bench, padded_to: int | None = None) -> Iterator[Batch]:
     """This project's batches on the device; `padded_to` pads them further."""
     if bench.task.synthetic:
         pixels = torch.randint(
@@ -234,7 +234,7 @@ def tandem_batches(bench: Bench, padded_to: int | None = None, window: int = 1) 
             "lengths": lengths,
         }
         return iter(DeviceLoader(itertools.repeat(batch), bench.device, *bench.geometry[1:]))  # type: ignore[arg-type]
-    order = global_order(bench.rows, BatchSizes((0,), (bench.task.batch_size,)), SEED, window)
+    order = global_order(bench.rows, BatchSizes((0,), (bench.task.batch_size,)), SEED)
     loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, *bench.geometry)
     batches = iter(loaders.train(bench.rows, order, 0, ENDLESS))
     return batches if padded_to is None else (pad(batch, padded_to, bench.pad_token_id) for batch in batches)
@@ -255,7 +255,7 @@ def two_pass(bench: Bench, parts: int) -> Steps:
     model = bench.model
     objective, optimizer = JointObjective(model, {}), bench.optimizer_of(model)
     bench.count_tokens_of(model.text_model)
-    cuts = [ranks.share(bench.task.batch_size, part, parts) for part in range(parts)]
+    cuts = [distributed.share(bench.task.batch_size, part, parts) for part in range(parts)]
 
     def embed(batch: Batch, cut: range) -> tuple[Tensor, Tensor]:
         torch.manual_seed(cut.start)
@@ -306,7 +306,7 @@ def transformers_example(bench: Bench, workers: int) -> Steps:
 
 def transformers_batches(bench: Bench, workers: int) -> Iterator[Batch]:
     """Batches of the example: columns of padded tokens, images read when a row is asked for."""
-    from plain_contrastive import Transform, collate  # beside this file
+    from benchmarks.rivals.plain_contrastive import Transform, collate
 
     transform = torch.jit.script(Transform(*bench.geometry))
     images, captions = bench.pairs()
@@ -454,7 +454,6 @@ def synthetic_peer(bench: Bench, width: int) -> Iterator[Batch]:
 CONTESTANTS: dict[str, Callable[[Bench], Steps]] = {
     "tandem": tandem,
     "tandem_ungrouped": partial(tandem, grouped=False),
-    "tandem_windows": partial(tandem, grouped=False, window=WINDOW),
     "tandem_padded_77": partial(tandem, padded_to=OPEN_CLIP_TOKENS, grouped=False),
     "tandem_cached_2": partial(tandem, parts=2),
     "tandem_cached_4": partial(tandem, parts=4),

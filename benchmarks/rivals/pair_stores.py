@@ -1,4 +1,4 @@
-"""What the contestants of `scripts/benchmark_loading.py` read: one set of pairs, written in each of their formats, once.
+"""What the contestants of `benchmarks/loading.py` read: one set of pairs, written in each of their formats, once.
 
 Every function below gives a folder and makes it if it is not there; a folder is complete or not there at all.
 """
@@ -22,9 +22,8 @@ import pyarrow as pa
 from PIL import Image, ImageDraw
 from tqdm.auto import tqdm
 
-from mm_utils import ranks
-from mm_utils.data.prepare.prepared import write_split
-from mm_utils.data.raw.stores import PREPARED_FORMAT
+from mm_utils import distributed
+from mm_utils.data.prepare.on_disk import PREPARED_FORMAT, write_split
 from scripts import prepare_data
 
 PACKAGES = {"lmdb": "lmdb", "webdataset": "webdataset", "litdata": "litdata", "mosaic": "streaming"}
@@ -66,7 +65,7 @@ def photographs(folder: Path, images: int) -> Path:
     """`pairs.jsonl` of synthetic photographs: JPEGs of 640 x 480, every third upright, quality 90, each with a caption."""
     with written(folder) as new:
         if new is not None:
-            with multiprocessing.get_context("fork").Pool(ranks.available_cores()) as pool:
+            with multiprocessing.get_context("fork").Pool(distributed.available_cores()) as pool:
                 rows = pool.map(partial(_photograph, new), range(images + HELD_OUT), chunksize=8)
             for place, row in enumerate(rows):
                 row["split"] = "train" if place < images else "validation"
@@ -161,7 +160,7 @@ def memmap(folder: Path, images: list[np.ndarray]) -> None:
 
 def tar_shards(folder: Path, rows: datasets.Dataset, validation: datasets.Dataset) -> None:
     """Shards as WebDataset writes them, a sample named by its number; and one of the validation split."""
-    parts = {f"{part:06d}": rows.select(ranks.share(len(rows), part, SHARDS)) for part in range(SHARDS)}
+    parts = {f"{part:06d}": rows.select(distributed.share(len(rows), part, SHARDS)) for part in range(SHARDS)}
     for name, part in {**parts, "validation": validation}.items():
         first = int(name) * len(rows) // SHARDS if name.isdecimal() else len(rows)
         with tarfile.open(folder / f"{name}.tar", "w") as tar:

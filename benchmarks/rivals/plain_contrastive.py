@@ -20,7 +20,7 @@ Where it differs from the example, and why:
 
 Data is one JSON line an image: {"id", "image" (path relative to the file), "captions": [...], "split"}.
 
-    python tests/baselines/plain_contrastive.py --train_file data/captions.jsonl --validation_file data/captions.jsonl \
+    python -m benchmarks.rivals.plain_contrastive --train_file data/captions.jsonl --validation_file data/captions.jsonl \
         --vision_model_name_or_path google/mobilenet_v2_1.0_224 --text_model_name_or_path bert-base-uncased \
         --train_minutes 10 --json_out baseline.json
 

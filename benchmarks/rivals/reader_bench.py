@@ -1,4 +1,4 @@
-"""What the readers of `scripts/benchmark_loading.py` share: the pairs, the stores of them, and what is done to an image."""
+"""What the readers of `benchmarks/loading.py` share: the pairs, the stores of them, and what is done to an image."""
 
 import copy
 import random
@@ -8,19 +8,21 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import pair_stores
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from mm_utils.data.augment import random_square
-from mm_utils.data.batches import Batch
-from mm_utils.data.decoding import read_pixels
-from mm_utils.data.loaders import LoaderArguments
-from mm_utils.data.order import BatchSizes
-from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.tokens import global_order, pad_captions, tokenize_captions
-from mm_utils.models import ModelArguments, image_geometry, load_processor
+from benchmarks.rivals import pair_stores
+from mm_utils.data.images import read_pixels
+from mm_utils.data.loading.augment import random_square
+from mm_utils.data.loading.dataset import Batch
+from mm_utils.data.loading.loaders import LoaderArguments, image_geometry
+from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.loading.tokens import global_order, pad_captions, tokenize_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.model.build import ModelArguments
+from mm_utils.model.processor import load_processor
 
 Batches = Iterator[Batch]
 
@@ -83,6 +85,7 @@ class Bench:
         return load_pairs(DataArguments(dataset_name=str(folder)))
 
     def tokenized(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """Tokenise the captions as training does."""
         return tokenize_captions(rows, self.tokenizer, self.args.max_seq_length)
 
     def store(self, name: str) -> Path:

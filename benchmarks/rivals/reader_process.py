@@ -1,4 +1,4 @@
-"""One contestant of `scripts/benchmark_loading.py` at work, in a process of its own: checked first, then timed in turns.
+"""One contestant of `benchmarks/loading.py` at work, in a process of its own: checked first, then timed in turns.
 
 The process is told what to read (`reader_bench.Task`) and says what a pair takes on disk. `{"check": true}` makes it read an
 epoch and say what is wrong with it; `{"open": true}`, start a fresh loader and say when its first batch was there; then
@@ -16,23 +16,25 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pair_stores
 import psutil
 import torch
 import transformers
-from reader_bench import SEED, Batches, Bench, Task
-from readers import ENDLESS, READERS, bytes_per_pair
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from mm_utils.benchmarks import cpu_seconds, serve
-from mm_utils.data.augment import center_square
+from benchmarks.harness import cpu_seconds, serve
+from benchmarks.rivals import pair_stores
+from benchmarks.rivals.reader_bench import SEED, Batches, Bench, Task
+from benchmarks.rivals.readers import ENDLESS, READERS, bytes_per_pair
 from mm_utils.data.images import open_image
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.order import BatchSizes
-from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.tokens import global_order, tokenize_captions
-from mm_utils.models import ModelArguments, image_geometry, load_processor
+from mm_utils.data.loading.augment import center_square
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.loading.tokens import global_order, tokenize_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.model.build import ModelArguments
+from mm_utils.model.processor import load_processor
 
 MEMORY_BATCHES = 50
 

@@ -1,4 +1,4 @@
-"""The contestants of `scripts/benchmark_loading.py`: readers of one set of pairs, each in a process of its own.
+"""The contestants of `benchmarks/loading.py`: readers of one set of pairs, each in a process of its own.
 
 A contestant builds a fresh loader and gives training batches without end: `pixel_values`, `input_ids`, `attention_mask` and
 `rows`, the numbers of their pairs.
@@ -17,26 +17,25 @@ tokenises. Nothing is prefetched beyond what each loader does by itself.
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pair_stores
 import torch
-from reader_bench import SEED, Batches, Bench, original_paths, originals
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
-from mm_utils.data.batches import Batch, Collator, Pairs
-from mm_utils.data.loaders import Loaders
-from mm_utils.data.order import BatchSizes, Draw, RankBatches
-from mm_utils.data.sources import DataArguments
-from mm_utils.data.stream.loader import StreamBatches, StreamSteps
-from mm_utils.data.stream.stream import StreamingArguments, open_stream
-from mm_utils.data.tokens import global_order
+from benchmarks.rivals import pair_stores
+from benchmarks.rivals.reader_bench import SEED, Batches, Bench, original_paths, originals
+from mm_utils.data.loading.dataset import Batch
+from mm_utils.data.loading.loaders import Loaders
+from mm_utils.data.loading.order import BatchSizes, Draw, RankBatches
+from mm_utils.data.loading.tokens import global_order
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.streaming.loader import train_stream
+from mm_utils.data.streaming.stream import StreamingArguments, open_stream
 
 ENDLESS = 10**6
 """Steps of a loader, more than a benchmark takes."""
@@ -68,11 +67,8 @@ def tandem_stream(bench: Bench) -> Batches:
     shards = f"{{000000..{pair_stores.SHARDS - 1:06d}}}.tar"
     data = DataArguments(train_file=str(folder / shards), validation_file=str(folder / "validation.tar"))
     stream = open_stream(data, StreamingArguments(True), BatchSizes((0,), (task.batch_size,)), SEED)
-    area = bench.args.min_crop_area
-    pairs = partial(Pairs, image_size=task.image_size, train=True, min_crop_area=area, seed=SEED)
-    collate = Collator(bench.tokenizer.pad_token_id, task.image_size, longest_first=True)
-    steps = StreamSteps(stream, bench.tokenizer, bench.args.max_seq_length, pairs, collate)
-    return bench.numbered(StreamBatches(steps, 0, ENDLESS, task.num_workers))
+    loaders = Loaders(bench.args, torch.device("cpu"), bench.tokenizer.pad_token_id, *bench.geometry)
+    return bench.numbered(train_stream(loaders, stream, bench.tokenizer, 0, ENDLESS).loader)
 
 
 # -- the normal way ---------------------------------------------------------------------------------------------------
@@ -115,7 +111,8 @@ class LmdbPairs(Dataset):
     """Opened in the worker that reads it."""
 
     def __init__(self, bench: Bench):
-        self.bench, self.folder, self.transaction = bench, bench.store("lmdb"), None
+        self.bench, self.folder = bench, bench.store("lmdb")
+        self.transaction: Any = None
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor, int]:
         if self.transaction is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trials import Outcome
+from benchmarks.rivals.reliability.trials import Outcome
 
 
 def flip_a_bit(path: Path, other: Path) -> None:

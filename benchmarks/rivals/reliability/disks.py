@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kills import Checkpoints, Work, wait_for_checkpoints
-from trials import Ranks, Run, train
+from benchmarks.rivals.reliability.kills import Checkpoints, Work, wait_for_checkpoints
+from benchmarks.rivals.reliability.trials import Ranks, Run, train
 
 TOLD = re.compile(r"No space left|disk .*is full|quota", re.IGNORECASE)
 """What an error says that is understood."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trials import Ranks, Run, train
+from benchmarks.rivals.reliability.trials import Ranks, Run, train
 
 Work = Callable[[Run], None]
 Checkpoints = Callable[[str | Path], list[Path]]

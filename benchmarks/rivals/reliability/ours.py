@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,21 +15,24 @@ from datasets import Features, Sequence, Value
 from datasets import Image as ImageColumn
 from PIL import Image
 from transformers import TrainerCallback, VisionTextDualEncoderProcessor
-from trials import BATCH, CASES, SEED, Case, Run
 
-from mm_utils.checkpoints import checkpoint_folders, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
-from mm_utils.data.stream.stream import StreamingArguments, open_stream
-from mm_utils.data.tokens import global_order, tokenize_captions
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
+from benchmarks.rivals.reliability.trials import BATCH, CASES, SEED, Case, Run
+from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, newest_checkpoint, step_of, verify
+from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.tokens import global_order, tokenize_captions
+from mm_utils.data.pairs import iterate_captions, load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.streaming.loader import train_stream
+from mm_utils.data.streaming.stream import StreamingArguments, open_stream
+from mm_utils.distributed import world_size
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from mm_utils.optim import OptimizerArguments, build_optimizer
-from mm_utils.ranks import world_size
-from mm_utils.run import make_accelerator
-from mm_utils.trainer import Trainer
-from mm_utils.training_arguments import TrainingArguments
+from mm_utils.run.start import make_accelerator
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.trainer import Trainer
 
 FILES = {
     "model": "model.safetensors",
@@ -108,9 +112,14 @@ class Ours:
             accelerator,
             objective,
             optimizer,
-            processor,
-            train_batches=lambda start, stop: Told(run, self._loader(run, args, processor, start, stop), start),  # type: ignore[arg-type,return-value]
-            num_rows=run.case.rows,
+            SimpleNamespace(  # type: ignore[arg-type]
+                train_batches=lambda start, stop: Told(run, self._loader(run, args, processor, start, stop), start),
+                num_rows=run.case.rows,
+                max_seq_length=MAX_TOKENS,
+                identity={},
+                processor=processor,
+                eval_loader=None,
+            ),
             callbacks=[Telling(run)],
         )
         trainer.train(find_checkpoint("latest", run.folder) if run.resume else None)
@@ -144,7 +153,7 @@ class Ours:
         loader_args = LoaderArguments(
             max_seq_length=MAX_TOKENS,
             dataloader_num_workers=str(case.workers),
-            length_bucket_window=4 if other_order and not case.stateful else 1,
+            similar_captions_per_batch=2 if other_order and not case.stateful else 1,
             min_crop_area=0.5 if case.augment else 1.0,
             color_jitter=0.3 if case.augment else 0.0,
         )
@@ -153,9 +162,9 @@ class Ours:
         if case.stateful:
             streaming = StreamingArguments(streaming=True, shuffle_block_size=16 if other_order else 8)
             stream = open_stream(self._data(case), streaming, args.batch_sizes, SEED)
-            return loaders.stream(stream, tokenizer, start, stop)
+            return train_stream(loaders, stream, tokenizer, start, stop)
         rows = tokenize_captions(load_pairs(self._data(case))["train"], tokenizer, MAX_TOKENS)
-        order = global_order(rows, args.batch_sizes, SEED, loader_args.length_bucket_window)
+        order = global_order(rows, args.batch_sizes, SEED, loader_args.similar_captions_per_batch)
         return loaders.train(rows, order, start, stop)
 
     def _data(self, case: Case) -> DataArguments:

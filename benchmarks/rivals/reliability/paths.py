@@ -11,9 +11,10 @@ from pathlib import Path
 
 import datasets
 from PIL import Image
-from trials import Run
 
-from mm_utils.data.sources import DataArguments, load_pairs
+from benchmarks.rivals.reliability.trials import Run
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
 
 ESCAPES = ("absolute", "parent", "link", "zip", "http")
 
@@ -66,8 +67,8 @@ def read_by_datasets(inside: Path, path: str) -> bool:
 
 def read_by_ours(inside: Path, path: str) -> bool:
     """As a row of a JSONL file among others."""
-    rows = [{"image": name, "caption": f"picture {name}"} for name in [*(f"{n}.png" for n in range(4)), path]]
+    rows = [{"image": name, "caption": f"the picture at {name}"} for name in [*(f"{n}.png" for n in range(4)), path]]
     (inside / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = load_pairs(DataArguments(train_file=str(inside / "pairs.jsonl")))
     captions = {caption for split in found.values() for captions in split["captions"] for caption in captions}
-    return f"picture {path}" in captions
+    return f"the picture at {path}" in captions

@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trials import BATCH, SEED, Case, Run
+
+from benchmarks.rivals.reliability.trials import BATCH, SEED, Case, Run
 
 FILES = {
     "model": "model.safetensors",

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_accelerate import Pairs, Shapes, Towers
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
-from trials import BATCH, SEED, Case, Run
+
+from benchmarks.rivals.reliability.plain_accelerate import Pairs, Shapes, Towers
+from benchmarks.rivals.reliability.trials import BATCH, SEED, Case, Run
 
 FILES = {
     "model": "model.safetensors",
@@ -53,6 +54,7 @@ class Collate:
         self.nan_at, self.count = nan_at, 0
 
     def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Stack the rows of a batch."""
         self.count += 1
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         if self.count == self.nan_at:

@@ -1,4 +1,4 @@
-"""The trials of `scripts/benchmark_reliability.py`, in a process that forks them.
+"""The trials of `benchmarks/reliability.py`, in a process that forks them.
 
 Asked `{"part", "contestant", "trials", "folder"}`, it answers with how many of how many trials went well and with what went
 wrong; asked for `cost`, with seconds.
@@ -16,22 +16,20 @@ from statistics import median
 from typing import Any
 
 import datasets
-import ours
-import plain_accelerate
-import plain_trainer
-from damage import DAMAGES, judge
-from disks import fill
-from kills import (
+from safetensors.torch import load_file
+
+from benchmarks.harness import serve
+from benchmarks.rivals.reliability import ours, plain_accelerate, plain_trainer
+from benchmarks.rivals.reliability.damage import DAMAGES, judge
+from benchmarks.rivals.reliability.disks import fill
+from benchmarks.rivals.reliability.kills import (
     kill_at_random,
     kill_in_second_save,
     save_seconds,
     stop_one,
 )
-from paths import read_by_datasets, read_by_ours, try_escapes
-from safetensors.torch import load_file
-from trials import CASES, Case, Ranks, Run, train
-
-from mm_utils.benchmarks import serve
+from benchmarks.rivals.reliability.paths import read_by_datasets, read_by_ours, try_escapes
+from benchmarks.rivals.reliability.trials import CASES, Case, Ranks, Run, train
 
 Answer = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""What Tandem is compared with: each contestant is a program of its own."""

@@ -1,0 +1,1 @@
+"""Trials of reliability: the same faults for Tandem, plain Accelerate and transformers' Trainer."""

@@ -2,7 +2,10 @@
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,11 +15,13 @@ import pytest
 from hypothesis import settings
 from PIL import Image, ImageDraw
 
-from tests.faults.conftest import pytest_configure  # noqa: F401
+from tests.faults.conftest import leave_long_tests_out, pytest_configure  # noqa: F401
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)  # python -m pytest --hypothesis-profile=explore
 settings.load_profile("repeatable")
+
+LONGEST = ("test_signature.py", "test_feature_cache.py", "test_watchdog.py", "test_pretrain.py", "test_checkpoints.py")
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 70, 220), "yellow": (235, 205, 40)}
 SHAPES = ("circle", "square")
@@ -45,6 +50,42 @@ def write_corpus(folder: Path, copies: int = 3) -> Path:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def breaking_images(folder: Path, names: list[str]) -> Callable[..., Any]:
+    """`load_pairs`, which breaks these images once it has loaded them."""
+    from mm_utils.data.pairs import load_pairs
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        pairs = load_pairs(*args, **kwargs)
+        for name in names:
+            (folder / name).write_bytes(b"not an image")
+        return pairs
+
+    return load
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long tests out, and begin with the files that take longest, so that no process waits for one at the end."""
+    leave_long_tests_out(config, items)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the drawing, two thirds of a tiny run; fixtures of a whole module, and launched runs, do draw."""
+    if finish := sys.modules.get("mm_utils.run.finish"):
+        for name in ("plot_training", "draw_examples"):
+            monkeypatch.setattr(finish, name, lambda *given: given[-1].touch())
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The datasets cache of one test."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A local stand-in for the Hub: the part of its API that creating a repository and uploading a folder really calls."""
+"""Stand in for the Hub with the part of its API that creating a repository and uploading a folder call."""
 
 import base64
 import hashlib
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-CUT = 0  # for a status: the connection is closed after half of the request
+CUT = 0  # in place of a status: close the connection after half of the request
 
 
 class HubServer(ThreadingHTTPServer):
@@ -41,7 +41,7 @@ class HubServer(ThreadingHTTPServer):
         self.faults += [(path, status)] * times
 
     def take_fault(self, path: str) -> int | None:
-        """The status planted for `path`, used up by this call."""
+        """Return and use up the status planted for `path`."""
         for fault in self.faults:
             if re.search(fault[0], path):
                 self.faults.remove(fault)
@@ -49,11 +49,11 @@ class HubServer(ThreadingHTTPServer):
         return None
 
     def sha256(self, repo: str, path: str) -> str:
-        """The digest of what a download of `path` would give."""
+        """Return the SHA-256 of a file in a repository."""
         return hashlib.sha256(self.repos[repo][path]).hexdigest()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed closes its connection: not worth a traceback."""
+        """Print no traceback when a killed client closes its connection."""
 
 
 @contextmanager

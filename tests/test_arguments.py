@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from mm_utils.arguments import arg, parse_args, to_dict
-from mm_utils.data.loaders import LoaderArguments
-from mm_utils.data.sources import DataArguments
-from mm_utils.metrics import EvaluationArguments
-from mm_utils.models import ModelArguments
+from mm_utils.arguments import arg, parse_args, read_flat_yaml, to_dict, to_words
+from mm_utils.data.loading.loaders import LoaderArguments
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.evaluation.retrieval import EvaluationArguments
+from mm_utils.model.build import ModelArguments
 from mm_utils.objectives import ObjectiveArguments
-from mm_utils.optim import OptimizerArguments
-from mm_utils.training_arguments import TrainingArguments
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.optim import OptimizerArguments
 
 ALL = (
     DataArguments,
@@ -118,6 +118,13 @@ def test_booleans(argv: list[str], shuffle: bool, verbose: bool) -> None:
     assert (first.shuffle, first.verbose) == (shuffle, verbose)
 
 
+def test_a_key_twice_on_one_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("{seed: 1, seed: 2}\n")
+    with pytest.raises(ValueError, match=r"x\.yaml, line 1, is not valid YAML: the key 'seed' again, after line 1"):
+        read_flat_yaml(str(path))
+
+
 def test_command_line_turns_yamls_false_on_again(tmp_path: Path) -> None:
     path = config(tmp_path, "shuffle: false\nverbose: true")
     assert parse("--config", path)[0] == First(shuffle=False, verbose=True)
@@ -132,6 +139,7 @@ def test_command_line_turns_yamls_false_on_again(tmp_path: Path) -> None:
         (["--batch", "4"], "unknown argument --batch"),
         (["--zzz"], "unknown argument --zzz. See --help."),
         (["stray"], "unknown argument stray. See --help."),
+        (["--zzz", "1", "--yyy"], "unknown argument --zzz. See --help. unknown argument --yyy. See --help."),
         (["--batch_size", "two"], "argument --batch_size/--batch-size: invalid int value: 'two'"),
         (["--batch_size", "1.5"], "argument --batch_size/--batch-size: invalid int value: '1.5'"),
         (["--batch_size", "0"], "--batch_size is 0; give at least 1."),
@@ -168,6 +176,53 @@ def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytes
     line = mistake(capsys, "--config", path)
     assert message in line
     assert line.startswith((path, "--batch_size"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"),
+    [
+        ("--per_device_train_batch_size 8", "is --global_batch_size here"),
+        ("--batch-size 8", "is --global_batch_size here"),
+        ("--gradient_accumulation_steps=4", "is --micro_batch_size here"),
+        ("--bf16", "goes before the script: accelerate launch --mixed_precision bf16"),
+        ("--fp16 true", "goes before the script: accelerate launch --mixed_precision bf16"),
+        ("--mixed_precision bf16", "goes before the script: accelerate launch --mixed_precision bf16"),
+        ("--num_processes 4", "goes before the script: accelerate launch --num_processes 4"),
+        ("--do_train", "is not needed"),
+        ("--eval_strategy steps", "is --eval_steps here"),
+        ("--lr 1e-3", "is --learning_rate here"),
+    ],
+)
+def test_flags_of_other_trainers_are_answered_in_one_line(
+    flag: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(*ALL, argv=flag.split(), doc="")
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"unknown argument {flag.split()[0]}: it {advice}" in line
+
+
+def test_both_spellings_of_a_flag_are_read() -> None:
+    assert parse_args(*ALL, argv=["--learning-rate", "0.25"]) == parse_args(*ALL, argv=["--learning_rate", "0.25"])
+
+
+def test_advice_names_no_flag_that_the_script_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mistake(capsys, "--gradient_accumulation_steps", "4").endswith("See --help.")
+
+
+def test_help_of_a_negative_flag_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "--no_shuffle Turn --shuffle off." in " ".join(capsys.readouterr().out.split())
+
+
+def test_words_are_parsed_back_to_the_same_values() -> None:
+    parsed = parse("--learning_rate", "0.25", "--name", "two words", "--no_shuffle")
+    assert to_words(First, to_dict(*parsed)) == [
+        *("--learning_rate", "0.25", "--name", "two words", "--shuffle", "False"),
+    ]
+    assert parse(*to_words(First, to_dict(*parsed))) == parsed
+    assert to_words(First, to_dict(*parsed), leave_out=["name", "shuffle", "learning_rate"]) == []
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

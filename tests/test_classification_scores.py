@@ -1,4 +1,4 @@
-"""The metric against plain references: by hand, by counting pairs, and by scikit-learn where it is installed."""
+"""The metric by hand, by counting pairs, and against scikit-learn if it is installed."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def metric() -> evaluate.Metric:
 
 
 def drawn(rows: int, classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Scores with ties, and labels that they have to do with."""
+    """Scores with ties, and labels correlated with them."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, classes, rows)
     scores = rng.normal(size=(rows, classes))
@@ -25,13 +25,13 @@ def drawn(rows: int, classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarra
     return scores.round(1), labels
 
 
-def test_by_hand(metric: evaluate.Metric) -> None:
+def test_scores_by_hand(metric: evaluate.Metric) -> None:
     scores = [[0.9, 0.1], [0.2, 0.8], [0.4, 0.6], [0.3, 0.7]]
     found = metric.compute(predictions=[0, 1, 1, 1], references=[0, 1, 0, 0], scores=scores)
     assert found == pytest.approx({"accuracy": 0.5, "macro_f1": (0.5 + 0.5) / 2, "roc_auc": 1.0})
 
 
-def test_an_unknown_class_is_wrong_and_a_class_of_one_kind_has_no_area(metric: evaluate.Metric) -> None:
+def test_an_unknown_class_is_wrong_and_a_single_class_has_no_area(metric: evaluate.Metric) -> None:
     found = metric.compute(predictions=[0, 0, 1], references=[0, -1, 1], scores=[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     assert found["accuracy"] == pytest.approx(2 / 3)
     assert found["macro_f1"] == pytest.approx((2 / 3 + 1) / 2)  # class 0 was guessed once too often
@@ -40,7 +40,7 @@ def test_an_unknown_class_is_wrong_and_a_class_of_one_kind_has_no_area(metric: e
 
 
 @pytest.mark.parametrize("classes", [2, 5])
-def test_area_is_the_share_of_pairs_in_order(metric: evaluate.Metric, classes: int) -> None:
+def test_the_area_is_the_share_of_ordered_pairs(metric: evaluate.Metric, classes: int) -> None:
     scores, labels = drawn(60, classes)
     areas = []
     for number in range(classes) if classes > 2 else [1]:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command, launch_command_parser
 
 ROOT = Path(__file__).parents[1]
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-GRIDS = sorted((ROOT / "recipes").glob("ablation_*.yaml"))
+GRIDS = sorted((ROOT / "benchmarks").glob("ablation_*.yaml"))
 RECIPES = sorted({*(ROOT / "recipes").glob("*.yaml")} - {*GRIDS})
 
 
@@ -16,6 +17,16 @@ RECIPES = sorted({*(ROOT / "recipes").glob("*.yaml")} - {*GRIDS})
 def test_accelerate_reads_the_file(path):
     config = load_config_from_file(str(path))
     assert (config.num_processes == 1) == (config.distributed_type.value == "NO")
+
+
+@pytest.mark.parametrize("name", ["multi_gpu", "fsdp2"])
+def test_all_gpus_are_taken_unless_a_number_is_given(name, monkeypatch):
+    started = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda args: started.append(args.nproc_per_node))
+    for more in ([], ["--num_processes", "4"]):
+        words = ["--config_file", str(ROOT / f"accelerate_configs/{name}.yaml"), *more, "scripts/pretrain.py"]
+        launch_command(launch_command_parser().parse_args(words))
+    assert started == ["gpu", "4"]
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)

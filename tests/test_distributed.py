@@ -1,4 +1,4 @@
-"""Collectives of `mm_utils.ranks` between real processes, and the helper with which other tests start some."""
+"""Collectives of `mm_utils.distributed` between real processes, and the helper with which other tests start some."""
 
 import multiprocessing
 import pickle
@@ -14,11 +14,18 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm_utils import ranks
+from mm_utils import distributed
 
 # One clean process imports everything once; the ranks of all files are forked from it in a fraction of a second.
-PRELOADED = ["pytest", "hypothesis", "torch.distributed", "mm_utils.metrics", "mm_utils.objectives", "mm_utils.models"]
-PRELOADED.append("mm_utils.data.loaders")
+PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "torch.distributed",
+    "mm_utils.evaluation.retrieval",
+    "mm_utils.objectives",
+    "mm_utils.model.build",
+]
+PRELOADED.append("mm_utils.data.loading.loaders")
 
 
 def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -48,17 +55,17 @@ def one_tensor_per_rank(sizes: list[int]) -> list[torch.Tensor]:
 def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
     found = []
     for sizes in cases:
-        mine = one_tensor_per_rank(sizes)[ranks.rank()].requires_grad_()
-        seen = ranks.gather_sizes(len(mine), torch.device("cpu"))
-        ragged = torch.full((len(mine), ranks.rank() + 1), ranks.rank(), dtype=torch.long)
-        summed = torch.tensor([1.0, ranks.rank()], requires_grad=True)
+        mine = one_tensor_per_rank(sizes)[distributed.rank()].requires_grad_()
+        seen = distributed.gather_sizes(len(mine), torch.device("cpu"))
+        ragged = torch.full((len(mine), distributed.rank() + 1), distributed.rank(), dtype=torch.long)
+        summed = torch.tensor([1.0, distributed.rank()], requires_grad=True)
         found.append(
             {
-                "world": (ranks.world_size(), ranks.rank()),
+                "world": (distributed.world_size(), distributed.rank()),
                 "sizes": seen,
-                "gathered": ranks.gather(mine, seen),
-                "ragged": ranks.gather_ragged(ragged, seen, pad=7),
-                "sum": ranks.sum_over_ranks(summed),
+                "gathered": distributed.gather(mine, seen),
+                "ragged": distributed.gather_ragged(ragged, seen, pad=7),
+                "sum": distributed.sum_over_ranks(summed),
                 "untouched": summed.tolist(),
             }
         )
@@ -85,19 +92,19 @@ def test_collectives_between_processes(world: int) -> None:
 
 def test_alone() -> None:
     rows = torch.ones(2, 3, requires_grad=True)
-    assert (ranks.world_size(), ranks.rank()) == (1, 0)
-    assert ranks.gather_sizes(5, torch.device("cpu")) == [5]
-    assert torch.equal(ranks.gather(rows, [2]), rows)
-    assert not ranks.gather(rows, [2]).requires_grad
-    assert not ranks.gather_ragged(rows, [2]).requires_grad
-    assert torch.equal(ranks.sum_over_ranks(rows), rows)
-    assert ranks.available_cores() >= 1
+    assert (distributed.world_size(), distributed.rank()) == (1, 0)
+    assert distributed.gather_sizes(5, torch.device("cpu")) == [5]
+    assert torch.equal(distributed.gather(rows, [2]), rows)
+    assert not distributed.gather(rows, [2]).requires_grad
+    assert not distributed.gather_ragged(rows, [2]).requires_grad
+    assert torch.equal(distributed.sum_over_ranks(rows), rows)
+    assert distributed.available_cores() >= 1
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))
 @settings(max_examples=50)
 def test_shares_are_contiguous_complete_and_even(count: int, parts: int) -> None:
-    shares = [ranks.share(count, part, parts) for part in range(parts)]
+    shares = [distributed.share(count, part, parts) for part in range(parts)]
     assert [row for share in shares for row in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

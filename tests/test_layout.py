@@ -1,71 +1,70 @@
-"""The architecture: which module may import which, and how large a script may grow."""
+"""The house: one import direction, and sizes that stay readable."""
 
 import ast
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mm_utils"
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-
-LAYERS = {
-    0: {"arguments", "flat_yaml", "interruption", "jsonl", "meeting", "processes", "ranks", "safe_text"},
-    1: {"data", "modeling_fusion_dual_encoder", "wordpiece", "models", "losses", "noise", "optim", "padding"}
-    | {"failures", "pretrained"},
-    2: {
-        "objectives",
-        "metrics",
-        "averaging",
-        "sharding",
-        "backends",
-        "snapshot",
-        "grad_cache",
-        "feature_cache",
-        "flops",
-        "memory",
-    }
-    | {"intervals", "ranking", "reranking", "split_embeddings", "word_order", "skipped"}
-    | {"adapters", "classification"}
-    | {"watchdog", "stragglers"},
-    3: {
-        "trainer",
-        "training_arguments",
-        "callbacks",
-        "checkpoints",
-        "rotation",
-        "saving",
-        "persistence",
-        "stepping",
-        "reporting",
-        "model_card",
-        "hub",
-        "run",
-        "finish",
-    }
-    | {"monitor", "benchmarks", "forecast", "sandbox", "dry_run", "data_report", "data_pictures", "diagnosis"}
-    | {"zero_shot", "retrieval_report", "regions"}
-    | {"finetuning", "interpolation"}
-    | {"spool", "upload", "tracking"}
-    | {"preflight", "starting", "environment"}
-    | {"ablation", "ablation_report"},
-}
-LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
-PARTS = ("data", "objectives")  # packages; a metric's own folder is none of them
-NO_SUBJECT = {"utils", "common", "helpers", "misc"}
-LONGEST_SCRIPT = 180
+FLOORS = [
+    {"distributed", "files", "text"},
+    {"arguments"},
+    {"data", "model"},
+    {"objectives", "reliability"},
+    {"checkpointing"},
+    {"reports"},
+    {"evaluation"},
+    {"training"},
+    {"run"},
+]
+"""A module imports from its own folder and from lower floors; folders of one floor do not import each other."""
+DATA_FLOORS = [
+    {"faults", "images", "parquet"},
+    {"paths"},
+    {"sources", "scenes"},
+    {"prepare", "labelled_rows"},
+    {"pairs", "labelled_images", "tasks"},
+    {"loading"},
+    {"streaming"},
+    {"training_data"},
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+DATA_FLOOR_OF = {name: floor for floor, names in enumerate(DATA_FLOORS) for name in names}
+METRICS = {"retrieval_recall", "classification_scores"}  # folders of `evaluate.load`, which import nothing of ours
+MODELLING = PACKAGE / "model/modeling_fusion_dual_encoder.py"  # travels in one file
+MAX_FILES, MAX_LINES, MAX_TRAINER_LINES, MAX_IMPORTS, MAX_ARGUMENTS, MAX_FUNCTION = 12, 350, 420, 13, 8, 80
+MAX_CHAIN = 13
+ROAD = [
+    "scripts/pretrain.py",
+    "run/start.py",
+    "data/training_data.py",
+    "data/loading/order.py",
+    "data/loading/dataset.py",
+    "data/loading/loaders.py",
+    "model/modeling_fusion_dual_encoder.py",
+    "objectives/terms.py",
+    "objectives/joint.py",
+    "objectives/losses.py",
+    "objectives/grad_cache.py",
+    "training/trainer.py",
+    "training/step.py",
+    "checkpointing/state.py",
+]
+MAX_ROAD_LINES = 4475  # of which the modelling file, which travels alone, has 1,080
 
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name without `mm_utils.`."""
-    files = [*PACKAGE.glob("*.py"), *(path for part in PARTS for path in (PACKAGE / part).rglob("*.py"))]
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name not in METRICS]
     return {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files if path.stem != "__init__"
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path for path in files
     }
 
 
+@cache
 def imports(path: Path) -> set[str]:
-    """Dotted names that a file imports, wherever in it, `from package import module` as `package.module`."""
+    """Dotted names that a file imports, anywhere in it, `from package import module` as `package.module`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -77,82 +76,104 @@ def imports(path: Path) -> set[str]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, by top-level name."""
-    return {name.split(".")[1] for name in imports(path) if name.startswith("mm_utils.")}
+    """Modules of the package that a file imports, by their name in `modules`."""
+    known = modules()
+    names = {name.removeprefix("mm_utils.") for name in imports(path) if name.startswith("mm_utils.")}
+    return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
 
 
-def test_every_module_has_a_layer() -> None:
-    assert {name.split(".")[0] for name in modules()} == set(LAYER_OF)
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_imports_go_down(name: str) -> None:
-    layer = LAYER_OF[name.split(".")[0]]
-    above = {other for other in own_imports(modules()[name]) if LAYER_OF[other] > layer}
-    assert not above, f"{name}, of layer {layer}, imports {above}"
+def test_every_module_has_a_floor() -> None:
+    assert {name.split(".")[0] for name in modules() if name != "__init__"} == set(FLOOR_OF)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in modules() if name.startswith("data.")))
-def test_data_knows_no_model(name: str) -> None:
-    assert own_imports(modules()[name]) <= {"arguments", "ranks", "data"}
+def test_imports_go_down() -> None:
+    wrong = []
+    for name, path in modules().items():
+        for other in own_imports(path):
+            here, there = name.split(".")[0], other.split(".")[0]
+            if here != there and FLOOR_OF[there] >= FLOOR_OF[here] and FLOOR_OF[here]:
+                wrong.append(f"{name} imports {other}")
+            elif here == there == "data" and name.count(".") and other.count("."):
+                here, there = name.split(".")[1], other.split(".")[1]
+                if here != there and DATA_FLOOR_OF[there] >= DATA_FLOOR_OF[here]:
+                    wrong.append(f"{name} imports {other}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", sorted(name for name in modules() if name.startswith("data.")))
-def test_raw_sources_know_nothing_of_what_becomes_of_them(name: str) -> None:
-    """`data.raw` <- `data` <- `data.stream`, and `data.prepare` beside; the loaders alone see streams."""
-    part = name.split(".")[1] if name.count(".") == 2 else ""
-    allowed = {"raw": {"raw"}, "prepare": {"raw", "", "prepare"}, "stream": {"raw", "", "stream"}, "": {"raw", ""}}[
-        part
-    ]
-    if name == "data.loaders":
-        allowed = allowed | {"stream"}
-    parts = {"raw", "prepare", "stream"}
-    found = {other.split(".")[2] for other in imports(modules()[name]) if other.startswith("mm_utils.data.")}
-    assert {other if other in parts else "" for other in found} <= allowed
+def test_there_is_no_circle_and_no_long_chain() -> None:
+    depths: dict[str, int] = {}
+
+    def depth(name: str, above: tuple[str, ...] = ()) -> int:
+        assert name not in above, f"a circle: {' -> '.join([*above, name])}"
+        if name not in depths:
+            below = own_imports(modules()[name]) - {name}
+            depths[name] = 1 + max((depth(other, (*above, name)) for other in below), default=0)
+        return depths[name]
+
+    assert max(map(depth, modules())) <= MAX_CHAIN
 
 
 def test_modelling_code_travels_alone() -> None:
-    found = {name.split(".")[0] for name in imports(PACKAGE / "modeling_fusion_dual_encoder.py")}
+    found = {name.split(".")[0] for name in imports(MODELLING)}
     assert found <= {"collections", "copy", "dataclasses", "itertools", "math", "torch", "transformers", "typing"}
 
 
-def test_only_ranks_asks_torch_distributed() -> None:
-    """But for `meeting`, before there are any. The classes of sharded modules and tensors know nothing of them, and may be named."""
-    for path in [*modules().values(), *SCRIPTS]:
-        if path.stem in ("ranks", "meeting"):
+def test_one_module_asks_torch_distributed() -> None:
+    """Except `rendezvous`, before there are ranks; the classes of sharded modules know nothing of them."""
+    for name, path in [*modules().items(), *((path.stem, path) for path in SCRIPTS)]:
+        if name in ("distributed", "reliability.rendezvous"):
             continue
-        assert not any(
-            name.startswith("torch.distributed")
-            and not name.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))
-            for name in imports(path)
-        ), path
+        named = {each for each in imports(path) if each.startswith("torch.distributed")}
+        assert all(each.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor.")) for each in named), path
         attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
         assert "torch.distributed" not in {ast.unparse(node) for node in attributes}, path
 
 
-def test_nobody_imports_scripts() -> None:
-    scripts = {path.stem for path in SCRIPTS}
+def test_nobody_imports_scripts_tests_or_benchmarks() -> None:
     for path in [*modules().values(), *SCRIPTS]:
-        names = {name.split(".")[0] for name in imports(path)}
-        assert not names & (scripts | {"scripts", "tests"}), path
+        assert not {name.split(".")[0] for name in imports(path)} & {"scripts", "tests", "benchmarks"}, path
 
 
-def test_no_module_without_a_subject() -> None:
-    assert not NO_SUBJECT & {part for path in [*modules().values(), *SCRIPTS] for part in path.stem.split("_")}
+def test_modules_have_a_subject_and_a_size() -> None:
+    folders: dict[Path, list[Path]] = {}
+    for name, path in modules().items():
+        assert not {"utils", "common", "helpers", "misc"} & set(path.stem.split("_")), path
+        folders.setdefault(path.parent, []).append(path)
+        limit = MAX_TRAINER_LINES if name == "training.trainer" else MAX_LINES
+        assert lines(path) <= limit or path == MODELLING, f"{path} has {lines(path)} lines"
+        assert len(own_imports(path)) <= MAX_IMPORTS, f"{path} imports {len(own_imports(path))} modules of the package"
+    assert {folder.name: len(files) for folder, files in folders.items() if len(files) > MAX_FILES} == {}
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_scripts_are_stories(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST_SCRIPT
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree)
-    [main] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    assert ast.unparse(main.args).startswith("argv")
+def test_functions_and_constructors_stay_small() -> None:
+    for path in [*modules().values(), *SCRIPTS]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= MAX_FUNCTION, f"{path}: {node.name} has {length} lines"
+                if node.name == "__init__":
+                    count = len(node.args.args) - 1 + len(node.args.kwonlyargs)
+                    assert count <= MAX_ARGUMENTS or path == MODELLING, (
+                        f"{path}: a constructor takes {count} arguments"
+                    )
 
 
-def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text("import torch.distributed as dist\n\ndef f():\n    from mm_utils.trainer import Trainer\n")
-    assert imports(path) == {"torch.distributed", "mm_utils.trainer.Trainer"}
-    assert own_imports(path) == {"trainer"}
+def test_scripts_are_stories() -> None:
+    for path in SCRIPTS:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert lines(path) <= 120
+        assert ast.get_docstring(tree)
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert [node.name for node in functions] == ["main"], f"{path} defines more than main"
+        assert ast.unparse(functions[0].args).startswith("argv")
+        assert "is_main_process" not in path.read_text(encoding="utf-8")
+
+
+def test_the_road_of_a_training_step_is_short() -> None:
+    """The files that one reads to follow a default run, from `scripts/pretrain.py` on."""
+    files = [ROOT / name if name.startswith("scripts/") else PACKAGE / name for name in ROAD]
+    assert sum(map(lines, files)) <= MAX_ROAD_LINES

@@ -1,75 +1,337 @@
-"""What the README says works: its commands name scripts and flags that exist, its objective trains."""
+"""README and docs keep their word: commands parse or run, code runs, links, paths and flags exist."""
 
+import contextlib
+import importlib
+import io
+import json
+import random
 import re
 import shlex
+import tarfile
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import torch
+from accelerate.commands.launch import launch_command_parser
+from PIL import Image
+from torch.distributed.run import get_args_parser as torchrun_parser
 
-from mm_utils.models import ModelArguments, build_model
-from mm_utils.objectives import ObjectiveArguments, build_objective
-from mm_utils.wordpiece import train_tokenizer
+from tests.conftest import COLOURS, draw
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCSTRINGS = "\n".join(path.read_text(encoding="utf-8").split('"""')[1] for path in (ROOT / "scripts").glob("*.py"))
-COMMAND = re.compile(
-    r"(?:accelerate launch (?:--config_file \S+ )?|python )(scripts/\S+\.py)((?:[^\n`]*\\\n)*[^\n`]*)"
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/**/*.md"), *ROOT.glob("mm_utils/**/*.md")]
 )
+CONFIGS = sorted(
+    [*ROOT.glob("recipes/*.yaml"), *ROOT.glob("accelerate_configs/*.yaml"), *ROOT.glob("benchmarks/*.yaml")]
+)
+SOURCES = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/[a-z]*.py")])
+PROGRAMS = [path for path in SOURCES if "run_script(main)" in path.read_text(encoding="utf-8")]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+STARTS = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|torchrun|pip) "
+# Flags of other programs that the pages name, and flags of ours that the changelog and the log name as removed.
+FOREIGN = {
+    *("--batch-size", "--accum-freq", "--precision", "--train-data", "--epochs", "--warmup", "--resume", "--siglip"),
+    *(
+        "--lock-image",
+        "--local-loss",
+        "--gather-with-grad",
+        "--per_device_train_batch_size",
+        "--bf16",
+        "--warmup_steps",
+    ),
+    *("--signal", "--shm-size", "--target", "--no-deps", "--rdzv_backend", "--faults_report"),
+}
+REMOVED = {"--length_bucket_window", "--look_alikes", "--stream_lanes"}
 
 
-def help_of(script: str, capsys: pytest.CaptureFixture) -> str:
-    module = __import__(f"scripts.{Path(script).stem}", fromlist=["main"])
-    with pytest.raises(SystemExit):
-        module.main(["--help"])
-    return capsys.readouterr().out
+class Command(NamedTuple):
+    """A command of a page: the module of its script, None for other programs, and the script's arguments."""
+
+    text: str
+    module: str | None
+    argv: list[str]
+    is_distributed: bool = False
 
 
-@pytest.mark.parametrize("text", [README, DOCSTRINGS], ids=["README", "docstrings"])
-def test_commands_name_scripts_and_flags_that_exist(text, capsys):
-    found = COMMAND.findall(text)
+# -- reading pages ------------------------------------------------------------------------------------------------------
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Give the fenced blocks and the commands in code spans, in order, each with its language."""
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(rf"{BLOCK.pattern}|`({STARTS}[^`\n]+)`", text, BLOCK.flags):
+        language, block, span = found.groups()
+        if block is not None:
+            yield language, block
+        elif re.search(r"\.py\b| -m ", span):
+            yield "bash", span
+
+
+def command_lines(text: str) -> list[str]:
+    lines = text.replace("\\\n", " ").splitlines()
+    return [" ".join(line.partition("   #")[0].split()) for line in lines if line.strip()]
+
+
+def commands_of(path: Path) -> list[str]:
+    """Return the commands of a page, of the comments of a YAML file, or of a script's docstring."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return [line for language, block in blocks(path) if language == "bash" for line in command_lines(block)]
+    if path.suffix == ".py":
+        text = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).__doc__ or ""
+        return [line for line in command_lines(text) if re.match(STARTS, line)]
+    comments = "\n".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    return [found for line in command_lines(comments) for found in re.findall(rf"{STARTS}.*", line)]
+
+
+def understand(line: str) -> Command:
+    """Parse what stands before the script with the launcher's own parser; fail for a program that is not known."""
+    words = shlex.split(line)
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    distributed = False
+    if words[:2] == ["accelerate", "launch"]:
+        given = launch_command_parser().parse_args(words[2:])
+        assert given.config_file is None or Path(given.config_file).is_file(), line
+        distributed = given.config_file is not None and "single" not in given.config_file
+        words = ["python", *(["-m"] if given.module else []), given.training_script, *given.training_script_args]
+    elif words[0] == "torchrun":
+        given = torchrun_parser().parse_args(words[1:])
+        words, distributed = ["python", given.training_script, *given.training_script_args], True
+    if words[:3] == ["python", "-m", "pytest"]:
+        assert all((ROOT / word.split("::")[0]).exists() for word in words[3:] if word.startswith("tests")), line
+        return Command(line, None, [])
+    if words[:2] == ["pip", "install"]:
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".txt")), line
+        return Command(line, None, [])
+    assert words[0] == "python", f"a test should know how to check: {line}"
+    name, argv = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+    module = name.removesuffix(".py").replace("/", ".")
+    assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file(), line
+    return Command(line, module, argv, distributed)
+
+
+class Parsed(BaseException):
+    """Raised in place of what a script does after it has read its arguments."""
+
+
+def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call a script until it has read and checked its arguments."""
+    assert command.module is not None
+    module = importlib.import_module(command.module)
+
+    def stop(*args: object, **kwargs: object) -> None:
+        raise Parsed
+
+    def parse_and_stop(*args: object, **kwargs: object) -> None:
+        real(*args, **kwargs)
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        if hasattr(module, "check_model"):
+            patch.setattr(module, "check_model", lambda name: None)
+        if hasattr(module, "start_run"):
+            patch.setattr(module, "start_run", stop)
+            patch.setattr(module, "dry_run", stop)
+        else:
+            real = module.parse_args
+            patch.setattr(module, "parse_args", parse_and_stop)
+        with pytest.raises(Parsed):
+            module.main(command.argv)
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the repository's folders, and with the files that arguments name and parsers open."""
+    for name in ("recipes", "accelerate_configs", "benchmarks", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "outputs/mine").mkdir(parents=True)
+    (tmp_path / "outputs/mine/config.yaml").write_text("max_steps: 1\n")
+    (tmp_path / "pairs.jsonl").touch()
+    (tmp_path / "photos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- every page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [*PAGES, *CONFIGS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_parses_as_written(path, places, monkeypatch, capsys):
+    for line in commands_of(path):
+        command = understand(line)
+        if command.module is None:
+            continue
+        try:
+            parse(command, monkeypatch)
+        except SystemExit:
+            pytest.fail(f"{line}\n{capsys.readouterr().err}")
+
+
+def test_pages_and_programs_have_commands():
+    assert all(commands_of(path) for path in [ROOT / "README.md", *ROOT.glob("docs/[!l]*.md"), *PROGRAMS])
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not heading or heading in anchors(target), link
+
+
+@pytest.mark.parametrize("path", [*PAGES, *CONFIGS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_and_modules_that_are_named_exist(path):
+    text = path.read_text(encoding="utf-8")
+    folders = "mm_utils|scripts|benchmarks|tests|docs|recipes|accelerate_configs"
+    for name in re.findall(rf"`((?:{folders})/[\w./*-]*)", text):
+        assert [*ROOT.glob(name.rstrip("/"))], name
+    for name in re.findall(rf"(?<![\w/])((?:{folders})(?:\.[a-z_]\w+)+)(?![\w/])", text):
+        parts = name.removesuffix(".py").split(".")
+        assert any(exists("/".join(parts[: len(parts) - drop])) for drop in range(2)), name
+
+
+def exists(module: str) -> bool:
+    return (ROOT / module).is_dir() or (ROOT / f"{module}.py").is_file()
+
+
+@cache
+def known_flags() -> set[str]:
+    """Return the flags of all scripts and benchmarks, of the launchers, and of pytest's options that pages name."""
+    known: set[str] = set()
+    for path in [*PROGRAMS, ROOT / "benchmarks/rivals/plain_contrastive.py"]:
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
+            module.main(["--help"])
+        known |= set(re.findall(r"--\w+", shown.getvalue()))
+    for parser in (launch_command_parser(), torchrun_parser()):
+        known |= {option for action in parser._actions for option in action.option_strings}
+    return known
+
+
+@pytest.mark.parametrize("path", [*PAGES, *CONFIGS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_flag_that_is_named_exists(path):
+    allowed = known_flags() | FOREIGN | (REMOVED if path.stem in ("CHANGELOG", "log") else set())
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8")))
+    assert found <= allowed, found - allowed
+
+
+def test_json_blocks_are_rows():
+    found = [block for page in PAGES for language, block in blocks(page) if language == "json"]
     assert found
-    for script, rest in found:
-        assert (ROOT / script).is_file(), script
-        known = help_of(script, capsys)
-        for flag in re.findall(r"--\w+", rest):
-            assert flag in known, f"{script} has no {flag}"
+    for block in found:
+        assert "image" in json.loads(block)
 
 
-def test_files_that_the_readme_names_exist():
-    names = re.findall(r"`((?:scripts|accelerate_configs|docs|recipes)/[\w./-]*)`", README)
-    names += re.findall(r"\]\((docs/[^)]+)\)", README)
-    assert names
-    for name in names:
-        file, _, heading = name.partition("#")
-        assert (ROOT / file).exists(), name
-        assert (
-            not heading or f"## {heading.replace('-', ' ')}\n" in (ROOT / file).read_text(encoding="utf-8").lower()
-        ), name
-
-
-def test_the_readmes_term_trains(tmp_path, monkeypatch):
+def test_the_readme_is_one_page():
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1300
     code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "EmbeddingTerm" in block)
     assert len(code.strip().splitlines()) <= 20
-    (tmp_path / "my_terms.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    [objectives] = re.findall(r"--objectives (\S+my_terms\S+)", README)
-    tokenizer = train_tokenizer(["a b"], 50)
-    model = build_model(ModelArguments(image_size=32), tokenizer)
-    objective = build_objective(model, ObjectiveArguments(objectives), 0, tokenizer)
-    batch = {
-        "pixel_values": torch.randn(4, 3, 32, 32),
-        "input_ids": torch.randint(5, 7, (4, 8)),
-        "attention_mask": torch.ones(4, 8, dtype=torch.long),
-        "ids": torch.arange(8).view(4, 2),
-    }
-    report = objective(batch, 0)
-    report["loss"].backward()
-    assert torch.isfinite(report["Uniformity_loss"])
-    assert objective.model.visual_projection.weight.grad.abs().sum() > 0
 
 
-def test_install_commands_name_the_requirements_file():
-    for line in re.findall(r"pip install -r (\S+)", README):
-        assert (ROOT / line.strip("`:;,.")).is_file() or shlex.split(line)[0] == "requirements.txt"
+# -- the README, run ----------------------------------------------------------------------------------------------------
+
+
+def write_inputs(folder: Path, count: int = 72) -> None:
+    """Write what the README's commands read: photographs, captions in each format, shards, classes, questions."""
+    for name in ("photos", "train2017", *(f"scans/{colour}" for colour in COLOURS)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    noise, rows, questions = random.Random(0), [], []
+    for number in range(1, count + 1):
+        colour, shape = list(COLOURS)[number % len(COLOURS)], ("circle", "square")[number % 2]
+        image = draw(colour, shape, 72)
+        image.paste(
+            Image.effect_noise((24, 24), noise.uniform(20, 90)).convert("RGB"),
+            (noise.randrange(48), noise.randrange(48)),
+        )
+        name, caption = f"{number:04d}.jpg", f"a {colour} {shape}, number {number}"
+        for place in ("photos", "train2017", f"scans/{colour}"):
+            image.save(folder / place / name)
+        (folder / "photos" / f"{number:04d}.txt").write_text(caption)
+        rows.append({"image": f"photos/{name}", "caption": [caption, f"{shape} {number} in {colour}"]})
+        questions.append({"image": f"photos/{name}", "question": "which colour?", "answer": colour})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (folder / "pairs.csv").write_text("image,caption\n" + "".join(f'{r["image"]},"{r["caption"][0]}"\n' for r in rows))
+    images = [{"id": number, "file_name": f"{number:04d}.jpg"} for number in range(1, count + 1)]
+    notes = [{"image_id": number, "caption": row["caption"][0]} for number, row in enumerate(rows, 1)]
+    (folder / "captions.json").write_text(json.dumps({"images": images, "annotations": notes}))
+    for shard in range(10):
+        with tarfile.open(folder / f"web-{shard:06d}.tar", "w") as tar:
+            for number in range(1 + shard, count + 1, 10):
+                for suffix in ("jpg", "txt"):
+                    tar.add(folder / f"photos/{number:04d}.{suffix}", f"{number:04d}.{suffix}")
+
+
+# Of each script, what makes its commands end soon; the README's own arguments stay as they are.
+SHORTER = {
+    "scripts.pretrain": ["--max_steps", "1", "--max_eval_samples", "16", "--max_train_samples", "256"],
+    "scripts.finetune": ["--max_steps", "1", "--max_eval_samples", "16"],
+}
+
+
+def run(command: Command) -> None:
+    assert command.module is not None
+    shorter = list(SHORTER.get(command.module, []))
+    if "--resume_from_checkpoint" in command.argv:
+        shorter[1] = "2"  # one step after the checkpoint
+    importlib.import_module(command.module).main([*command.argv, *shorter])
+
+
+@pytest.mark.slow
+def test_the_readme_runs_from_its_first_line_to_its_last(places, monkeypatch, capsys):
+    write_inputs(places)
+    (places / "outputs/mine/config.yaml").unlink()
+    (places / "outputs/mine").rmdir()
+    monkeypatch.syspath_prepend(str(places))
+    ran: list[Command] = []
+    for language, block in blocks(ROOT / "README.md"):
+        if language == "python" and "EmbeddingTerm" in block:
+            (places / "my_terms.py").write_text(block)
+        elif language == "python":
+            capsys.readouterr()
+            exec(compile(block, "README.md", "exec"), {})
+            shown = capsys.readouterr().out.splitlines()
+            assert len(shown) == 3
+            assert all(re.fullmatch(r"-?\d\.\d{3}  photos/000[123]\.jpg", line) for line in shown)
+        for command in map(understand, command_lines(block)) if language == "bash" else ():
+            seen = any(
+                each.module == command.module and command.argv == each.argv[: len(command.argv)] for each in ran
+            )
+            if command.module is None or command.is_distributed or (seen and command.argv):
+                continue
+            run(command)
+            ran.append(command)
+    assert len(ran) >= 12
+    assert "my_terms.Uniformity" in ran[-1].text
+    records = (places / "outputs/pretrain-1/metrics.jsonl", places / "outputs/mine/metrics.jsonl")
+    assert all(record.is_file() for record in records)
+    assert (places / "outputs/mine/checkpoint-2").is_dir()
+    [last] = sorted(places.glob("outputs/pretrain-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)[-1:]
+    assert "Uniformity_loss" in last.read_text()
+
+
+@pytest.mark.slow
+def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
+    write_inputs(places)
+    monkeypatch.syspath_prepend(str(places))
+    found = [block for page in ROOT.glob("docs/*.md") for language, block in blocks(page) if language == "python"]
+    assert len(found) == 2
+    for block in found:
+        exec(compile(block, "docs", "exec"), {"__name__": "docs"})
+    assert re.search(r"^\d \d\.\d+", capsys.readouterr().out, re.MULTILINE)

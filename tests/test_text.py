@@ -1,4 +1,4 @@
-"""No secret is left behind by a run, and nothing that others wrote is obeyed by a terminal, a spreadsheet or a browser."""
+"""A run leaves no secret behind, and no terminal, spreadsheet or browser obeys text that others wrote."""
 
 import csv
 import io
@@ -18,17 +18,19 @@ import torch
 import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import LoggerType
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.finetuning import report_guesses
-from mm_utils.model_card import CardInfo, write_model_card
-from mm_utils.run import run_script, set_up_logging
-from mm_utils.safe_text import no_formula, redact, without_secrets
+from mm_utils.reports.model_card import CardInfo, write_model_card
+from mm_utils.run.finish import report_predictions
+from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.text import markdown_table, markdown_text, no_formula, one_line, redact, shortened, without_secrets
 from scripts import pretrain
 from tests.conftest import write_corpus
 from tests.hub_server import HubServer
-from tests.test_hub import TOKEN, server  # noqa: F401
-from tests.test_tracking import FakeTracker
+from tests.reports.test_hub import TOKEN, server  # noqa: F401
+from tests.reports.test_tracking import FakeTracker
 
 PASSWORD, KEY, TYPED = "pw-S3cr3tCanary-1", "0123456789abcdefS3cr3tCanary2", "S3cr3tCanary3"
 CANARIES = (TOKEN, PASSWORD, KEY, TYPED)
@@ -36,7 +38,7 @@ CANARIES = (TOKEN, PASSWORD, KEY, TYPED)
 
 @contextmanager
 def own_log() -> Iterator[io.StringIO]:
-    """What a script would show on stderr by the handler that it sets up, without pytest's in its way."""
+    """Catch what a script logs to stderr with its own handler, without those of pytest."""
     root, shown = logging.getLogger(), io.StringIO()
     level, hook, root.handlers = root.level, sys.excepthook, []
     try:
@@ -48,7 +50,7 @@ def own_log() -> Iterator[io.StringIO]:
 
 
 def leaks(folder: Path, *texts: str) -> list[str]:
-    """Where a canary stands: in any byte of any file, hidden ones and names included, or in one of the texts."""
+    """Return the places of canaries: bytes of any file, hidden ones and names included, and the texts."""
     found = [f"text {at}" for at, text in enumerate(texts) if any(canary in text for canary in CANARIES)]
     for path in folder.rglob("*"):
         content = str(path).encode() + (path.read_bytes() if path.is_file() else b"")
@@ -59,13 +61,13 @@ def leaks(folder: Path, *texts: str) -> list[str]:
 
 @pytest.fixture
 def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secrets in the environment; `server` sets HF_TOKEN."""
+    """Put secrets into the environment; `server` sets HF_TOKEN."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("DB_PASSWORD", PASSWORD)
 
 
 @pytest.mark.slow
-def test_no_secret_is_left_in_any_byte_of_a_run(
+def test_a_run_leaves_no_secret_in_any_byte(
     server: HubServer,  # noqa: F811
     canaries: None,
     tiny_flags: list[str],
@@ -73,7 +75,7 @@ def test_no_secret_is_left_in_any_byte_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delenv("DB_PASSWORD")  # nothing but its place in the address tells that it is one
+    monkeypatch.delenv("DB_PASSWORD")  # only its place in the address shows that it is a secret
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", FakeTracker)
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType("wandb")])
     monkeypatch.setattr(FakeTracker, "calls", [])
@@ -95,7 +97,7 @@ def test_no_secret_is_left_in_any_byte_of_a_run(
 
 
 @pytest.mark.parametrize("flag", ["--train_file", "--dataset_name", "--validation_file"])
-def test_an_address_with_a_password_that_cannot_be_read(
+def test_an_unreadable_address_is_named_without_its_password(
     canaries: None,
     tiny_flags: list[str],
     tmp_path: Path,
@@ -131,7 +133,7 @@ def test_an_address_with_a_password_that_cannot_be_read(
         ["--config", "secret.yaml"],
     ],
 )
-def test_a_mistake_in_the_arguments_is_named_without_the_secret(
+def test_an_argument_error_is_named_without_the_secret(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @dataclass
@@ -148,7 +150,7 @@ def test_a_mistake_in_the_arguments_is_named_without_the_secret(
     assert TOKEN not in shown
 
 
-def test_tracebacks_and_uncaught_errors_are_without_secrets(canaries: None) -> None:
+def test_tracebacks_and_uncaught_errors_hide_secrets(canaries: None) -> None:
     with own_log() as log:
         set_up_logging()
         try:
@@ -160,7 +162,7 @@ def test_tracebacks_and_uncaught_errors_are_without_secrets(canaries: None) -> N
     assert not any(canary in log.getvalue() for canary in CANARIES)
 
 
-def test_what_strangers_wrote_cannot_imitate_a_message_or_move_the_cursor() -> None:
+def test_foreign_text_cannot_imitate_a_log_message_or_move_the_cursor() -> None:
     caption = "a cat\n12:00:00 ERROR the disk is on fire\r\x1b[2J\x1b]0;title\x07\u202e gpj.tac \ud800 \x85 é 猫"
     with own_log() as log:
         set_up_logging()
@@ -176,14 +178,15 @@ def test_what_strangers_wrote_cannot_imitate_a_message_or_move_the_cursor() -> N
 HOSTILE = "<script>alert(1)</script> [x](javascript:alert(1)) | `b` \x1b[31m \u202e\n# heading"
 
 
-def test_the_model_card_shows_what_strangers_wrote_as_text(tmp_path: Path) -> None:
-    texts = ("name", "vision_model", "text_model", "dataset_name", "command", "hardware", "precision")
+def test_the_model_card_shows_foreign_text_literally(tmp_path: Path) -> None:
+    texts = ("name", "model", "vision_model", "text_model", "dataset_name", "command", "hardware", "precision")
     given: dict[str, Any] = dict.fromkeys(texts, HOSTILE)
     card = CardInfo(
         **given,
         num_parameters=1,
         dataset_rows={HOSTILE: 3},
         dataset_fingerprint=HOSTILE,
+        table=([HOSTILE, HOSTILE], [[HOSTILE, HOSTILE]]),
         metrics={HOSTILE: 0.5},
         hyperparameters={"train_file": HOSTILE, HOSTILE: 1},
         num_processes=1,
@@ -204,15 +207,15 @@ def test_the_model_card_shows_what_strangers_wrote_as_text(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", " =1"])
-def test_a_class_named_as_a_formula_is_text_in_a_table(name: str, tmp_path: Path) -> None:
-    report_guesses(torch.tensor([[0, 0], [1, 0]]), [name, "cat"], tmp_path)
+def test_a_class_named_like_a_formula_is_text_in_a_table(name: str, tmp_path: Path) -> None:
+    report_predictions(torch.tensor([[0, 0], [1, 0]]), [name, "cat"], tmp_path)
     with open(tmp_path / "classes.csv", newline="", encoding="utf-8") as file:
         cells = [row[0] for row in csv.reader(file)][1:]
     assert cells == [f"'{name}", "cat"]
     assert no_formula(-1.5) == -1.5
 
 
-def test_arguments_without_secrets() -> None:
+def test_arguments_are_published_without_secrets() -> None:
     given = {"lr": 1.0, "hub_token": "x", "api_key": None, "files": [f"https://a:{PASSWORD}@b/c"], "num_tokens": 3}
     shown = {**given, "hub_token": "***", "files": ["https://***@b/c"]}
     assert without_secrets(given) == shown
@@ -251,9 +254,18 @@ def test_redact_is_cheap() -> None:
         "https:/me:SECRET@example.org/data.tar",
         "https://bucket.example.org/x.tar?X-Amz-Signature=SECRET&lr=3",
         "https://account.example.org/x.tar?sv=1&sig=SECRET&lr=3",
+        "--wandb_key=SECRET --lr 3",
+        "DB_PASS=SECRET python train.py",
+        "GITLAB_PAT=SECRET python train.py",
+        "AccountName=me;AccountKey=SECRET;EndpointSuffix=core.example.org",
+        "SharedAccessKey=SECRET",
+        "curl -H 'Authorization: Basic SECRET' example.org",
+        '{"Authorization": "Basic SECRET"}',
+        "rsync me:SECRET@example.org/data.tar .",
+        "postgres is me:SECRET@localhost",
     ],
 )
-def test_redact_removes_secrets_wherever_they_stand(text: str) -> None:
+def test_redact_removes_secrets_in_any_notation(text: str) -> None:
     secret = "hf_" + "Ab3" * 12 if text.startswith("token") else "S3cr3tValue"
     planted = redact(text.replace("SECRET", secret).replace("AWS_S3cr3tValue", "AWS_SECRET"))
     assert secret not in planted
@@ -261,8 +273,55 @@ def test_redact_removes_secrets_wherever_they_stand(text: str) -> None:
     assert redact(planted) == planted
 
 
-def test_redact_knows_the_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "ghp_16C7e42F292c6912E7710c838347Ae178B4a",
+        "github_pat_11ABCDEFG0aBcDeFgHiJkL_mNoPqRsTuVwXyZ",
+        "glpat-ABCdef1234567890abcd",
+        "sk-proj-abcDEF1234567890abcDEF",
+        "sk-ant-api03-abcDEF1234567890",
+        "sk_live_abcDEF1234567890",
+        "AKIAIOSFODNN7EXAMPLE",
+        "xoxb-123456789012-abcdefABCDEF",
+        "AIzaSyA-1234567890abcdefghijklmnopqrstu",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9P",
+    ],
+)
+def test_redact_knows_the_tokens_of_common_services(secret: str) -> None:
+    assert redact(f"the server refused {secret}, with status 401") in (
+        "the server refused ***, with status 401",
+        "the server refused *** with status 401",
+    )
+
+
+@pytest.mark.parametrize(
+    "word", ["token-", "'token=", "a_key ", "--password ", ":/", "eyJ-a", "a:", "authorization ", '"']
+)
+def test_redact_takes_linear_time(word: str) -> None:
+    """A name of a data file, such as a column of a megabyte, may be quoted in a message."""
+
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        redact("The columns are: token=" + word * count)
+        return time.process_time() - began
+
+    assert seconds(4000) < max(0.5, 5 * seconds(2000))
+    assert seconds(16_000) < 5.0
+
+
+def test_a_logged_line_is_cut() -> None:
+    with own_log() as log:
+        set_up_logging()
+        logging.getLogger("mm_utils.x").warning("the column %s", "token-" * 100_000)
+    assert len(log.getvalue()) < 5000
+    assert shortened("abc", 3) == "abc"
+    assert shortened("abcd", 3) == "ab…"
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "STORAGE_KEY", "GITLAB_PAT", "DB_PW", "DB_PASS", "HF_TOKEN"])
+def test_redact_removes_values_of_secret_environment_variables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0123456789abcdef")
     assert redact("seen: 0123456789abcdef.") == "seen: ***."
 
 
@@ -274,7 +333,35 @@ def test_redact_knows_the_values_of_secret_variables(monkeypatch: pytest.MonkeyP
         "https://huggingface.co/me/hf_model_name",
         "--use_token --learning_rate 1e-3",
         "me@example.org",
+        "12:00:00 the image is in a/b:c.png, and 3 risk-averse masks of sk-learn",
+        "report the key of a row: 3 passes, patience 4",
     ],
 )
-def test_redact_leaves_the_rest_alone(text: str) -> None:
+def test_redact_keeps_everything_else(text: str) -> None:
     assert redact(text) == text
+
+
+def test_an_error_is_one_short_line_without_secrets() -> None:
+    error = ValueError(f"the file\nhttps://me:{PASSWORD}@example.org/x\x1b cannot be read.")
+    assert one_line(error) == r"ValueError: the file https://***@example.org/x\x1b cannot be read"
+    assert one_line(ValueError("word " * 100), limit=20) == "ValueError: word wo…"
+    wrapper = RuntimeError("a thread failed")
+    wrapper.__cause__ = OSError("No space left")
+    assert one_line(wrapper) == "OSError: No space left"
+
+
+@given(st.text(max_size=200))
+def test_markdown_text_is_one_short_line_without_active_signs(text: str) -> None:
+    found = markdown_text(text, 50)
+    assert found.isprintable()
+    assert not re.search(r"[<>]|(?<!\\)(?:\\\\)*[`*\[\]|~#$]", found)
+    assert len(re.sub(r"\\(?=[^\w\s])|&(amp|lt|gt);", "", found)) <= 50
+
+
+def test_a_markdown_table_has_three_digits_and_empty_cells() -> None:
+    assert markdown_table(["x", "y", "z"], [["a", 1234.5678, 3], ["b", None, 4]]).splitlines() == [
+        "| x | y | z |",
+        "|---|---|---|",
+        "| a | 1.23e+03 | 3 |",
+        "| b |  | 4 |",
+    ]

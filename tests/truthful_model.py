@@ -1,4 +1,4 @@
-"""A model that looks up what it is asked, for tests of what is measured of a model."""
+"""A model that looks up its answers, and the definition of ranks by sorting, for tests of evaluation."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,43 +8,62 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils import ranks, split_embeddings
-from mm_utils.data.batches import Collator
-from mm_utils.data.order import EvaluationBatches
-from mm_utils.split_embeddings import Embeddings
+from mm_utils import distributed
+from mm_utils.data.loading.dataset import Collator
+from mm_utils.data.loading.order import EvaluationBatches
+from mm_utils.evaluation.embeddings import Embeddings, Texts, gather_languages
 
-ACCELERATOR: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=False, autocast=nullcontext)
+CPU = torch.device("cpu")
+ACCELERATOR: Any = SimpleNamespace(device=CPU, is_main_process=False, autocast=nullcontext)
+MAIN_PROCESS: Any = SimpleNamespace(device=CPU, is_main_process=True, autocast=nullcontext)
 LANGUAGES_OF_TEXTS = ("en", "de-DE", "en", "", "zh/Hant")
 
 
 def split_of(image: Tensor, text: Tensor, owner: list[int]) -> Embeddings:
-    """A split of which text t belongs to image `owner[t]`."""
+    """A split whose text t belongs to image `owner[t]`."""
     keys = 1000 + 7 * torch.arange(len(image))
-    nothing = torch.zeros(len(text), 1, dtype=torch.long)
-    return Embeddings(
-        image, text, keys, keys[torch.tensor(owner)], torch.arange(len(image)), None, range(0), nothing, nothing
-    )
+    no_tokens = torch.zeros(len(text), 1, dtype=torch.long)
+    texts = Texts(no_tokens, no_tokens)
+    return Embeddings(image, text, keys, keys[torch.tensor(owner)], torch.arange(len(image)), texts)
 
 
 def in_languages(split: Embeddings, languages: list[str]) -> Embeddings:
-    """As `embed_split` gives it for captions of these languages."""
-    sizes = ranks.gather_sizes(len(languages), torch.device("cpu"))
-    split.languages = split_embeddings._gather_languages([*languages], sizes, torch.device("cpu"))
+    """The split as `embed_split` returns it for captions of these languages."""
+    split.languages = gather_languages(languages, distributed.gather_sizes(len(languages), CPU), CPU)
     return split
 
 
-class TruthfulModel:
-    """Looks embeddings up by the number that an image shows and a caption says; its head knows which belong together.
+def ranks_by_sorting(
+    cosine: Tensor, right: Tensor, head: Tensor | None = None, first: int = 0, scale: float = 0.0
+) -> list[int]:
+    """The definition: sort by cosine, wrong items before right ones; then sort the first ones again by the head's score.
 
-    With `logits` `[M, T]`, the head says those instead. `seen` counts the images that were encoded, `scored` the pairs.
+    Further right items do not push the first one down, so the rank of the first right item counts only wrong ones.
+    """
+    ranks = []
+    head = torch.zeros_like(cosine) if head is None else head
+    for row, of_head, hits in zip(cosine.tolist(), head.tolist(), right.tolist(), strict=True):
+        order = sorted(range(len(row)), key=lambda item: (-row[item], hits[item]))
+        again = sorted(order[:first], key=lambda item: (-(of_head[item] + scale * row[item]), hits[item]))
+        ranks.append([hits[item] for item in [*again, *order[first:]]].index(True) + 1)
+    return ranks
+
+
+class TruthfulModel:
+    """Looks up embeddings by the number that an image shows and a caption holds; its head knows which belong together.
+
     The number of image i fills its pixels; caption t is the tokens [1, t, image of t].
+
+    Attributes:
+        logits: `[M, T]`; if set, the head returns these.
+        seen, scored: numbers of images encoded and of pairs scored.
     """
 
     config = SimpleNamespace(projection_dim=6)
     logit_scale = torch.tensor(2.0)
     fusion: Any = True
 
-    def __init__(self, images: int = 23, truth: float = 1000.0, owner: list[int] | None = None):
+    def __init__(self, images: int = 23, truth: float = 1000.0):
         generator = torch.Generator().manual_seed(9)
         counts = torch.randint(1, 4, (images,), generator=generator)
         self.owner = torch.repeat_interleave(torch.arange(images), counts).tolist()
@@ -53,6 +72,13 @@ class TruthfulModel:
         )
         self.truth, self.scored, self.seen = truth, 0, 0
         self.logits: Tensor | None = None
+
+    @classmethod
+    def with_noise(cls, seed: int, images: int = 23) -> Any:
+        """A model whose match logits are noise, about as large as its scaled cosines."""
+        model = cls(images)
+        model.logits = 4 * torch.randn(images, len(model.owner), generator=torch.Generator().manual_seed(seed))
+        return model
 
     def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, Any]:
         number = pixel_values[:, 0, 0, 0].round().long()
@@ -73,27 +99,19 @@ class TruthfulModel:
         return torch.where(image == text_states[:, 2, 0], self.truth, -self.truth)
 
     def batches(self, batch_size: int, unreadable: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-        """This rank's share, as `Loaders.evaluation` gives it."""
-        examples = []
-        for number in range(len(self.image)):
-            texts = [text for text, image in enumerate(self.owner) if image == number]
-            examples.append(
-                {"skipped": f"image {number}: broken"}
-                if number in unreadable
-                else {
-                    "row": number,
-                    "image_id": str(number),
-                    "image_key": 10**12 + number,
-                    "pixel_values": torch.full((3, 2, 2), number, dtype=torch.uint8),
-                    "input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts],
-                    "caption_keys": texts,
-                    "languages": [self.language_of(text) for text in texts],
-                }
-            )
-        collate = Collator(pad_token_id=0, image_size=2)
-        return [
-            collate([examples[row] for row, _ in draws]) for draws in EvaluationBatches(len(self.image), batch_size)
+        """This rank's batches, as `Loaders.evaluation` yields them."""
+        captions: list[list[int]] = [[] for _ in self.image]
+        for text, image in enumerate(self.owner):
+            captions[image].append(text)
+        examples = [
+            {
+                "input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts],
+                "caption_keys": texts,
+                "languages": [self.language_of(text) for text in texts],
+            }
+            for number, texts in enumerate(captions)
         ]
+        return evaluation_batches(examples, batch_size, unreadable, first_key=10**12)
 
     def language_of(self, text: int) -> str:
         return LANGUAGES_OF_TEXTS[text % len(LANGUAGES_OF_TEXTS)]
@@ -101,3 +119,23 @@ class TruthfulModel:
     def split(self) -> Embeddings:
         split = split_of(self.image, self.text, self.owner)
         return in_languages(split, list(map(self.language_of, range(len(self.owner)))))
+
+
+def evaluation_batches(
+    examples: list[dict[str, Any]], batch_size: int, unreadable: tuple[int, ...], first_key: int = 0
+) -> list[dict[str, Any]]:
+    """This rank's batches of examples whose number fills their pixels, as `Loaders.evaluation` yields them."""
+    rows = [
+        {"skipped": f"image {number}: broken"}
+        if number in unreadable
+        else {
+            "row": number,
+            "image_id": str(number),
+            "image_key": first_key + number,
+            "pixel_values": torch.full((3, 2, 2), number, dtype=torch.uint8),
+            **example,
+        }
+        for number, example in enumerate(examples)
+    ]
+    collate = Collator(pad_token_id=0, image_size=2)
+    return [collate([rows[row] for row, _ in draws]) for draws in EvaluationBatches(len(rows), batch_size)]

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.ablation import plan, read_grid
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.models import ModelArguments, build_model
-from mm_utils.run import RunError
-from mm_utils.wordpiece import train_tokenizer
-from scripts import ablate, pretrain
-from tests.test_ablation import launcher, started, write_grid  # noqa: F401
+from benchmarks import ablate
+from benchmarks.ablation import plan, read_grid
+from mm_utils.distributed import RunError
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import train_tokenizer
+from scripts import pretrain
+from tests.benchmarks.test_ablation import launcher, started, write_grid  # noqa: F401
 
-GRIDS = sorted((Path(__file__).parents[2] / "recipes").glob("ablation_*.yaml"))
+GRIDS = sorted((Path(__file__).parents[2] / "benchmarks").glob("ablation_*.yaml"))
 GRID = "common: {max_steps: 2}\nvariants: {base: , better: {recall: 0.75}}\n"
 
 
@@ -97,7 +98,7 @@ def test_training_takes_all_flags_of_a_grid(path, monkeypatch):
 
     monkeypatch.setattr(pretrain, "start_run", stop)
     common, variants = read_grid(str(path))
-    assert path.read_text().startswith(f"# python scripts/ablate.py --grid recipes/{path.name} ")
+    assert path.read_text().startswith(f"# python -m benchmarks.ablate --grid benchmarks/{path.name} ")
     for run in plan(common, variants, 1, "out"):
         with pytest.raises(Parsed):
             pretrain.main(run.command("python")[2:])

@@ -1,12 +1,16 @@
 """Grids, runs that are real processes of a stand-in for the training script, and how often a finished one is repeated."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from mm_utils.ablation import Run, execute, execute_all, last_figures, plan, read_grid
+from benchmarks.ablation import Run, execute, execute_all, last_figures, plan, read_grid
+from tests.run.conftest import children  # noqa: F401
+from tests.run.processes import fork, is_alive, wait_until
 
 # Takes the place of `python`: it is given the script and its flags, and leaves what a finished run leaves.
 STAND_IN = """
@@ -145,3 +149,25 @@ def test_last_figures_are_the_newest_of_each_name(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0, "eval_x": 1}\n{"step": 2, "loss": 2.0}\n')
     assert last_figures(path) == {"step": 2, "loss": 2.0, "x": 1}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is of Linux")
+@pytest.mark.parametrize("words", ["python {}", "sh -c 'python {}; true'"], ids=["directly", "by a launcher"])
+def test_the_runs_of_an_ablation_end_with_it(words: str, tmp_path: Path, children: list[int]) -> None:  # noqa: F811
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text(
+        "import ctypes, os, signal, sys, time\n"
+        "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # as scripts do under a launcher
+        f"open('{tmp_path}/pid', 'w').write(str(os.getpid()) + '.')\n"
+        "time.sleep(600)\n"
+    )
+    run = Run("base", 0, {}, tmp_path / "base")
+    launcher = words.format(stand_in).replace("'python", f"'{sys.executable}")
+    pid, _ = fork(children, lambda _: execute(run, launcher))
+    pid_file = tmp_path / "pid"
+    assert wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
+    started = int(pid_file.read_text()[:-1])
+    children.append(started)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert wait_until(lambda: not is_alive(started))

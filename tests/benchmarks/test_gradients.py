@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import ablate_gradients
-from scripts.ablate_gradients import PARTS, RECIPES, RIGHT
+from benchmarks import gradients
+from benchmarks.gradients import PARTS, RECIPES, RIGHT
 
 ROOT = Path(__file__).parents[2]
 WORLDS = (1, 2, 3)
@@ -21,7 +21,7 @@ def run(tmp_path_factory):
     """What one run returned, printed and wrote."""
     path = tmp_path_factory.mktemp("ablation") / "gradients.json"
     with redirect_stdout(io.StringIO()) as printed:
-        table = ablate_gradients.main(["--processes", "1,2,3", "--output_file", str(path)])
+        table = gradients.main(["--processes", "1,2,3", "--output_file", str(path)])
     return table, printed.getvalue(), json.loads(path.read_text())
 
 
@@ -134,14 +134,14 @@ def test_the_page_shows_this_table(table):
 )
 def test_bad_input_is_one_clear_line(flags, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        ablate_gradients.main([*flags])
+        gradients.main([*flags])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_help_explains_the_columns(capsys):
     with pytest.raises(SystemExit):
-        ablate_gradients.main(["--help"])
+        gradients.main(["--help"])
     said = capsys.readouterr().out
     for column in RIGHT:
         assert f"\n    {column}  " in said

@@ -1,4 +1,4 @@
-"""Processes that take turns, and the table."""
+"""Processes that take turns, and the bars."""
 
 import json
 import multiprocessing
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mm_utils.benchmarks import TurnTaker, cpu_seconds, draw_bars, markdown_table
+from benchmarks.harness import TurnTaker, cpu_seconds, draw_bars
 
 COUNTING = """
 import multiprocessing, time
-from mm_utils.benchmarks import serve
+from benchmarks.harness import serve
 
 def count(counter):
     while True:
@@ -95,16 +95,6 @@ def test_time_of_children_counts_once_while_they_live_and_after():
     ended = cpu_seconds() - before
     assert 0.3 <= living <= ended + 0.02  # a child's time is kept in units of up to 10 ms
     assert ended < 0.6
-
-
-def test_markdown_table():
-    rows = [["a", 1234.5678, 3], ["b", None, 4]]
-    assert markdown_table(["x", "y", "z"], rows).splitlines() == [
-        "| x | y | z |",
-        "|---|---|---|",
-        "| a | 1.23e+03 | 3 |",
-        "| b |  | 4 |",
-    ]
 
 
 def test_bars(tmp_path):

@@ -1,17 +1,14 @@
 """The benchmark of loading: a short run, in this process, and its report. It never judges a time."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts import benchmark_loading
-from scripts.benchmark_loading import COLUMNS, summarise
-
-sys.path.insert(0, str(benchmark_loading.PROGRAM.parent))
-from reader_process import Process
+from benchmarks import loading
+from benchmarks.loading import COLUMNS, summarise
+from benchmarks.rivals.reader_process import Process
 
 TINY = ["--images", "32", "--batch_size", "8", "--image_size", "32", "--num_workers", "0", "--rounds", "1"]
 NO_PACKAGES = "datasets,tandem_originals,tandem_jpeg,tandem_raw,tandem_stream,memmap"
@@ -30,11 +27,12 @@ class Inside:
         pass
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark_loading, "TurnTaker", Inside)
+    monkeypatch.setattr(loading, "TurnTaker", Inside)
     file = tmp_path / "loading.json"
     flags = [*TINY, "--batches_per_round", "2", "--contestants", NO_PACKAGES, "--cache_dir", str(tmp_path / "cache")]
-    results = benchmark_loading.main([*flags, "--output_file", str(file)])["results"]
+    results = loading.main([*flags, "--output_file", str(file)])["results"]
     assert [result["contestant"] for result in results] == NO_PACKAGES.split(",")
     for result in results:
         assert "error" not in result
@@ -63,9 +61,9 @@ def test_who_is_not_installed_or_wrong_is_said(tmp_path: Path, capsys, monkeypat
                 return {"fault": "mean colours are 90.0 off; not compared" if self.name == "litdata" else None}
             return {"images": 10, "moved": 5000, "seconds": 0.1, "cpu_seconds": 0.2, "first_batch": 0.5}
 
-    monkeypatch.setattr(benchmark_loading, "TurnTaker", Answers)
+    monkeypatch.setattr(loading, "TurnTaker", Answers)
     flags = ["--contestants", "datasets,litdata,mosaic", "--cache_dir", str(tmp_path)]
-    results = benchmark_loading.main([*flags, *TINY])["results"]
+    results = loading.main([*flags, *TINY])["results"]
     said = capsys.readouterr().out
     assert "| datasets | 100 | 20 | 1 | 1 | 0.5 | 0.5 |" in said
     assert "- litdata: mean colours are 90.0 off; not compared" in said
@@ -87,8 +85,8 @@ def test_memory_is_measured_for_each_number_of_rows(tmp_path: Path, capsys, monk
             asked.append(question["metadata_rows"])
             return {"resident": 3 * 2**20, "private": 2**20}
 
-    monkeypatch.setattr(benchmark_loading, "TurnTaker", Answers)
-    results = benchmark_loading.main(["--memory", "--cache_dir", str(tmp_path)])["results"]
+    monkeypatch.setattr(loading, "TurnTaker", Answers)
+    results = loading.main(["--memory", "--cache_dir", str(tmp_path)])["results"]
     assert results == [{"rows": rows, "resident": 3, "private": 1} for rows in (10_000, 1_000_000)]
     assert asked == [10_000, 10_000, 1_000_000, 1_000_000]  # one writes, one is measured
     assert "| 10000 | 3 | 1 |" in capsys.readouterr().out
@@ -97,7 +95,7 @@ def test_memory_is_measured_for_each_number_of_rows(tmp_path: Path, capsys, monk
 @pytest.mark.slow
 def test_readers_work_in_processes_of_their_own(tmp_path: Path) -> None:
     flags = [*TINY, "--num_workers", "2", "--batches_per_round", "2", "--contestants", "tandem_jpeg,memmap"]
-    results = benchmark_loading.main([*flags, "--cache_dir", str(tmp_path)])["results"]
+    results = loading.main([*flags, "--cache_dir", str(tmp_path)])["results"]
     assert all("error" not in result for result in results)
 
 
@@ -112,5 +110,5 @@ def test_readers_work_in_processes_of_their_own(tmp_path: Path) -> None:
 )
 def test_bad_flags(flags: list[str], message: str, capsys) -> None:
     with pytest.raises(SystemExit):
-        benchmark_loading.main(flags)
+        loading.main(flags)
     assert message in capsys.readouterr().err

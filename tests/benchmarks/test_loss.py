@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from scripts import benchmark_loss
-from scripts.benchmark_loss import LOSSES, extrapolate
+from benchmarks import loss
+from benchmarks.loss import LOSSES, extrapolate
 
 
 def test_both_are_the_same_loss():
@@ -27,15 +27,16 @@ def test_extrapolation_grows_with_the_square():
 
 
 def test_what_does_not_fit_is_not_measured(monkeypatch):
-    monkeypatch.setattr(benchmark_loss, "free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(loss, "free_bytes", lambda device: 10_000)
     question = {"pairs": 64, "embedding_dim": 8, "repeats": 1}
-    assert benchmark_loss.measure({"loss": "naive", **question}) == {}
-    assert benchmark_loss.measure({"loss": "tiled", **question})["seconds"] > 0
+    assert loss.measure({"loss": "naive", **question}) == {}
+    assert loss.measure({"loss": "tiled", **question})["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path, capsys):
     file = tmp_path / "loss.json"
-    rows = benchmark_loss.main(["--pairs", "32", "--embedding_dim", "8", "--repeats", "1", "--output_file", str(file)])
+    rows = loss.main(["--pairs", "32", "--embedding_dim", "8", "--repeats", "1", "--output_file", str(file)])
     assert [(row["loss"], row["pairs"]) for row in rows] == [("tiled", 32), ("naive", 32)]
     assert all(row["seconds"] > 0 and row["mebibytes"] >= 0 for row in rows)
     assert json.loads(file.read_text()) == rows
@@ -44,5 +45,5 @@ def test_a_short_run(tmp_path, capsys):
 
 def test_bad_flags(capsys):
     with pytest.raises(SystemExit):
-        benchmark_loss.main(["--pairs", "1"])
+        loss.main(["--pairs", "1"])
     assert "--pairs is '1'" in capsys.readouterr().err

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from benchmarks.preparing import draw_photographs, main, pillow, tandem
 from mm_utils.data.prepare.ingest import read_part
-from scripts.benchmark_preparing import draw_photographs, main, pillow, tandem
 
 
 def test_figures_of_both_are_written(tmp_path: Path) -> None:

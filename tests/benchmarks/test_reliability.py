@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark_reliability
-from scripts.benchmark_reliability import report
+from benchmarks import reliability
+from benchmarks.reliability import report
 
 
 def run(tmp_path: Path, *flags: str) -> tuple[dict[str, float], dict[str, dict[str, dict]]]:
     """The figures of a run, and all that it wrote."""
     file = tmp_path / "figures.json"
-    figures = benchmark_reliability.main([*flags, "--output_file", str(file)])
+    figures = reliability.main([*flags, "--output_file", str(file)])
     return figures, json.loads(file.read_text())
 
 
@@ -46,10 +46,11 @@ def test_tables_say_what_was_found() -> None:
 )
 def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        benchmark_reliability.main(flags)
+        reliability.main(flags)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Both contestants load what they saved, which is checked before anything is damaged."""
     flags = ["--parts", "damage,nan,paths", "--contestants", "tandem,plain_accelerate", "--trials", "1"]

@@ -5,9 +5,9 @@ from statistics import median
 
 import pytest
 
-from mm_utils import ranks
-from scripts import benchmark_training
-from scripts.benchmark_training import report, summarise
+from benchmarks import training
+from benchmarks.training import report, summarise
+from mm_utils import distributed
 
 ABOUT = {"gflop_per_pair": 40.0}
 
@@ -41,10 +41,13 @@ def test_report_names_targets_and_who_is_out():
     assert "- open_clip, 8 pairs: did not finish: OutOfMemoryError: too much" in text
 
 
+@pytest.mark.slow
 def test_a_short_run(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks.available_cores()))  # one thread; more only wait for each other
+    monkeypatch.setenv(
+        "LOCAL_WORLD_SIZE", str(distributed.available_cores())
+    )  # one thread; more only wait for each other
     file = tmp_path / "speed.json"
-    results = benchmark_training.main(
+    results = training.main(
         [
             *("--train_file", str(corpus), "--image_size", "32", "--dataloader_num_workers", "0"),
             *("--contestants", "tandem,transformers", "--batch_sizes", "8", "--caption_lengths", "8"),
@@ -71,7 +74,7 @@ def test_a_short_run(corpus, tmp_path, capsys, monkeypatch):
 
 def test_a_dry_run_measures_nothing(capsys):
     flags = ["--batch_sizes", "4,8", "--caption_lengths", "real,16", "--contestants", "tandem,open_clip"]
-    assert benchmark_training.main([*flags, "--dry_run"]) == []
+    assert training.main([*flags, "--dry_run"]) == []
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8
     assert lines[0] == "tandem: 4 pairs, real tokens"
@@ -88,5 +91,5 @@ def test_a_dry_run_measures_nothing(capsys):
 )
 def test_bad_flags(flags, message, capsys):
     with pytest.raises(SystemExit):
-        benchmark_training.main(flags)
+        training.main(flags)
     assert message in capsys.readouterr().err

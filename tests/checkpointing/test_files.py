@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: in which order they are written, what is found, told damaged, and removed."""
+"""Checkpoint folders are complete or absent: the order of writing, finding, damage, removal."""
 
 import errno
 import json
@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from mm_utils import checkpoints
-from mm_utils.checkpoints import (
+from mm_utils.checkpointing import files
+from mm_utils.checkpointing.files import (
     MANIFEST,
+    STATE_FILE,
     checkpoint_folders,
     checkpoint_path,
     find_checkpoint,
@@ -26,9 +27,7 @@ from mm_utils.checkpoints import (
     verify,
     write_checkpoint,
 )
-from mm_utils.jsonl import truncate_rows
-from mm_utils.rotation import make_room, remove_old_checkpoints
-from mm_utils.snapshot import STATE_FILE
+from mm_utils.checkpointing.writer import make_room, remove_old_checkpoints
 
 FILES = {STATE_FILE: b'{"global_step": 1}', "model.safetensors": b"weights" * 9, "deep/er/tokens.txt": b"a\nb\n"}
 
@@ -46,7 +45,7 @@ def saved(output_dir: Path, *steps: int) -> Path:
 
 
 def steps_in(output_dir: Path) -> list[int]:
-    return [checkpoints.step_of(path) for path in checkpoint_folders(output_dir)]
+    return [files.step_of(path) for path in checkpoint_folders(output_dir)]
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def test_a_manifest_names_every_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "rename", "last rename", "fsync"])
-def test_what_was_there_before_is_there_after_a_failure(
+def test_the_old_checkpoint_survives_a_failed_write(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path, 1, 2)
@@ -148,7 +147,7 @@ def test_a_checkpoint_is_replaced_by_a_later_one_of_its_step(tmp_path: Path) -> 
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-def test_what_is_in_the_way_of_a_name_is_moved_and_not_followed(tmp_path: Path) -> None:
+def test_links_and_files_in_the_way_are_moved_and_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").touch()
@@ -165,7 +164,7 @@ def test_what_is_in_the_way_of_a_name_is_moved_and_not_followed(tmp_path: Path) 
     assert not list((tmp_path / "out").glob(".*"))
 
 
-def test_what_a_killed_run_left_is_removed_and_what_it_was_replacing_comes_back(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_and_a_replaced_checkpoint_is_restored(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2, 3)
     for name in (".checkpoint-4.tmp", ".checkpoint-1.removed"):
         shutil.copytree(path, tmp_path / name)
@@ -241,7 +240,7 @@ def test_a_manifest_of_another_form_is_no_manifest(content: bytes, tmp_path: Pat
     assert wrong.startswith(f"{MANIFEST} cannot be used")
 
 
-def test_a_checkpoint_of_another_step_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_step_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 1).rename(tmp_path / "checkpoint-2")
     assert verify(tmp_path / "checkpoint-2") == [f"{MANIFEST} cannot be used: it is of step 1"]
 
@@ -268,7 +267,7 @@ def test_the_latest_is_the_highest_number_that_is_whole(tmp_path: Path, caplog: 
         find_checkpoint("latest", tmp_path)
 
 
-def test_one_that_is_given_must_be_whole(tmp_path: Path) -> None:
+def test_a_given_checkpoint_must_be_undamaged(tmp_path: Path) -> None:
     path = saved(tmp_path, 5)
     assert find_checkpoint(str(path), tmp_path / "out") == path
     (tmp_path / "best").symlink_to(path)
@@ -309,7 +308,7 @@ def test_damaged_ones_do_not_count_and_are_left_alone(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2, 3, 4]
 
 
-def test_what_cannot_be_removed_is_told_and_left(
+def test_a_checkpoint_that_cannot_be_removed_is_reported_and_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 1, 2, 3)
@@ -347,7 +346,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (30, 2, [1], [1, 3]),
     ],
 )
-def test_room_is_made_of_what_would_go_anyway(
+def test_room_is_made_by_removing_old_checkpoints_early(
     capacity: int, limit: int, keep: list[int], left: list[int], tmp_path: Path, disk: SimpleNamespace
 ) -> None:
     saved(tmp_path, 1, 2, 3)
@@ -357,7 +356,7 @@ def test_room_is_made_of_what_would_go_anyway(
 
 
 @pytest.mark.parametrize(("limit", "keep"), [(None, []), (1, []), (3, [1, 2])])
-def test_where_there_is_no_room_the_newest_that_is_whole_stays(
+def test_without_room_the_newest_undamaged_checkpoint_stays(
     limit: int | None, keep: list[int], tmp_path: Path, disk: SimpleNamespace
 ) -> None:
     saved(tmp_path, 1, 2, 3)
@@ -369,7 +368,7 @@ def test_where_there_is_no_room_the_newest_that_is_whole_stays(
     assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-2"
 
 
-def test_what_is_not_gone_on_from_is_set_aside(tmp_path: Path) -> None:
+def test_checkpoints_after_the_resumed_step_are_set_aside(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / "checkpoint-3/model.safetensors")
     (tmp_path / "checkpoint-3.damaged").mkdir()  # of an earlier time
@@ -377,29 +376,3 @@ def test_what_is_not_gone_on_from_is_set_aside(tmp_path: Path) -> None:
     names = ["checkpoint-1", "checkpoint-2.superseded", "checkpoint-3.damaged"]
     assert sorted(each.name for each in tmp_path.iterdir()) == names
     assert (tmp_path / "checkpoint-3.damaged/model.safetensors").exists()
-
-
-def test_the_log_ends_where_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    truncate_rows(path, 3)
-    assert not path.exists()
-    rows = [{"step": step, "text": "\u2028é"} for step in (1, 2, 3, 4)]
-    kept = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:3])
-    path.write_bytes((kept + json.dumps(rows[3]) + '\n[1]\n{"step": "5"}\n{"st').encode() + b"\xff")
-    truncate_rows(path, 3)
-    assert path.read_text() == kept
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_log_that_cannot_be_rewritten_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-
-    def failing(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("os.replace", failing)
-    monkeypatch.setattr(Path, "replace", failing)
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        truncate_rows(path, 1)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

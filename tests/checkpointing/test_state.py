@@ -1,37 +1,39 @@
 """What a checkpoint holds comes back: by name, whole, to any number of processes, sharded or not."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState
 
-from mm_utils import adapters, ranks
-from mm_utils.adapters import LoraArguments, add_adapters, load_weights
-from mm_utils.averaging import WeightAverage
-from mm_utils.objectives import JointObjective
-from mm_utils.optim import OptimizerArguments, build_optimizer
-from mm_utils.sharding import whole
-from mm_utils.snapshot import (
+from mm_utils import distributed
+from mm_utils.checkpointing.files import STATE_FILE
+from mm_utils.checkpointing.state import (
     OPTIMIZER_FILE,
     RUN_FILE,
-    STATE_FILE,
     Snapshot,
+    TrainingState,
     changes,
-    copied,
+    copy_to_host,
     load_optimizer,
     optimizer_tensors,
-    read_json,
-    take,
 )
+from mm_utils.distributed import full_tensor
+from mm_utils.model import adapt
+from mm_utils.model.adapt import LoraArguments, WeightAverage, add_adapters, load_weights
+from mm_utils.objectives import JointObjective
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from tests.distributed.test_fsdp2 import sharded
 from tests.faults.tiny_run import Processor
-from tests.test_objectives import tiny_objective
-from tests.test_ranks import run_on_ranks
+from tests.objectives.test_joint import tiny_objective
+from tests.test_distributed import run_on_ranks
 
 KIND = "sigmoid_matching"  # temperature and bias: two vectors of one, of which one rank holds both
 Parts = tuple[JointObjective, torch.optim.AdamW, WeightAverage]
@@ -56,17 +58,23 @@ def learn(objective: JointObjective, optimizer: torch.optim.AdamW, average: Weig
         average.update()
 
 
-def snapshot_of(objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage) -> Snapshot:
-    run, state = {"identity": {"seed": 1}}, TrainerState(global_step=3, log_history=[{"step": 1, "loss": 0.5}])
+def snapshot_of(
+    objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage, state: TrainerState | None = None
+) -> Snapshot:
+    run = {"identity": {"seed": 1}}
+    state = state or TrainerState(global_step=3, log_history=[{"step": 1, "loss": 0.5}])
     processor: Any = Processor()
-    return take(objective.model, processor, objective, optimizer, average, state, run, ranks.rank() == 0, {})
+    accelerator: Any = SimpleNamespace(
+        is_main_process=distributed.rank() == 0, scaler=None, distributed_type=DistributedType.NO
+    )
+    return TrainingState(accelerator, Path(), processor, objective, optimizer, average).capture(state, run)
 
 
 def save(folder: Path, shard: bool, lora_rank: int = 0) -> dict[str, torch.Tensor]:
     trained = parts(shard, lora_rank)
     learn(*trained, 2)
     snapshot = snapshot_of(*trained)
-    if ranks.rank() == 0:
+    if distributed.rank() == 0:
         folder.mkdir()
         snapshot.write(folder)
     return everything(*trained)
@@ -88,7 +96,7 @@ def everything(
     found = {f"weight {name}": value for name, value in objective.model.state_dict().items()}
     found |= {f"average {name}": value for name, value in average.values.items()}
     found |= {f"optimizer {name}": value for name, value in optimizer_tensors(optimizer, objective).items()}
-    return {name: whole(value.detach()).clone().reshape(-1) for name, value in found.items()}
+    return {name: full_tensor(value.detach()).clone().reshape(-1) for name, value in found.items()}
 
 
 def assert_same(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -103,11 +111,11 @@ def test_all_that_training_changes_comes_back_bit_for_bit(lora_rank: int, tmp_pa
         pytest.importorskip("peft")
     right = save(tmp_path / "checkpoint-3", False, lora_rank)
     assert_same(load(tmp_path / "checkpoint-3", False, lora_rank), right)
-    assert (tmp_path / "checkpoint-3" / adapters.FILE).exists() == bool(lora_rank)
+    assert (tmp_path / "checkpoint-3" / adapt.FILE).exists() == bool(lora_rank)
     assert any(name.endswith("exp_avg_sq") for name in right)
     assert {"optimizer model.logit_bias|step", "weight logit_bias"} <= right.keys()
     assert TrainerState.load_from_json(str(tmp_path / "checkpoint-3" / STATE_FILE)).global_step == 3
-    assert read_json(tmp_path / "checkpoint-3" / RUN_FILE) == {"identity": {"seed": 1}}
+    assert json.loads((tmp_path / "checkpoint-3" / RUN_FILE).read_text()) == {"identity": {"seed": 1}, "scaler": None}
 
 
 @pytest.mark.parametrize(("before", "after", "worlds"), [(True, False, (2, 1)), (False, True, (1, 2))])
@@ -131,9 +139,9 @@ def copies_of_little_ones() -> list[str]:
     state = objective.model.state_dict()
     twice = {"first": state["logit_scale"], "bias": state["logit_bias"], "second": state["logit_scale"]}
     assert all(isinstance(value, DTensor) for value in twice.values())
-    found = copied(twice, ranks.rank() == 0)
-    after = ranks.sum_over_ranks(torch.ones(1))  # ranks that are not in step would take this for another
-    assert after.item() == ranks.world_size()
+    found = copy_to_host(twice, distributed.rank() == 0)
+    after = distributed.sum_over_ranks(torch.ones(1))  # ranks that are not in step would take this for another
+    assert after.item() == distributed.world_size()
     if found:
         assert found["first"].data_ptr() == found["second"].data_ptr()
         assert found["bias"].item() == pytest.approx(-2.0)
@@ -147,7 +155,7 @@ def test_all_ranks_ask_for_the_same_tensors() -> None:
 def test_a_copy_is_not_changed_by_training_and_holds_tied_weights_once() -> None:
     layer = nn.Linear(4, 4)
     tied = {"a": layer.weight, "b": layer.weight, "bias": layer.bias, "view": layer.weight.t()}
-    found = copied(tied, True)
+    found = copy_to_host(tied, True)
     right = {name: value.detach().clone() for name, value in tied.items()}
     with torch.no_grad():
         layer.weight.zero_()
@@ -155,7 +163,7 @@ def test_a_copy_is_not_changed_by_training_and_holds_tied_weights_once() -> None
         assert torch.equal(found[name], value), name
         assert found[name].is_contiguous()
     assert found["a"].data_ptr() == found["b"].data_ptr()
-    assert copied(tied, False) == {}
+    assert copy_to_host(tied, False) == {}
 
 
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
@@ -174,8 +182,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
 def test_the_log_of_a_snapshot_ends_with_it(tmp_path: Path) -> None:
     trained = parts()
     state = TrainerState(log_history=[{"step": 1}])
-    processor: Any = Processor()
-    snapshot = take(trained[0].model, processor, *trained, state, {}, True, {})
+    snapshot = snapshot_of(*trained, state)
     state.log_history.append({"step": 2})
     snapshot.write(tmp_path)
     assert TrainerState.load_from_json(str(tmp_path / STATE_FILE)).log_history == [{"step": 1}]

@@ -1,7 +1,6 @@
 """Checkpoints written beside the training: what fails is told, tried again, or given up, and nothing overlaps."""
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -15,10 +14,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mm_utils import saving
-from mm_utils.checkpoints import checkpoint_folders, step_of, verify
-from mm_utils.saving import MOST_FAILURES, CheckpointWriter
-from mm_utils.snapshot import STATE_FILE
+from mm_utils.checkpointing import writer as writing
+from mm_utils.checkpointing.files import STATE_FILE, checkpoint_folders, step_of, verify
+from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter
+
+MIB = 2**20
 
 
 class Copied:
@@ -54,7 +54,7 @@ def error(number: int) -> OSError:
 
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
-    monkeypatch.setattr(saving, "_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(writing, "_PAUSES", (0.01, 0.02))
     return CheckpointWriter(tmp_path, 2)
 
 
@@ -69,7 +69,7 @@ def steps_in(folder: Path) -> list[int]:
     return [step_of(path) for path in checkpoint_folders(folder) if not verify(path)]
 
 
-def test_the_newest_are_kept_and_each_is_told_once(writer: CheckpointWriter, tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_each_is_reported_once(writer: CheckpointWriter, tmp_path: Path) -> None:
     assert writer.saved() == 0
     for step in (1, 2, 3):
         assert save(writer, step, Copied(), keep=(1,)) == step
@@ -109,7 +109,7 @@ def test_the_loop_goes_on_while_a_slow_disk_is_written_to_and_two_saves_never_ov
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_failures_in_succession_are_counted_and_the_last_one_is_told(
+def test_failures_in_succession_are_counted_and_the_last_one_is_reported(
     writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(writer, 1, Copied())
@@ -117,7 +117,7 @@ def test_failures_in_succession_are_counted_and_the_last_one_is_told(
         assert save(writer, step, Copied(fault=failing(RuntimeError("no")))) == 0
     assert writer.failures == MOST_FAILURES - 1
     assert (
-        "the checkpoint of step 3 could not be written: RuntimeError: no. Older ones are as they were" in caplog.text
+        "the checkpoint of step 3 could not be written: RuntimeError: no. Older checkpoints are intact" in caplog.text
     )
     assert save(writer, 4, Copied()) == 4
     assert writer.failures == 0
@@ -129,15 +129,15 @@ def test_failures_in_succession_are_counted_and_the_last_one_is_told(
 
 
 @pytest.mark.parametrize("once", [error(errno.EIO), error(errno.ESTALE), SafetensorError("I/O error")])
-def test_a_disk_that_stutters_is_tried_again(
+def test_a_passing_disk_error_is_retried(
     once: Exception, writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert save(writer, 1, Copied(fault=failing(once, times=2))) == 1
     assert (writer.failures, steps_in(tmp_path)) == (0, [1])
-    assert caplog.text.count("is tried again") == 2
+    assert caplog.text.count("retrying") == 2
 
 
-def test_a_disk_that_fails_for_good_is_told_with_its_place(writer: CheckpointWriter, tmp_path: Path) -> None:
+def test_a_lasting_disk_error_is_reported_with_its_path(writer: CheckpointWriter, tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
     assert save(writer, 1, Copied(fault=failing(OSError(errno.EIO, os.strerror(errno.EIO), path)))) == 0
     assert writer.failures == 1
@@ -152,20 +152,20 @@ def test_a_disk_that_fails_for_good_is_told_with_its_place(writer: CheckpointWri
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_is_told_with_its_path_and_its_space_and_not_tried_again(
+def test_a_full_disk_is_reported_with_its_path_and_free_space_and_not_retried(
     full: Exception, writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(writer, 1, Copied())
     assert save(writer, 2, Copied(fault=failing(full, times=1))) == 0
     assert f"the disk of {tmp_path} is full, or a quota is used up" in writer.problem
     assert "MiB are free" in writer.problem
-    assert "tried again" not in caplog.text
+    assert "retrying" not in caplog.text
     assert steps_in(tmp_path) == [1]
     assert save(writer, 3, Copied()) == 3
     assert writer.failures == 0
 
 
-def test_where_there_is_no_room_nothing_is_begun(
+def test_without_room_no_write_is_started(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(writer, 1, Copied())
@@ -186,12 +186,54 @@ def test_weights_that_are_not_finite_are_not_saved(value: float, writer: Checkpo
     assert steps_in(tmp_path) == [1]
 
 
-def test_a_clock_that_jumps_changes_nothing(
-    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+# -- room ---------------------------------------------------------------------------------------------------------------
+
+
+def free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Let every disk have so many bytes free."""
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_bfree=free, f_blocks=2 * free, f_frsize=1)
+    )
+
+
+def add_checkpoint(folder: Path, step: int, size: int) -> None:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    with open(path / "model.safetensors", "wb") as file:
+        file.truncate(size)
+
+
+@pytest.mark.parametrize(
+    ("free", "there", "kept", "outcome"),
+    [
+        (30, 0, 2, ""),
+        (29, 0, 2, "warning"),
+        (10, 0, 2, "warning"),
+        (9, 0, 2, "error"),
+        (20, 1, 2, ""),
+        (10, 2, 2, ""),
+        (10, 5, 2, ""),
+        (9, 2, 2, "error"),
+        (20, 0, None, ""),
+        (19, 0, None, "warning"),
+    ],
+)
+def test_room_for_checkpoints(
+    free: int,
+    there: int,
+    kept: int | None,
+    outcome: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for step, now in ((1, 4e9), (2, 0.0), (3, 2e9)):
-        monkeypatch.setattr("time.time", lambda now=now: now)
-        with caplog.at_level(logging.WARNING):
-            assert save(writer, step, Copied()) == step
-    assert steps_in(tmp_path) == [2, 3]
-    assert not caplog.text
+    """`free` in MiB; a checkpoint takes 10."""
+    for step in range(there):
+        add_checkpoint(tmp_path, step, 10 * MIB)
+    free_space(monkeypatch, free * MIB)
+    if outcome == "error":
+        with pytest.raises(ValueError, match=rf"^{tmp_path} has {free}.0 MiB free; a checkpoint takes 10.0 MiB"):
+            writing.check_room(tmp_path, 10 * MIB, kept)
+    else:
+        writing.check_room(tmp_path, 10 * MIB, kept)
+    assert ("Free some, lower --save_total_limit" in caplog.text) == (outcome == "warning")

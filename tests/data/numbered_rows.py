@@ -11,8 +11,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.wordpiece import train_tokenizer
+from mm_utils.data.loading.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
+from mm_utils.model.processor import train_tokenizer
 
 CPU = torch.device("cpu")
 FEATURES = Features(
@@ -53,6 +54,14 @@ def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
 def loaders(num_workers: int | str = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
     arguments = LoaderArguments(max_seq_length, min_crop_area=min_crop_area, dataloader_num_workers=str(num_workers))
     return Loaders(arguments, CPU, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+
+def training_pairs(rows: Dataset, **options: Any) -> TrainingPairs:
+    return TrainingPairs(rows, TrainingTransform(SIZE, **options))
+
+
+def evaluation_pairs(rows: Dataset, **options: Any) -> Pairs:
+    return Pairs(rows, EvaluationTransform(SIZE, **options))
 
 
 def number_said(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> int:

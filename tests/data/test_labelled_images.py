@@ -1,38 +1,31 @@
-"""Labelled images from every kind of source, what their classes are called, and what is said to bad input."""
+"""Labelled images from every kind of source, and the names of their classes; bad input is named."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
-from PIL import Image
 
-from mm_utils.data import labelled
-from mm_utils.data.batches import Pairs
-from mm_utils.data.labelled import LabelledArguments, LabelledImages, load_labelled
-
-
-def png(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (shade, shade, shade)).save(buffer, "PNG")
-    return buffer.getvalue()
+from mm_utils.data import labelled_images as labels
+from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
+from mm_utils.data.loading.dataset import EvaluationTransform, Pairs
+from tests.data.prepare.fault_images import grey
 
 
-def images(count: int) -> list[dict[str, Any]]:
-    return [{"bytes": png(10 * number), "path": None} for number in range(count)]
+def pictures(count: int) -> list[dict[str, Any]]:
+    return [{"bytes": grey(10 * number), "path": None} for number in range(count)]
 
 
 def save(folder: Path, labels: list[Any], feature: Any, image: str = "img", label: str = "label") -> str:
     """A folder of `save_to_disk` with a test split."""
-    columns = {image: images(len(labels)), label: labels}
+    columns = {image: pictures(len(labels)), label: labels}
     rows = Dataset.from_dict(columns, Features({image: ImageFeature(), label: feature}))
     DatasetDict({"test": rows}).save_to_disk(folder)
     return str(folder)
 
 
-def load(name: Any, **flags: Any) -> LabelledImages:
+def load_images(name: Any, **flags: Any) -> LabelledImages:
     return load_labelled(LabelledArguments(dataset_name=str(name), **flags))
 
 
@@ -41,19 +34,19 @@ def class_folders(folder: Path, names: list[str], split: str = "") -> Path:
     for number, name in enumerate(names):
         (folder / split / name).mkdir(parents=True)
         for copy in range(2):
-            (folder / split / name / f"{copy}.png").write_bytes(png(number))
+            (folder / split / name / f"{copy}.png").write_bytes(grey(number))
     return folder
 
 
 def shades(found: LabelledImages) -> list[int]:
-    """What the loader sees, row by row."""
-    pairs = Pairs(found.rows, 4, train=False)
+    """Return the shade of each row as the loader shows it."""
+    pairs = Pairs(found.rows, EvaluationTransform(4))
     return [int(pairs[row, 0]["pixel_values"][0, 0, 0]) for row in range(len(pairs))]
 
 
 def test_a_saved_data_set(tmp_path: Path) -> None:
     name = save(tmp_path / "saved", [1, 0, 2, 1], ClassLabel(names=["cat", "sea_lion", "tench, Tinca tinca"]))
-    found = load(name)
+    found = load_images(name)
     assert found.classes == ["cat", "sea lion", "tench"]
     assert found.label_M.tolist() == [1, 0, 2, 1]
     assert found.split == "test"
@@ -62,18 +55,18 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
 
 def test_parquet_keeps_the_names(tmp_path: Path) -> None:
     features = Features({"image": ImageFeature(), "fine_label": ClassLabel(names=["a", "b"])})
-    rows = Dataset.from_dict({"image": images(3), "fine_label": [1, 0, 1]}, features)
+    rows = Dataset.from_dict({"image": pictures(3), "fine_label": [1, 0, 1]}, features)
     (tmp_path / "data").mkdir()
     rows.to_parquet(tmp_path / "data/test.parquet")
-    found = load(tmp_path / "data")
+    found = load_images(tmp_path / "data")
     assert (found.classes, found.label_M.tolist(), found.split) == (["a", "b"], [1, 0, 1], "test")
     assert shades(found) == [0, 10, 20]
     with pytest.raises(ValueError, match=r"that is a file. Give the folder"):
-        load(tmp_path / "data/test.parquet")
+        load_images(tmp_path / "data/test.parquet")
 
 
 def test_class_folders(tmp_path: Path) -> None:
-    found = load(class_folders(tmp_path, ["dog", "sea_lion", "tree frog"]))
+    found = load_images(class_folders(tmp_path, ["dog", "sea_lion", "tree frog"]))
     assert found.classes == ["dog", "sea lion", "tree frog"]
     assert shades(found) == found.label_M.tolist() == [0, 0, 1, 1, 2, 2]
 
@@ -82,19 +75,19 @@ def test_wordnet_ids_need_names(tmp_path: Path) -> None:
     ids = ["n01440764", "n01443537", "n01484850"]
     folder = class_folders(tmp_path / "images", ids, "val")
     with pytest.raises(ValueError, match=r"its class n01440764 is a WordNet id, not a name. Set --classes_file"):
-        load(folder)
+        load_images(folder)
     file = tmp_path / "names.txt"
     file.write_text("n01484850 great white shark, white shark\nn01443537 goldfish\nn09 x\nn01440764 tench, Tinca\n")
-    found = load(folder, classes_file=str(file))
+    found = load_images(folder, classes_file=str(file))
     assert found.classes == ["tench", "goldfish", "great white shark"]
     assert found.split == "validation"
     file.write_text("tench\ngoldfish\nshark\n")
-    assert load(folder, classes_file=str(file)).classes == ["tench", "goldfish", "shark"]
+    assert load_images(folder, classes_file=str(file)).classes == ["tench", "goldfish", "shark"]
     file.write_text("tench\ngoldfish\n")
     with pytest.raises(
         ValueError, match=r"it has 2 names for 3 classes and none for n01440764. Write lines 'id name'"
     ):
-        load(folder, classes_file=str(file))
+        load_images(folder, classes_file=str(file))
 
 
 def test_folders_that_are_numbers_are_named_by_them_and_not_by_their_order(tmp_path: Path) -> None:
@@ -103,72 +96,72 @@ def test_folders_that_are_numbers_are_named_by_them_and_not_by_their_order(tmp_p
     file = tmp_path / "names.txt"
     file.write_text("".join(f"name {number}\n" for number in range(11)))
     with pytest.raises(ValueError, match=r"none for 11"):  # its lines are 0 to 10
-        load(folder, classes_file=str(file))
+        load_images(folder, classes_file=str(file))
     file.write_text("".join(f"{number}\tname {number}\n" for number in range(1, 12)))
-    assert load(folder, classes_file=str(file)).classes == [f"name {number}" for number in sorted(names)]
+    assert load_images(folder, classes_file=str(file)).classes == [f"name {number}" for number in sorted(names)]
 
 
 def test_labels_as_text_and_as_bare_numbers(tmp_path: Path) -> None:
-    found = load(save(tmp_path / "text", ["owl", "ant", "owl"], Value("string")))
+    found = load_images(save(tmp_path / "text", ["owl", "ant", "owl"], Value("string")))
     assert (found.classes, found.label_M.tolist()) == (["ant", "owl"], [1, 0, 1])
     bare = save(tmp_path / "bare", [1, 0, 2], Value("int64"))
     with pytest.raises(ValueError, match=r"its labels are numbers, not a name. Set --classes_file"):
-        load(bare)
+        load_images(bare)
     file = tmp_path / "names.txt"
     file.write_text("ant\nbee\nowl\nyak\n")
-    found = load(bare, classes_file=str(file))
+    found = load_images(bare, classes_file=str(file))
     assert (found.classes, found.label_M.tolist()) == (["ant", "bee", "owl", "yak"], [1, 0, 2])
     file.write_text("ant\nbee\n")
-    with pytest.raises(ValueError, match=r"column label is 2 in row 2; the 2 classes count from 0. Name all of them"):
-        load(bare, classes_file=str(file))
+    with pytest.raises(ValueError, match=r"row 2: the label is 2; the 2 classes count from 0. Name all of them"):
+        load_images(bare, classes_file=str(file))
 
 
 def test_synonyms_that_two_classes_share_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ["crane, bird", "crane, machine", "maillot", "tub, vat"]
-    assert load(save(tmp_path / "a", [0, 1], ClassLabel(names=names))).classes == [*names[:3], "tub"]
-    load(save(tmp_path / "b", ["a_b", "a b"], Value("string")))
+    assert load_images(save(tmp_path / "a", [0, 1], ClassLabel(names=names))).classes == [*names[:3], "tub"]
+    load_images(save(tmp_path / "b", ["a_b", "a b"], Value("string")))
     assert "several classes are called a b" in caplog.text
 
 
 def test_samples_are_spread_over_the_split(tmp_path: Path) -> None:
     name = save(tmp_path / "saved", [0, 0, 0, 1, 1, 1], ClassLabel(names=["a", "b"]))
-    found = load(name, max_eval_samples=2)
+    found = load_images(name, max_eval_samples=2)
     assert found.label_M.tolist() == [0, 1]
     assert shades(found) == [0, 30]
-    assert len(load(name, max_eval_samples=99).rows) == 6
+    assert len(load_images(name, max_eval_samples=99).rows) == 6
 
 
 def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
     def rows(count: int) -> Dataset:
         names = ClassLabel(names=["a", "b"])
         features = Features({"picture": ImageFeature(), "depth": ImageFeature(), "coarse": names, "fine_label": names})
-        pictures = images(count)
+        shown = pictures(count)
         return Dataset.from_dict(
-            {"picture": pictures, "depth": pictures, "coarse": [0] * count, "fine_label": [1] * count}, features
+            {"picture": shown, "depth": shown, "coarse": [0] * count, "fine_label": [1] * count}, features
         )
 
     DatasetDict({"train": rows(1), "test": rows(2), "val": rows(3)}).save_to_disk(tmp_path / "saved")
-    assert load(tmp_path / "saved").split == "val"
-    assert load(tmp_path / "saved", split="train", label_column="coarse").label_M.tolist() == [0]
-    assert load(tmp_path / "saved", split="test").label_M.tolist() == [1, 1]
+    assert load_images(tmp_path / "saved").split == "val"
+    assert load_images(tmp_path / "saved", split="train", label_column="coarse").label_M.tolist() == [0]
+    assert load_images(tmp_path / "saved", split="test").label_M.tolist() == [1, 1]
     for flags, message in (
         ({"split": "dev"}, "--split is dev; the data has train, test, val. Choose one of them."),
         ({"label_column": "lable"}, "--label_column is lable; there is no such column .* The columns are: picture, "),
         ({"image_column": "x"}, "--image_column is x; there is no such column"),
-        ({"image_column": "coarse"}, "image column coarse holds ClassLabel.* Set --image_column"),
-        ({"label_column": "depth"}, "column depth holds dict; a label is a name or a number. Set --label_column."),
+        ({"image_column": "coarse"}, "image column coarse holds ClassLabel.* Set image_column to another"),
+        ({"label_column": "depth"}, "a label is {.bytes.: .*, not a name or a number. Set --label_column."),
     ):
         with pytest.raises(ValueError, match=message):
-            load(tmp_path / "saved", **flags)
+            load_images(tmp_path / "saved", **flags)
 
 
 @pytest.mark.parametrize(
     ("labels", "feature", "message"),
     [
-        ([0, -1], ClassLabel(names=["a", "b"]), "label is -1 in row 1; .* choose a --split whose labels are public"),
-        ([0, None], ClassLabel(names=["a", "b"]), "label is None in row 1"),
-        (["a", None], Value("string"), "holds NoneType and str; a label is a name or a number"),
-        ([0.5, 1.0], Value("float32"), "holds float; a label"),
+        ([0, -1], ClassLabel(names=["a", "b"]), "row 1: it has no label. Choose a --split whose labels are public"),
+        ([0, None], ClassLabel(names=["a", "b"]), "row 1: it has no label"),
+        (["a", None], Value("string"), "row 1: it has no label"),
+        ([0.5, 1.0], Value("float32"), "its labels are numbers, not a name"),
         ([0, 0], ClassLabel(names=["a"]), "it has 1 of at least 2 classes"),
         ([0, 1], ClassLabel(names=["a", " "]), "class 1 has no name. Give them in --classes_file"),
     ],
@@ -176,32 +169,32 @@ def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
 def test_labels_that_are_no_class(labels: list[Any], feature: Any, message: str, tmp_path: Path) -> None:
     name = save(tmp_path / "saved", labels, feature)
     with pytest.raises(ValueError, match=message) as caught:
-        load(name)
+        load_images(name)
     assert "\n" not in str(caught.value)
 
 
 def test_no_labels_no_images_no_source(tmp_path: Path) -> None:
-    Dataset.from_dict({"image": images(2)}, Features({"image": ImageFeature()})).save_to_disk(tmp_path / "bare")
+    Dataset.from_dict({"image": pictures(2)}, Features({"image": ImageFeature()})).save_to_disk(tmp_path / "bare")
     with pytest.raises(
         ValueError, match=r"no label column was recognised. The columns are: image. Set --label_column"
     ):
-        load(tmp_path / "bare")
+        load_images(tmp_path / "bare")
     Dataset.from_dict({"image": ["a.png"], "label": ["a"]}).save_to_disk(tmp_path / "paths")
     with pytest.raises(ValueError, match=r"column image holds text. Give images, or a folder of images per class"):
-        load(tmp_path / "paths")
+        load_images(tmp_path / "paths")
     with pytest.raises(ValueError, match=r"it could not be loaded"):
-        load(tmp_path / "nowhere")
+        load_images(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"--dataset_name is missing"):
         LabelledArguments()
     with pytest.raises(ValueError, match=r"--max_eval_samples is 0"):
         LabelledArguments(dataset_name="x", max_eval_samples=0)
     with pytest.raises(ValueError, match=r"--classes_file is nowhere.txt; there is no such file"):
-        load(save(tmp_path / "ok", [0, 1], ClassLabel(names=["a", "b"])), classes_file="nowhere.txt")
+        load_images(save(tmp_path / "ok", [0, 1], ClassLabel(names=["a", "b"])), classes_file="nowhere.txt")
 
 
 def test_a_split_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
     empty = DatasetDict({"test": Dataset.from_dict({"image": [], "label": []}, features)})
-    monkeypatch.setattr(labelled, "load_splits", lambda *_: empty)
-    with pytest.raises(ValueError, match=r"split test; it has no images. Choose another split or source"):
-        load("hub/name")
+    monkeypatch.setattr(labels, "load_splits", lambda *_: empty)
+    with pytest.raises(ValueError, match=r"split test; it has no rows. Choose another split or source"):
+        load_images("hub/name")

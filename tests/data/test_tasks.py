@@ -1,6 +1,5 @@
-"""Labelled rows from every kind of source, as splits that a run takes; and what is said to bad input."""
+"""Labelled rows from every kind of source, as splits that a run takes; bad input is named."""
 
-import io
 import json
 from collections import Counter
 from functools import partial
@@ -10,26 +9,20 @@ from typing import Any
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
-from PIL import Image
 
-from mm_utils.data import labelled_pairs
-from mm_utils.data.batches import Pairs
-from mm_utils.data.labelled_pairs import LabelledTask, TaskArguments, load_task
-from mm_utils.data.scenes import load_scenes
-from mm_utils.data.tokens import tokenize_captions
-from mm_utils.wordpiece import train_tokenizer
-
-
-def png(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (shade, shade, shade)).save(buffer, "PNG")
-    return buffer.getvalue()
+from mm_utils.data import tasks as labels
+from mm_utils.data.loading.dataset import Pairs, TrainingTransform
+from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.scenes import COLOURS, load_scenes
+from mm_utils.data.tasks import SCENE_TASKS, LabelledTask, TaskArguments, load_task, scene_examples
+from mm_utils.model.processor import train_tokenizer
+from tests.data.prepare.fault_images import grey
 
 
 def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
     for row in rows:
         if isinstance(row.get("image"), str):
-            (folder / row["image"]).write_bytes(png(40))
+            (folder / row["image"]).write_bytes(grey(40))
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / name)
 
@@ -87,7 +80,9 @@ def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
     assert len(task.splits["train"]) + len(task.splits["validation"]) == 160
     assert 4 <= len(task.splits["validation"]) <= 12
     assert not paths["train"] & paths["validation"]
-    bytes_alike = [{"image": {"bytes": png(n // 4), "path": None}, "text": f"{n}", "label": n % 2} for n in range(160)]
+    bytes_alike = [
+        {"image": {"bytes": grey(n // 4), "path": None}, "text": f"{n}", "label": n % 2} for n in range(160)
+    ]
     features = Features({"image": ImageFeature(), "text": Value("string"), "label": Value("int64")})
     DatasetDict({"train": Dataset.from_list(bytes_alike, features)}).save_to_disk(tmp_path / "saved")
     embedded = load_task(TaskArguments(dataset_name=str(tmp_path / "saved")))
@@ -102,19 +97,19 @@ def test_texts_alone_and_images_alone(tmp_path: Path) -> None:
     for shade in range(6):
         folder = tmp_path / "images" / ("cat" if shade < 3 else "dog")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{shade}.png").write_bytes(png(10 * shade))
+        (folder / f"{shade}.png").write_bytes(grey(10 * shade))
     images = load_task(TaskArguments(dataset_name=str(tmp_path / "images")))
     assert (images.has_images, images.has_texts, images.classes) == (True, False, ["cat", "dog"])
     for task in (texts, images):  # either way, the loader has something to show
         rows = tokenize_captions(task.splits["train"], train_tokenizer(["text 0 1 2 3"], 50), 8)
-        example = Pairs(rows, 16, train=True)[0, 0]
+        example = Pairs(rows, TrainingTransform(16))[0, 0]
         assert example["pixel_values"].shape == (3, 16, 16)
         assert len(example["input_ids"]) == 1
 
 
 def test_names_of_classes_are_kept_and_numbers_are_sorted(tmp_path: Path) -> None:
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["owl", "ant", "yak"])})
-    columns = {"image": [{"bytes": png(n), "path": None} for n in range(4)], "label": [1, 0, -1, 1]}
+    columns = {"image": [{"bytes": grey(n), "path": None} for n in range(4)], "label": [1, 0, -1, 1]}
     splits = {name: Dataset.from_dict(columns, features) for name in ("train", "validation")}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     task = load_task(TaskArguments(dataset_name=str(tmp_path / "saved")))
@@ -125,9 +120,7 @@ def test_names_of_classes_are_kept_and_numbers_are_sorted(tmp_path: Path) -> Non
 
 
 def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        labelled_pairs, "load_scenes", partial(load_scenes, num_train=20, num_eval=8, cache_dir=tmp_path)
-    )
+    monkeypatch.setattr(labels, "load_scenes", partial(load_scenes, num_train=20, num_eval=8, cache_dir=tmp_path))
     task = load_task(TaskArguments(max_train_samples=20, max_eval_samples=10))
     assert task.title == "--task is scenes:describes"
     assert {name: len(rows) for name, rows in task.splits.items()} == {"train": 20, "validation": 10, "test": 10}
@@ -162,7 +155,7 @@ def test_errors_are_one_line_and_name_the_flag(tmp_path: Path) -> None:
         (
             [{"text": f"{n}", "label": {"x": 1}} for n in range(2)],
             {},
-            r"a label is None, and a label is a name or a number",
+            r"a label is {.x.: 1}, not a name or a number",
         ),
     ):
         with pytest.raises(ValueError, match=message) as caught:
@@ -181,3 +174,89 @@ def test_rows_without_their_image_are_left_out(tmp_path: Path, caplog: pytest.Lo
     assert "3.png" in caplog.text
     with pytest.raises(ValueError, match=r"only one of train and test has a column of images"):
         load(file, test_file=write(tmp_path, [{"question": "a", "answer": "1"}], "other.jsonl"))
+
+
+def test_a_line_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path, [{"text": f"text {n}", "label": n % 2} for n in range(6)])
+    Path(file).write_text("{broken\n" + Path(file).read_text())
+    assert sum(map(len, load(file).splits.values())) == 6
+    assert f"1 of 7 rows are left out ({file}, line 1 is not valid JSON" in caplog.text
+
+
+# -- tasks on the embedded scenes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked_scenes(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return load_scenes(num_train=120, num_eval=2, cache_dir=tmp_path_factory.mktemp("scenes"))["train"]
+
+
+def scene_of(*things: tuple[float, float, str]) -> Dataset:
+    """A scene of things with boxes of 10 pixels at these corners."""
+    regions = [{"box": [x, y, 10.0, 10.0], "phrase": phrase} for x, y, phrase in things]
+    return Dataset.from_list([{"id": "one", "regions": regions}])
+
+
+def test_describes_is_balanced_and_no_words_decide_it(asked_scenes: Dataset) -> None:
+    examples = list(scene_examples("describes", asked_scenes))
+    assert len(examples) == 2 * len(asked_scenes)
+    assert Counter(label for _, _, label in examples) == {"yes": len(asked_scenes), "no": len(asked_scenes)}
+    for (row_1, true, yes), (row_2, false, no) in zip(examples[::2], examples[1::2], strict=True):
+        assert (row_1, yes, no) == (row_2, "yes", "no")
+        assert true in asked_scenes[row_1]["captions"]
+        assert sorted(true.split()) == sorted(false.split()) or sorted(true) == sorted(false)
+
+
+def test_counts_are_those_of_the_phrases(asked_scenes: Dataset) -> None:
+    examples = list(scene_examples("count", asked_scenes))
+    for place, text, label in examples:
+        words = text.split()
+        assert (words[:2], words[-3:]) == (["how", "many"], ["things", "are", "there?"])
+        phrases = [region["phrase"].split() for region in asked_scenes[place]["regions"]]
+        kind = words[2:-3]
+        assert int(label) == (sum(kind[0] in phrase for phrase in phrases) if kind else len(phrases))
+    assert {label for _, _, label in examples} == {"0", "1", "2", "3"}
+
+
+def test_a_neighbour_is_asked_for_where_there_is_one_on_that_side() -> None:
+    scene = scene_of((5, 40, "large plain red star"), (50, 40, "small dotted blue circle"))
+    assert sorted(scene_examples("colour", scene)) == [
+        (0, "what colour is the thing to the left of the blue circle?", "red"),
+        (0, "what colour is the thing to the right of the red star?", "blue"),
+    ]
+    above = scene_of(
+        (12, 42, "large plain red star"), (42, 42, "small dotted blue circle"), (27, 12, "large plain black cross")
+    )
+    asked = {text for _, text, _ in scene_examples("colour", above)}
+    possible = {
+        "what colour is the thing to the left of the blue circle?": "red",
+        "what colour is the thing to the right of the red star?": "blue",
+        "what colour is the thing above the blue circle?": "black",
+        "what colour is the thing above the red star?": "black",
+    }
+    assert asked <= set(possible)  # never what is below the cross: there are two
+    assert len(asked) == 2
+    assert all(possible[text] == label for _, text, label in scene_examples("colour", above))
+
+
+def test_colours_are_of_things_in_the_picture(asked_scenes: Dataset) -> None:
+    examples = list(scene_examples("colour", asked_scenes))
+    assert len(examples) == 2 * len(asked_scenes)
+    for place, text, label in examples:
+        there = [region["phrase"].split()[2] for region in asked_scenes[place]["regions"]]
+        named = text.split()[-2]
+        assert {label, named} <= set(there) & set(COLOURS)
+        assert label != named
+
+
+@pytest.mark.parametrize("task", SCENE_TASKS)
+def test_the_questions_follow_from_the_scene(task: str, asked_scenes: Dataset) -> None:
+    assert list(scene_examples(task, asked_scenes)) == list(scene_examples(task, asked_scenes))
+    alone = asked_scenes.select([7])
+    moved = [(text, label) for place, text, label in scene_examples(task, asked_scenes) if place == 7]
+    assert [(text, label) for _, text, label in scene_examples(task, alone)] == moved
+
+
+def test_an_unknown_task_is_named() -> None:
+    with pytest.raises(ValueError, match=r"--task is scenes:size; choose one of scenes:describes, scenes:count"):
+        scene_examples("size", scene_of())

@@ -10,13 +10,13 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from mm_utils import backends
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from mm_utils.training import fsdp_deepspeed
 from scripts import finetune, pretrain
+from tests.objectives.test_joint import tiny_objective
 from tests.scripts.test_finetune import flags as finetuning_flags  # noqa: F401
 from tests.scripts.test_finetune import questions, started  # noqa: F401
 from tests.scripts.test_pretrain import ROOT, ROUNDED, launch, losses, rows_of, weights
-from tests.test_objectives import tiny_objective
 
 
 def run(script: str, flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:
@@ -123,7 +123,7 @@ def accelerator(kind: str, precision: str = "bf16", **plugin: Any) -> Any:
     ("given", "terms", "reason"),
     [
         (accelerator("fsdp", fsdp_version=1), "contrastive", "fsdp_version is 1 .*fsdp2.yaml"),
-        (accelerator("fsdp", fsdp_version=2), "distilled", "FSDP2 does not let it.*multi_gpu.yaml"),
+        (accelerator("fsdp", fsdp_version=2), "distilled", "FSDP2 does not allow that.*multi_gpu.yaml"),
         (accelerator("deepspeed", zero_stage=3), "contrastive", "zero_stage is 3 .*fsdp2.yaml"),
         (accelerator("deepspeed", "fp16", zero_stage=2, deepspeed_config={}), "contrastive", "fp16.*Use bf16, or DDP"),
     ],
@@ -133,4 +133,4 @@ def test_what_they_cannot_do_is_said_at_the_start(given: Any, terms: str, reason
     if terms == "distilled":
         objective.needs_teacher = True
     with pytest.raises(ValueError, match=reason):
-        backends.get_ready(given, objective, 8)
+        fsdp_deepspeed.configure_backend(given, objective, 8)

@@ -11,14 +11,14 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from mm_utils import ranks
-from mm_utils.backends import make_shardable, wake
-from mm_utils.grad_cache import backward
+from mm_utils import distributed
+from mm_utils.distributed import full_tensor
 from mm_utils.objectives import JointObjective
-from mm_utils.sharding import whole
-from tests.test_grad_cache import assert_same, step
-from tests.test_objectives import global_batch, share_of, tiny_objective
-from tests.test_ranks import run_on_ranks
+from mm_utils.objectives.grad_cache import backward
+from mm_utils.training.fsdp_deepspeed import initialise_fsdp_root, make_shardable
+from tests.objectives.test_grad_cache import assert_same, step
+from tests.objectives.test_joint import global_batch, share_of, tiny_objective
+from tests.test_distributed import run_on_ranks
 
 KINDS = ("contrastive", "sigmoid_matching")
 
@@ -46,18 +46,18 @@ SHARDED = SimpleNamespace(
 def sharded(objective: JointObjective) -> JointObjective:
     make_shardable(objective)
     objective.groups_texts = False
-    mesh = init_device_mesh("cpu", (ranks.world_size(),))
+    mesh = init_device_mesh("cpu", (distributed.world_size(),))
     model = objective.model
     layers = model.fusion.layers if model.fusion is not None else ()
     for part in (model.vision_model, model.text_model, *layers, objective):
         fully_shard(part, mesh=mesh)
-    wake(objective)
+    initialise_fsdp_root(objective)
     return objective
 
 
 def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    low = sum(sizes[: ranks.rank()])
-    mine = share_of(global_batch(), low, low + sizes[ranks.rank()])
+    low = sum(sizes[: distributed.rank()])
+    mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
     found = []
     for kind in KINDS:
         for micro_batch_size in (None, 9, 2):
@@ -65,7 +65,9 @@ def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             assert isinstance(objective, FSDPModule)
             report = backward(SHARDED, objective, mine, 5, micro_batch_size)
             named = objective.named_parameters()
-            gradients = {n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else whole(p.grad) for n, p in named}
+            gradients = {
+                n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else full_tensor(p.grad) for n, p in named
+            }
             found.append(
                 {"kind": kind, "report": {n: value.item() for n, value in report.items()}, "gradients": gradients}
             )

@@ -1,4 +1,4 @@
-"""Five interruptions, each gone on from with another number of processes, against a run without any."""
+"""Five interruptions, each resumed on another number of processes, against a run without any."""
 
 import signal
 from pathlib import Path
@@ -8,19 +8,19 @@ import pytest
 
 from tests.faults.test_interruption import Signalled
 from tests.faults.tiny_run import TinyRun, alone, losses, train
-from tests.test_ranks import run_on_ranks
+from tests.test_distributed import run_on_ranks
 
 STEPS = 18
-WORLDS = {1: 3, 2: 5, 3: 9, 4: 11, 5: 14}  # start: the step after which it is interrupted
+INTERRUPTED = {1: 3, 2: 5, 3: 9, 4: 11, 5: 14}  # start: the step after which it is interrupted
 PROCESSES = (1, 2, 1, 3, 2, 1)
 
 
 def run_on(world: int, run: TinyRun) -> list[tuple[int, int, list[list[int]]]]:
     if world > 1:
         return run_on_ranks(world, train, run)
-    status, told = alone(train, run)
+    status, returned = alone(train, run)
     assert status == 0
-    return [told]
+    return [returned]
 
 
 def rows_of_steps(ended: list[tuple[int, int, list[list[int]]]], taken: int) -> list[list[int]]:
@@ -36,11 +36,13 @@ def test_five_interruptions_with_other_numbers_of_processes_change_nothing(tmp_p
     [(_, _, right)] = run_on(1, straight)
     rows: list[list[int]] = []
     for start, world in enumerate(PROCESSES, 1):
-        strike = Signalled("forward", WORLDS.get(start, -1), signal.SIGTERM, only=world - 1)
+        strike = Signalled("forward", INTERRUPTED.get(start, -1), signal.SIGTERM, only=world - 1)
         run = TinyRun(tmp_path / "run", strike=strike, dropout=0.0, exact=True, arguments=arguments)
         ended = run_on(world, run)
-        until = WORLDS.get(start, STEPS)
-        assert {(number, step) for number, step, _ in ended} == {(signal.SIGTERM if start in WORLDS else 0, until)}
+        until = INTERRUPTED.get(start, STEPS)
+        assert {(number, step) for number, step, _ in ended} == {
+            (signal.SIGTERM if start in INTERRUPTED else 0, until)
+        }
         rows += rows_of_steps(ended, until - len(rows))
     assert rows == right
     found = losses(tmp_path / "run")

@@ -1,34 +1,37 @@
 """The signature: hardware only changes the speed.
 
-Six steps on the embedded data set, in fp32 and without dropout, on 1, 2 and 4 processes, with the local batch in 1, 2 and
-4 parts, straight through or continued after step 3 by another number of processes: all of them see the same rows in the
-same order, and end with the same parameters, temperature and bias included.
+Six steps on the embedded data set, in fp32, with all defaults, backbones that have dropout in their configs, and patch
+dropout, on 1, 2 and 4 processes, with the local batch in 1, 2 and 4 parts, straight through or continued after step 3 by
+another number of processes: all of them see the same rows in the same order, and end with the same parameters, temperature
+and bias included.
 """
 
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from datasets import Dataset
 from transformers import ProcessorMixin
 
-from mm_utils import ranks
-from mm_utils.callbacks import TemperatureClamp
-from mm_utils.data.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.sources import DataArguments, iterate_captions, load_pairs
-from mm_utils.data.tokens import global_order, tokenize_splits
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.models import ModelArguments, build_model, image_geometry, load_processor
+from mm_utils import distributed
+from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.tokens import global_order, tokenize_splits
+from mm_utils.data.pairs import iterate_captions, load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from mm_utils.optim import OptimizerArguments, build_optimizer
-from mm_utils.run import make_accelerator
-from mm_utils.trainer import Trainer
-from mm_utils.training_arguments import TrainingArguments
-from tests.test_ranks import run_on_ranks
+from mm_utils.run.start import make_accelerator
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.callbacks import TemperatureClamp
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.trainer import Trainer
+from tests.test_distributed import run_on_ranks
 
 WORLDS = (1, 2, 4)
 PARTS = (1, 2, 4)
@@ -52,9 +55,11 @@ VISION = {
     "intermediate_size": 64,
     "patch_size": 8,
     "image_size": 32,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
 }
 TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+        "intermediate_size": 64, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}  # fmt: skip
 
 
 class Watched:
@@ -72,12 +77,17 @@ class Watched:
 
 def runs_on_this_rank(root: Path, resumed: bool) -> dict[tuple[str, int], list[list[str]]]:
     """Every objective in every number of parts: which images each step showed this rank."""
-    world = ranks.world_size()
-    os.environ |= {"RANK": str(ranks.rank()), "LOCAL_RANK": str(ranks.rank()), "ACCELERATE_USE_CPU": "true"}
+    world = distributed.world_size()
+    os.environ |= {
+        "RANK": str(distributed.rank()),
+        "LOCAL_RANK": str(distributed.rank()),
+        "ACCELERATE_USE_CPU": "true",
+    }
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     accelerator = make_accelerator()
-    model_args = ModelArguments(vision_config=str(root / "vision.json"), text_config=str(root / "text.json"))
+    configs = {"vision_config": str(root / "vision.json"), "text_config": str(root / "text.json")}
+    model_args = ModelArguments(**configs, patch_dropout=0.25)
     with accelerator.main_process_first():
         pairs = load_pairs(DataArguments(max_train_samples=256))
         processor = load_processor(model_args, iterate_captions(pairs["train"]))
@@ -112,7 +122,7 @@ def train(
     args = TrainingArguments(
         output_dir=str(folder),
         global_batch_size=BATCH,
-        micro_batch_size=None if parts == 1 else str(BATCH // ranks.world_size() // parts),
+        micro_batch_size=None if parts == 1 else str(BATCH // distributed.world_size() // parts),
         max_steps=STEPS,
         save_steps=STOP,
         ema_decay=0.9 if "self_distillation" in objective else 0.0,
@@ -121,15 +131,22 @@ def train(
     model = build_model(model_args, processor.tokenizer)
     trained = build_objective(model, ObjectiveArguments(objective), args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
-    order = global_order(rows, args.batch_sizes, args.seed, 4)
+    order = global_order(rows, args.batch_sizes, args.seed)
     watched: list[Watched] = []
 
     def batches(first: int, stop: int) -> Any:
         watched.append(Watched(loaders.train(rows, order, first, stop)))
         return watched[0]
 
-    clamp = TemperatureClamp(100.0)
-    trainer = Trainer(args, ADAM, accelerator, trained, optimizer, processor, batches, len(rows), callbacks=[clamp])
+    data: Any = SimpleNamespace(
+        train_batches=batches,
+        num_rows=len(rows),
+        max_seq_length=64,
+        identity={},
+        processor=processor,
+        eval_loader=None,
+    )
+    trainer = Trainer(args, ADAM, accelerator, trained, optimizer, data, callbacks=[TemperatureClamp(100.0)])
     trainer.train(start)
     return watched[0].image_ids
 
@@ -148,7 +165,6 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found - right).norm()) / max(float(right.norm()), farthest)
 
 
-@pytest.mark.slow
 def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
     for name, config in (("vision", VISION), ("text", TEXT)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))

@@ -1,7 +1,6 @@
-"""The pointing game against counting by hand, on any number of processes, and its picture."""
+"""Pointing and choice against loops, on any number of processes; the picture, and the loss of regions."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,18 +8,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mm_utils import ranks
-from mm_utils.data.regions import Regions
+from mm_utils import distributed
+from mm_utils.data.loading.regions import Regions
+from mm_utils.data.loading.tokens import caption_key
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.tokens import caption_key
+from mm_utils.evaluation.pointing import (
+    Pointed,
+    PointingEvaluator,
+    chosen,
+    hits,
+    report_pointing,
+    with_pointing,
+)
 from mm_utils.objectives import ObjectiveArguments
-from mm_utils.objectives.regions import RegionPointing
-from mm_utils.objectives.terms import Encoded
-from mm_utils.regions import Pointed, PointingEvaluator, chosen, draw_pointing, hits, report_pointing, with_pointing
-from tests.test_ranks import run_on_ranks
-from tests.truthful_model import ACCELERATOR
+from mm_utils.objectives.contrastive import RegionPointing
+from mm_utils.objectives.terms import EncodedBatch
+from tests.test_distributed import run_on_ranks
+from tests.truthful_model import ACCELERATOR, MAIN_PROCESS
 
-MAIN: Any = SimpleNamespace(is_main_process=True)
 IMAGES, SLOTS, CELLS = 11, 3, 4
 
 
@@ -61,7 +66,7 @@ def whole_batch() -> dict[str, Any]:
 
 
 def batches(size: int, rank: int = 0, world: int = 1) -> list[dict[str, Any]]:
-    whole, mine = whole_batch(), ranks.share(IMAGES, rank, world)
+    whole, mine = whole_batch(), distributed.share(IMAGES, rank, world)
     starts = range(mine.start, mine.stop, size)
     parts = [slice(low, min(low + size, mine.stop)) for low in starts]
     return [{name: value[part] for name, value in whole.items()} for part in [*parts, slice(0, 0)]]
@@ -76,12 +81,9 @@ def by_hand() -> tuple[list[tuple[int, int, bool]], float]:
                 continue
             phrase = whole["region_input_ids"][place, slot].float()
             left, top, right, bottom = whole["region_boxes"][place, slot].tolist()
-            score = {
-                (x, y): float(whole["pixel_values"][place, :, y, x] @ phrase)
-                for x in range(CELLS)
-                for y in range(CELLS)
-            }
-            x, y = ((index + 0.5) / CELLS for index in max(score, key=lambda cell: score[cell]))
+            cells = [(x, y) for x in range(CELLS) for y in range(CELLS)]
+            best = max(cells, key=lambda cell: float(whole["pixel_values"][place, :, cell[1], cell[0]] @ phrase))
+            x, y = ((index + 0.5) / CELLS for index in best)
             hit = left <= x <= right and top <= y <= bottom
             found.append((int(whole["rows"][place]), int(whole["region_keys"][place, slot]), hit))
             areas.append((right - left) * (bottom - top))
@@ -89,12 +91,12 @@ def by_hand() -> tuple[list[tuple[int, int, bool]], float]:
 
 
 def measured(size: int) -> dict[str, float]:
-    loader = batches(size, ranks.rank(), ranks.world_size())
+    loader = batches(size, distributed.rank(), distributed.world_size())
     return PointingEvaluator()(GridModel(), loader, ACCELERATOR)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 4, 20])
-def test_pointing_is_what_one_counts(size: int) -> None:
+def test_pointing_equals_a_loop(size: int) -> None:
     expected, chance = by_hand()
     evaluator = PointingEvaluator()
     metrics = evaluator(GridModel(), batches(size), ACCELERATOR)  # type: ignore[arg-type]
@@ -107,7 +109,7 @@ def test_pointing_is_what_one_counts(size: int) -> None:
     assert evaluator.examples[0].heat.shape == (CELLS, CELLS)
 
 
-def test_choice_is_what_one_counts() -> None:
+def test_choice_equals_a_loop() -> None:
     whole, model, right, chances = whole_batch(), GridModel(), [], []
     for place in range(IMAGES):
         slots = [slot for slot in range(SLOTS) if whole["region_attention_mask"][place, slot].any()]
@@ -136,7 +138,7 @@ def test_the_loss_is_the_probability_of_pointing_outside() -> None:
     """Against a loop over the cells: of each, which share of its points lies in the box, and how likely it is."""
     batch, model, scale = whole_batch(), GridModel(), torch.tensor(3.0)
     taps = (batch["pixel_values"],)
-    encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), taps)
+    encoded = EncodedBatch({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), taps)
     nothing: Any = None
     loss, right = RegionPointing().part(model, encoded, batch, nothing, nothing, 0)  # type: ignore[arg-type]
     expected, told = 0.0, 0
@@ -157,7 +159,7 @@ def test_the_loss_is_the_probability_of_pointing_outside() -> None:
 @pytest.mark.parametrize(
     ("at", "flag"), [(0, "--streaming reads"), (1, "--cache_features keeps"), (2, "--patch_dropout leaves")]
 )
-def test_what_has_no_regions_is_refused(at: int, flag: str) -> None:
+def test_settings_without_regions_are_refused(at: int, flag: str) -> None:
     given = [(at == 0), (at == 1), 0.5 * (at == 2)]
     with pytest.raises(ValueError, match=f"--objectives asks for regions, and {flag} no .*Drop one"):
         ObjectiveArguments("contrastive:1,regions:0.5").check(*given)  # type: ignore[arg-type]
@@ -165,13 +167,13 @@ def test_what_has_no_regions_is_refused(at: int, flag: str) -> None:
     ObjectiveArguments("contrastive:1,regions:1").check(False, False, 0.0)
 
 
-def test_pointing_does_not_depend_on_the_processes() -> None:
+def test_the_number_of_processes_changes_nothing() -> None:
     alone = measured(4)
     for found in run_on_ranks(3, measured, 2):
         assert found == pytest.approx(alone)
 
 
-def test_ties_and_nonsense_count_against_the_model() -> None:
+def test_ties_and_nan_count_against_the_model() -> None:
     heat, box = torch.zeros(4, 2, 2), torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
     heat[1, 0, 0] = 1.0
     heat[2, 0, 0] = torch.nan
@@ -182,12 +184,12 @@ def test_ties_and_nonsense_count_against_the_model() -> None:
     assert not hits(heat[1:2], nowhere).item()
 
 
-def test_without_regions_there_are_no_figures() -> None:
+def test_without_regions_there_are_no_metrics() -> None:
     blank = [{**batch, "region_attention_mask": 0 * batch["region_attention_mask"]} for batch in batches(4)]
     assert PointingEvaluator()(GridModel(), blank, ACCELERATOR) == {}  # type: ignore[arg-type]
 
 
-def test_pointing_is_measured_beside() -> None:
+def test_pointing_is_measured_with_retrieval() -> None:
     pointing: Any = lambda *_: {"pointing_accuracy": 1.0}  # noqa: E731
     measure = with_pointing(lambda *_: {"recall": 0.5}, pointing)
     assert measure(GridModel(), [], ACCELERATOR) == {"recall": 0.5, "pointing_accuracy": 1.0}  # type: ignore[arg-type]
@@ -195,7 +197,7 @@ def test_pointing_is_measured_beside() -> None:
     assert with_pointing(alone, None) is alone
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_main_process_draws_examples(tmp_path: Path) -> None:
     rows = load_scenes(64, 4, 1, cache_dir=tmp_path)["train"]
     examples = []
     for row in range(4):
@@ -205,12 +207,10 @@ def test_the_picture(tmp_path: Path) -> None:
             examples.append(Pointed(row, key, box, row % 2 == 0, torch.rand(4, 4)))
     pointing = PointingEvaluator()
     for nothing in (None, pointing):
-        report_pointing(MAIN, nothing, rows, str(tmp_path))
+        report_pointing(MAIN_PROCESS, nothing, rows, tmp_path)
     assert not (tmp_path / "regions.png").exists()
     pointing.examples = examples
-    report_pointing(ACCELERATOR, pointing, rows, str(tmp_path))
+    report_pointing(ACCELERATOR, pointing, rows, tmp_path)
     assert not (tmp_path / "regions.png").exists()  # that is another process's to write
-    report_pointing(MAIN, pointing, rows, str(tmp_path))
+    report_pointing(MAIN_PROCESS, pointing, rows, tmp_path)
     assert Image.open(tmp_path / "regions.png").width > 900
-    with pytest.raises(ValueError, match="examples is empty"):
-        draw_pointing([], rows, tmp_path / "nothing.png")

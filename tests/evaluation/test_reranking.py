@@ -1,4 +1,4 @@
-"""Re-ranking against a plain reference, its invariances, what it keeps in memory and what it computes."""
+"""Re-ranking against its definition: invariances, memory, cost, and any number of processes."""
 
 from typing import Any
 
@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_utils import ranking, ranks, reranking
-from mm_utils.metrics import EvaluationArguments, RetrievalEvaluator
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionHead
-from mm_utils.ranking import summarise_ranks
-from mm_utils.reranking import MatchScores, numbers_of_candidates
-from mm_utils.split_embeddings import embed_split, image_shares
-from tests.test_ranks import run_on_ranks
-from tests.truthful_model import ACCELERATOR, TruthfulModel
+from mm_utils import distributed
+from mm_utils.evaluation import embeddings, reranking
+from mm_utils.evaluation.embeddings import embed_split, image_shares
+from mm_utils.evaluation.metrics import summarise_ranks
+from mm_utils.evaluation.reranking import PairScores, numbers_of_candidates
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionHead
+from tests.test_distributed import run_on_ranks
+from tests.truthful_model import ACCELERATOR, TruthfulModel, ranks_by_sorting
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 FIGURES = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
@@ -27,48 +28,38 @@ def evaluator(top_k: int, **others: Any) -> RetrievalEvaluator:
     return RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k, **others))
 
 
-def with_opinions(seed: int, images: int = 23) -> TruthfulModel:
-    """A model whose match logits are noise of about the size of its scaled cosines."""
-    model = TruthfulModel(images)
-    model.logits = 4 * torch.randn(images, len(model.owner), generator=torch.Generator().manual_seed(seed))
-    return model
-
-
-def by_sorting(cosine: Tensor, match: Tensor, right: Tensor, first: int, scale: float) -> list[int]:
-    """The definition: the first of each row by cosine, sorted anew by score, then the others; wrong ones before."""
-    places = []
-    for row, logits, hits in zip(cosine.tolist(), match.tolist(), right.tolist(), strict=True):
-        order = sorted(range(len(row)), key=lambda item: (-row[item], hits[item]))
-        again = sorted(order[:first], key=lambda item: (-(logits[item] + scale * row[item]), hits[item]))
-        is_right = [hits[item] for item in [*again, *order[first:]]]
-        places.append(is_right.index(True) + 1)
-    return places
-
-
 # -- against the definition ---------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 40), st.integers(0, 2**20), st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.integers(1, 60))
+@given(
+    st.integers(1, 40),
+    st.integers(0, 2**20),
+    st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    st.integers(1, 60),
+    st.integers(1, 30),
+)
 @settings(max_examples=25)
-def test_every_number_of_candidates_equals_the_definition(top_k: int, seed: int, weight: float, pairs: int) -> None:
-    model: Any = with_opinions(seed)
+def test_every_number_of_candidates_equals_the_definition(
+    top_k: int, seed: int, weight: float, pairs: int, block: int
+) -> None:
+    model = TruthfulModel.with_noise(seed)
     measure = evaluator(top_k, rerank_weight=weight)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reranking, "PAIRS", pairs)
+        patch.setattr(embeddings, "BLOCK", block)
         found = measure(model, model.batches(5), ACCELERATOR)
     cosine, right = model.text @ model.image.T, torch.tensor(model.owner)[:, None] == torch.arange(23)
     scale = weight * model.logit_scale.exp().item()
-    for direction, matrix, match, is_right in (
+    for direction, matrix, head, is_right in (
         ("text_to_image", cosine, model.logits.T, right),
         ("image_to_text", cosine.T, model.logits, right.T),
     ):
-        of, last = measure.directions[direction], min(top_k, matrix.shape[1])
-        assert list(of.by_first) == numbers_of_candidates(last)
-        for first, rank_Q in of.by_first.items():
-            expected = by_sorting(matrix, match, is_right, first, scale)
-            assert rank_Q.tolist() == expected
-        assert torch.equal(of.by_first[1], of.cosine_Q)
-        figures = summarise_ranks(of.by_first[last], f"rerank_{direction}_")
+        ranks, last = measure.directions[direction], min(top_k, matrix.shape[1])
+        assert list(ranks.by_first) == numbers_of_candidates(last)
+        for first, rank_Q in ranks.by_first.items():
+            assert rank_Q.tolist() == ranks_by_sorting(matrix, is_right, head, first, scale)
+        assert torch.equal(ranks.by_first[1], ranks.cosine_Q)
+        figures = summarise_ranks(ranks.by_first[last], f"rerank_{direction}_")
         assert {name: found[name] for name in figures} == figures
 
 
@@ -79,25 +70,15 @@ def test_numbers_of_candidates(top_k: int, expected: list[int]) -> None:
     assert numbers_of_candidates(top_k) == expected
 
 
-def test_recall_at_the_last_place_is_that_of_the_towers() -> None:
-    """Nothing comes in from below, so that recall at K is what re-ranking K candidates can reach at most."""
-    model: Any = with_opinions(1)
-    measure = evaluator(8)
-    measure(model, model.batches(5), ACCELERATOR)
-    for of in measure.directions.values():
-        for first, rank_Q in of.by_first.items():
-            assert torch.equal(rank_Q <= first, of.cosine_Q <= first)
-
-
 def test_pairs_that_were_not_scored_count_as_minus_infinity() -> None:
-    match = MatchScores(torch.tensor([7, 3, 5]), torch.tensor([0.7, -0.3, 0.5]), 1.0, 1.0, 1)
-    found = match(torch.tensor([[3, 4], [7, 9]]))
+    scores = PairScores(torch.tensor([7, 3, 5]), torch.tensor([0.7, -0.3, 0.5]), 1.0, 1.0, 1)
+    found = scores(torch.tensor([[3, 4], [7, 9]]))
     assert found.isneginf().tolist() == [[False, True], [False, True]]
     assert found[:, 0].tolist() == pytest.approx([-0.3, 0.7])
 
 
 @pytest.mark.parametrize("spoiled", ["cosine", "match"])
-def test_scores_that_are_no_number_count_against_the_head(spoiled: str) -> None:
+def test_nan_counts_against_the_head(spoiled: str) -> None:
     model: Any = TruthfulModel()
     if spoiled == "cosine":
         model.image[:] = torch.nan
@@ -107,32 +88,23 @@ def test_scores_that_are_no_number_count_against_the_head(spoiled: str) -> None:
     found = measure(model, model.batches(5), ACCELERATOR)
     for direction in DIRECTIONS:
         assert found[f"rerank_{direction}_recall@1"] == 0
-        of = measure.directions[direction]
-        assert torch.equal(of.by_first[1], of.cosine_Q)
-        assert (of.reranked_Q >= of.cosine_Q.clamp(max=3 if direction == "image_to_text" else 4)).all()
-    assert found["match_image_choice"] == (0 if spoiled == "match" else 1)
+        ranks = measure.directions[direction]
+        assert torch.equal(ranks.by_first[1], ranks.cosine_Q)
+        assert (ranks.reranked_Q >= ranks.cosine_Q.clamp(max=3 if direction == "image_to_text" else 4)).all()
 
 
-# -- heads that know something ------------------------------------------------------------------------------------------
+# -- heads that know something, and heads that do not -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 10, 1000])
-@pytest.mark.parametrize("pairs", [3, 256])
-def test_a_head_that_knows_the_truth(top_k: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything it may look at is put right; what lies below the first k keeps its rank."""
-    monkeypatch.setattr(reranking, "PAIRS", pairs)
-    monkeypatch.setattr(ranking, "BLOCK", 7)
-    model: Any = TruthfulModel()
+@pytest.mark.parametrize(("truth", "top_k"), [(1000.0, 1000), (-1000.0, 10), (0.0, 4)])
+def test_a_head_that_is_right_or_wrong_or_undecided(truth: float, top_k: int) -> None:
+    model: Any = TruthfulModel(truth=truth)
     found = evaluator(top_k)(model, model.batches(5), ACCELERATOR)
-    scores = model.text @ model.image.T
-    right = torch.tensor(model.owner)[:, None] == torch.arange(23)
-    for direction, matrix, is_right in (("text_to_image", scores, right), ("image_to_text", scores.T, right.T)):
-        best = matrix.masked_fill(~is_right, -torch.inf).amax(1, keepdim=True)
-        place = 1 + ((matrix >= best) & ~is_right).sum(1)
-        reached = (matrix > best).sum(1) < top_k
-        expected = summarise_ranks(torch.where(reached, 1, place), f"rerank_{direction}_")
-        assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert found["rerank_text_to_image_recall@1"] >= found["text_to_image_recall@1"]
+    if truth:
+        assert found["rerank_text_to_image_recall@1"] == (truth > 0)
+    else:
+        for name in (f"{direction}_{figure}" for direction in DIRECTIONS for figure in FIGURES):
+            assert found[f"rerank_{name}"] == pytest.approx(found[name])
 
 
 def test_the_head_is_measured_by_language_without_further_scores() -> None:
@@ -144,20 +116,6 @@ def test_the_head_is_measured_by_language_without_further_scores() -> None:
     }
     assert {found[name] for name in names} == {1.0}
     assert model.scored == len(model.image) * len(model.text)
-
-
-def test_a_head_that_lies() -> None:
-    model: Any = TruthfulModel(truth=-1000.0)
-    found = evaluator(10)(model, model.batches(5), ACCELERATOR)
-    assert found["rerank_text_to_image_recall@1"] == 0
-
-
-def test_a_head_without_an_opinion_changes_nothing() -> None:
-    model: Any = TruthfulModel(truth=0.0)
-    found = evaluator(4)(model, model.batches(5), ACCELERATOR)
-    for direction in DIRECTIONS:
-        for figure in FIGURES:
-            assert found[f"rerank_{direction}_{figure}"] == pytest.approx(found[f"{direction}_{figure}"])
 
 
 def test_ties_count_against_the_head_too() -> None:
@@ -176,33 +134,22 @@ def test_every_pair_is_scored_once() -> None:
     by_image = (model.image @ model.text.T).topk(5, 1).indices
     pairs = {(int(image), text) for text, images in enumerate(by_text) for image in images}
     pairs |= {(image, int(text)) for image, texts in enumerate(by_image) for text in texts}
-    first = [model.owner.index(image) for image in range(23)]
-    pairs |= {(place % 23, text) for image, text in enumerate(first) for place in (image, image + 11)}
     assert model.scored == len(pairs)
 
 
-def test_reranking_is_left_out_where_it_cannot_be() -> None:
+def test_a_model_without_a_head_is_not_reranked() -> None:
     model: Any = TruthfulModel()
     model.fusion = None
     assert not any(name.startswith("rerank") for name in evaluator(5)(model, model.batches(5), ACCELERATOR))
 
 
-def test_a_head_that_does_not_look_at_the_image_chooses_by_chance() -> None:
-    model: Any = TruthfulModel(250)
-    assert evaluator(2)(model, model.batches(50), ACCELERATOR)["match_image_choice"] == 1
-    model.logits = torch.randn(250, 1, generator=torch.Generator().manual_seed(0)).expand(-1, len(model.owner))
-    assert evaluator(2)(model, model.batches(50), ACCELERATOR)["match_image_choice"] == 0.5
-    model.logits = torch.zeros(250, len(model.owner))
-    assert evaluator(2)(model, model.batches(50), ACCELERATOR)["match_image_choice"] == 0  # ties
-
-
-# -- what is kept and computed ------------------------------------------------------------------------------------------
+# -- memory and cost ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("image_bytes", "batches_held"), [(1, 1), (10, 2), (11, 3), (1000, 5)])
 def test_keys_and_values_that_do_not_fit_are_computed_again(image_bytes: int, batches_held: int) -> None:
-    """Five batches of 8 bytes an image: the scores stay, and each further image is encoded once more, no more."""
-    model: Any = with_opinions(3)
+    """Five batches of 8 bytes per image: the scores stay, and each further image is encoded exactly once more."""
+    model = TruthfulModel.with_noise(3)
     batches = model.batches(5, unreadable=(6, 7, 22))
     whole = evaluator(6)(model, batches, ACCELERATOR)
     images = model.seen
@@ -238,47 +185,44 @@ def test_a_pair_costs_what_cached_keys_and_values_allow(hierarchy: bool) -> None
     assert 0.9e9 < counter.get_total_flops() / 3 <= 1.1e9
 
 
-# -- captions -----------------------------------------------------------------------------------------------------------
+# -- caption scores -----------------------------------------------------------------------------------------------------
 
 
 class Writer(TruthfulModel):
-    """Its captions are as likely as `said` `[M, T]` says."""
+    """The log probability of caption t given image i is `log_probs[i, t]`."""
 
     caption_adapter = True
 
     def caption_scores(self, keys_values: tuple[Tensor, ...], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         assert attention_mask.shape == input_ids.shape
-        return self.said[keys_values[0][0, :, 0, 0, 0].long(), input_ids[:, 1]]
+        return self.log_probs[keys_values[0][0, :, 0, 0, 0].long(), input_ids[:, 1]]
 
 
 @pytest.mark.parametrize("score", ["caption", "both"])
-def test_captions_are_scored_less_what_they_are_without_an_image(score: str) -> None:
+def test_the_prior_of_a_caption_is_subtracted(score: str) -> None:
     model: Any = Writer(23)
     generator = torch.Generator().manual_seed(3)
     texts = len(model.owner)
     model.logits = torch.randn(23, texts, generator=generator)
-    model.said = 4 * torch.randn(23, texts, generator=generator) - 30 * torch.rand(texts, generator=generator)
+    model.log_probs = 4 * torch.randn(23, texts, generator=generator) - 30 * torch.rand(texts, generator=generator)
     measure = evaluator(texts, rerank_score=score, rerank_weight=0.0)
     measure(model, model.batches(5), ACCELERATOR)
-    prior = (model.said + (model.logits if score == "both" else 0)).logsumexp(0)
-    matrix = model.said + (model.logits if score == "both" else 0) - prior
-    right = torch.tensor(model.owner)[:, None] == torch.arange(23)
-    nothing = torch.zeros(texts, 23)
-    expected = by_sorting(nothing, matrix.T, right, texts, 0.0), by_sorting(nothing.T, matrix, right.T, texts, 0.0)
+    of_head = model.log_probs + (model.logits if score == "both" else 0)
+    of_head = of_head - of_head.logsumexp(0)
+    right, cosine = torch.tensor(model.owner)[:, None] == torch.arange(23), torch.zeros(texts, 23)
+    expected = ranks_by_sorting(cosine, right, of_head.T, texts), ranks_by_sorting(cosine.T, right.T, of_head, texts)
     for direction, ranks_Q in zip(DIRECTIONS, expected, strict=True):
         assert measure.directions[direction].reranked_Q.tolist() == ranks_Q
 
 
-def test_only_a_model_that_writes_captions_is_asked_for_them() -> None:
+def test_caption_scores_need_a_model_that_writes_captions() -> None:
     model: Any = Writer(5)
     model.caption_adapter = None
     with pytest.raises(ValueError, match="--rerank_score is caption; the model was not trained to write captions"):
         evaluator(3, rerank_score="caption")(model, model.batches(5), ACCELERATOR)
-    with pytest.raises(ValueError, match="--rerank_score is likelihood; choose one of match, caption, both"):
-        evaluator(3, rerank_score="likelihood")
 
 
-# -- between processes --------------------------------------------------------------------------------------------------
+# -- number of processes ------------------------------------------------------------------------------------------------
 
 CASES: list[dict[str, Any]] = [
     {"images": 23, "batch_size": 5},
@@ -293,14 +237,14 @@ CASES: list[dict[str, Any]] = [
 def evaluate_cases() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for case in CASES:
-        model: Any = with_opinions(5, case["images"])
+        model = TruthfulModel.with_noise(5, case["images"])
         batches = model.batches(case["batch_size"], case.get("unreadable", ()))
         measure = evaluator(5, rerank_cache_gb=case.get("cache", 8.0))
         figures = measure(model, batches, ACCELERATOR)
         curves = {
             f"{direction} {first}": rank_Q.tolist()
-            for direction, of in measure.directions.items()
-            for first, rank_Q in of.by_first.items()
+            for direction, ranks in measure.directions.items()
+            for first, rank_Q in ranks.by_first.items()
         }
         found.append({**figures, **curves})
     return found
@@ -308,15 +252,12 @@ def evaluate_cases() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_number_of_processes_changes_nothing(world: int) -> None:
-    assert ranks.world_size() == 1
-    alone = evaluate_cases()
-    for found in run_on_ranks(world, evaluate_cases):
-        for case, expected in zip(found, alone, strict=True):
-            assert case == expected
+    assert distributed.world_size() == 1
+    assert run_on_ranks(world, evaluate_cases) == [evaluate_cases()] * world
 
 
 def test_the_order_of_rows_and_the_size_of_batches_change_nothing() -> None:
-    model: Any = with_opinions(2)
+    model = TruthfulModel.with_noise(2)
     batches = model.batches(5)
     expected = evaluator(6)(model, batches, ACCELERATOR)
     for other in (batches[::-1], model.batches(2), model.batches(64)):

@@ -120,15 +120,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker("faults")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long tests out unless `-m` or the name of a test asks for them."""
+def leave_long_tests_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long tests out unless `-m` or the name of a test asks for them; called by `tests/conftest.py`."""
     if config.option.markexpr or any("::" in arg for arg in config.args):
         return
-    slow = [item for item in items if item.get_closest_marker("faults") and item.get_closest_marker("slow")]
+    slow = [item for item in items if item.get_closest_marker("slow")]
     if slow:
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.stash[_LEFT_OUT] = len(slow)
 
 
@@ -174,7 +173,7 @@ class _Summary:
                 terminalreporter.write_line(f"not survived: {each.injected.area}: {each.injected.what}")
         left_out = self.config.stash.get(_LEFT_OUT, 0)
         if left_out:
-            terminalreporter.write_line(f'{left_out} long tests left out; -m "faults and slow" runs them')
+            terminalreporter.write_line(f"{left_out} long tests left out; -m slow runs them")
         path = self.config.getoption("faults_report", default=None)
         if path:
             Path(path).write_text(markdown(rows), encoding="utf-8")

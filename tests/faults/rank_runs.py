@@ -27,13 +27,14 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from mm_utils import failures, ranks
-from mm_utils.checkpoints import checkpoint_path, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.data.restarts import RestartingLoader
-from mm_utils.run import run_script, set_up_logging
-from mm_utils.trainer import Trainer
+from mm_utils import distributed
+from mm_utils.checkpointing.files import checkpoint_path, find_checkpoint, newest_checkpoint, step_of, verify
+from mm_utils.data.loading.workers import RestartingLoader
+from mm_utils.reliability import failures
+from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.training.trainer import Trainer
 from tests.faults.tiny_run import Batches, TinyRun, batch_of, build
-from tests.test_ranks import PRELOADED
+from tests.test_distributed import PRELOADED
 
 LONGEST = 100.0  # seconds that a run may take, on a machine that does other things, too
 SAVE_STEPS = 3  # between two checkpoints
@@ -98,7 +99,7 @@ class Striker:
     """Lets faults happen where they are due, and writes down what this rank has done."""
 
     def __init__(self, faults: Sequence[Fault], notes: Path, begun: int):
-        self.faults = [replace(fault) for fault in faults if fault.rank in (None, ranks.rank())]
+        self.faults = [replace(fault) for fault in faults if fault.rank in (None, distributed.rank())]
         self.notes, self.begun, self.batch = notes, begun, {}  # type: ignore[var-annotated]
         self.trainer: Trainer | None = None
 
@@ -113,23 +114,23 @@ class Striker:
     def watch(self, trainer: Trainer) -> None:
         """Have this called at all places of a trainer."""
         self.trainer = trainer
-        steps, checkpoints = trainer.stepper, trainer.checkpoints
-        take, save, start = steps.take, checkpoints.save, checkpoints.writer.start
+        captured = trainer.captured
+        run, capture, start = trainer.step.run, captured.capture, trainer.writer.start
 
         def step() -> int:
             return trainer.state.global_step
 
-        def noted_take(batch: dict[str, Any], number: int) -> Any:
+        def noted_run(batch: dict[str, Any], number: int) -> Any:
             batch["pixel_values"] = batch["pixel_values"].to(trainer.model.dtype)
             self.batch = batch
             self("taken", number + 1)
-            report = take(batch, number)
+            report = run(batch, number)
             self._write("steps", {"step": number + 1, "rows": batch["rows"].tolist()})
             return report
 
-        def striking_save(*args: Any) -> None:
+        def striking_capture(*args: Any) -> Any:
             self("save", step())
-            save(*args)
+            return capture(*args)
 
         def striking_start(number: int, snapshot: Any, keep: Any) -> None:
             write = snapshot.write
@@ -149,25 +150,25 @@ class Striker:
             return struck
 
         replaced: list[tuple[object, str, Callable[..., Any]]] = [
-            (steps, "take", noted_take),
-            (checkpoints, "save", striking_save),
-            (checkpoints.writer, "start", striking_start),
-            (checkpoints, "save_model", before(checkpoints.save_model, "last", 0)),
+            (trainer.step, "run", noted_run),
+            (captured, "capture", striking_capture),
+            (trainer.writer, "start", striking_start),
+            (captured, "save_model", before(captured.save_model, "last", 0)),
             (trainer.accelerator, "backward", before(trainer.accelerator.backward, "backward", 1)),
             (trainer.optimizer, "step", before(trainer.optimizer.step, "optimizer", 1)),
         ]
         for owner, name, function in replaced:
             setattr(owner, name, function)
         trainer.model.vision_model.register_forward_pre_hook(lambda *_: self("tower", step() + 1))
-        trainer.callbacks.append(_Events(self))
+        trainer.callbacks.callbacks.append(_Events(self))
 
     def saved(self, step: int) -> None:
         """A checkpoint is acknowledged."""
         self._write("saved", {"step": step})
 
     def _write(self, what: str, values: dict[str, Any]) -> None:
-        line = {"begun": self.begun, "rank": ranks.rank(), **values}
-        with open(self.notes / f"{what}-{ranks.rank()}.jsonl", "a", encoding="utf-8") as file:
+        line = {"begun": self.begun, "rank": distributed.rank(), **values}
+        with open(self.notes / f"{what}-{distributed.rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -191,7 +192,7 @@ def work(run: TinyRun, faults: Sequence[Fault], workers: int, begun: int) -> Non
     run = replace(run, strike=striker)
     trainer = build(run, [])
     if workers:
-        trainer.train_batches = partial(WorkerBatches, run, workers)  # type: ignore[assignment]
+        trainer.data.train_batches = partial(WorkerBatches, run, workers)  # type: ignore[method-assign,assignment]
     striker.watch(trainer)
     striker("start", 0)
     trainer.train(find_checkpoint(run.resume, run.folder))
@@ -213,11 +214,14 @@ class WorkerBatches(Batches):
             ),
             stop - start,
             lambda number: f"step {start + number + 1}",
+            workers,
         )
 
     def made(self, step: int) -> dict[str, Any]:
         rows = [self.row(step * self.size + place) for place in range(self.size)]
-        return batch_of([rows[place] for place in ranks.share(self.size, ranks.rank(), ranks.world_size())])
+        return batch_of(
+            [rows[place] for place in distributed.share(self.size, distributed.rank(), distributed.world_size())]
+        )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step, batch in enumerate(self.loader, self.start + 1):
@@ -230,7 +234,7 @@ def _process(
 ) -> None:
     errors = os.open(notes_of(run.folder) / f"{begun}-{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)
-    failures.POLL, failures.GRACE = 0.2, 0.5
+    failures.POLL_SECONDS, failures.EXIT_GRACE_SECONDS = 0.2, 0.5
     torch.set_num_threads(1)
     set_up_logging(main=rank == 0)
     if world > 1:
@@ -290,7 +294,7 @@ def _wait(processes: Sequence[Any], files: Sequence[Path], seconds: float) -> tu
         if len(now) < len(left):
             over = time.time()
         left = now
-        if all(_is_stopped(process.pid) for process in left) and len(left) < max(2, len(processes)):
+        if all(_is_stopped(process.pid) for process in left) and len(left) < len(processes):
             break
     return told, over
 

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import torch
 
-from mm_utils import ranks
-from mm_utils.checkpoints import find_checkpoint
-from mm_utils.run import run_script, start_run
-from mm_utils.training_arguments import TrainingArguments
+from mm_utils import distributed
+from mm_utils.arguments import to_dict
+from mm_utils.checkpointing.files import find_checkpoint
+from mm_utils.reports.hub import HubArguments
+from mm_utils.run.restarts import RestartRecord
+from mm_utils.run.start import RunArguments, run_script, start_run
+from mm_utils.training.arguments import TrainingArguments
 from tests.faults import rank_runs
 from tests.faults.rank_runs import Fault, Sleep, Striker
 from tests.faults.tiny_run import STEPS, TinyRun, build
@@ -24,16 +27,17 @@ def main() -> None:
     folder, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     args = TrainingArguments(output_dir=str(folder))
-    start_run("tiny", args)
+    start_run("tiny", args, RunArguments(), HubArguments(), to_dict(args))
     begun = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     faults = [Fault(Sleep(0.1), "end", 0, None, times=STEPS)]  # for checkpoints to be complete a step later
     if begun < kills:
         random.seed(100 * seed + begun)
         step, place = random.choice(range(2, 5)) + 3 * begun, random.choice(["batch", "forward", "backward", "end"])
-        faults.append(Fault(rank_runs.kill, place, min(step, STEPS), random.randrange(ranks.world_size())))
+        faults.append(Fault(rank_runs.kill, place, min(step, STEPS), random.randrange(distributed.world_size())))
     rank_runs.notes_of(folder).mkdir(exist_ok=True)
     striker = Striker(faults, rank_runs.notes_of(folder), begun)
     trainer = build(replace(TinyRun(folder), strike=striker), [])
+    trainer.callbacks.callbacks.append(RestartRecord())
     striker.watch(trainer)
     trainer.train(find_checkpoint(args.resume_from_checkpoint, folder))
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from mm_utils.checkpoints import checkpoint_folders, verify
-from mm_utils.trainer import Trainer
+from mm_utils.checkpointing.files import checkpoint_folders, verify
+from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import Fault, Sleep, start
 from tests.faults.tiny_run import TinyRun

@@ -1,16 +1,17 @@
 """Archives, tables and prepared data sets that are hostile, cut, damaged, half written or written by two at once."""
 
-import json
 import os
+import random
 import shutil
 import signal
 import tarfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import datasets
 import pytest
@@ -18,74 +19,23 @@ from datasets import disable_progress_bars, load_from_disk
 from tqdm.auto import tqdm
 
 from mm_utils.data.images import open_image
-from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.tokens import tokenize_captions
+from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
 from scripts.prepare_data import main
 from tests.data.numbered_rows import new_tokenizer, rows_of
 from tests.data.prepare.fault_corpus import Corpus
 from tests.data.prepare.fault_images import draw, png
-from tests.data.prepare.fault_layouts import SAMPLES, add_member
+from tests.data.prepare.fault_layouts import add_member
 from tests.data.prepare.fault_sources import good_rows
-from tests.data.prepare.test_fault_runs import DAMAGE, report_of, run_until
 from tests.faults.conftest import Record
-from tests.faults.outcomes import check_kept, check_set_aside, pixels_apart
+from tests.faults.test_data import pixels_apart, quarantine_of, report_of
 
-HOSTILE = [
-    "a member that leads out",
-    "a member with an absolute name",
-    "a symbolic link",
-    "a hard link",
-    "a device",
-    "a pipe",
-    "a key again, further on",
-    "the first half of a sample",
-    "the second half of a sample",
-    "an archive cut in its last sample",
-]
-CONTAINERS = [
-    *("imagefolder", "caption_files", "lists", "folders", "classes", "coco", "karpathy"),
-    *("array", "parquet", "saved", "relatives"),
-]
 TOKENIZER = new_tokenizer()
 disable_progress_bars()
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
-    return cache
-
-
-# -- hostile and damaged sources ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [*(kind for kind, reason, _ in SAMPLES if reason), *HOSTILE])
-def test_a_member_that_cannot_be_used_is_set_aside(kind: str, fault: Record, zoo: Corpus, prepared: Path) -> None:
-    fault("containers", f"tar: {kind}")
-    check_set_aside(zoo, prepared, "shards", kind)
-
-
-@pytest.mark.parametrize("source", CONTAINERS)
-def test_what_is_wrong_is_set_aside_and_the_rest_is_kept(
-    source: str, fault: Record, zoo: Corpus, prepared: Path
-) -> None:
-    lost = {loss.kind for loss in zoo.losses if loss.source == source}
-    kept = {pair.kind for pair in zoo.pairs if pair.source == source} - lost
-    for kind in sorted(lost):
-        fault("containers", f"{source}: {kind}")
-        check_set_aside(zoo, prepared, source, kind)
-    for kind in sorted(kept):
-        check_kept(zoo, prepared, source, kind)
-
-
-def test_no_member_is_unpacked(fault: Record, zoo: Corpus, prepared: Path) -> None:
-    fault("containers", "tar: members named to be written outside")
-    names = [loss.where.removeprefix("000.tar, member ") for loss in zoo.losses if loss.kind in HOSTILE[:2]]
-    assert len(names) == 2
-    for name in names:
-        assert not (zoo.folder / "shards" / "data" / f"{name}.png").exists()
-        assert not Path(f"{name}.png").exists()
+# -- damaged archives ---------------------------------------------------------------------------------------------------
 
 
 def write_shard(path: Path) -> bytes:
@@ -112,8 +62,7 @@ def prepare_all(folder: Path, shards: dict[str, bytes]) -> dict[str, int]:
         for caption in row["captions"]:
             wanted = draw(int(caption.removeprefix("picture ")), (16, 16))
             assert pixels_apart(open_image(row["image"]), wanted) == 0
-    faults = [json.loads(line) for line in (folder / "out" / "quarantine.jsonl").read_text().splitlines()]
-    cut = [fault["source"] for fault in faults if fault["reason"] == "truncated_archive"]
+    cut = [fault["source"] for fault in quarantine_of(folder / "out") if fault["reason"] == "truncated_archive"]
     return {name: cut.count(name) for name in shards}
 
 
@@ -155,41 +104,87 @@ def flags_of(zoo: Corpus, output: Path) -> list[str]:
     ]
 
 
-@dataclass
-class Whole:
-    """What an undisturbed preparation gave, and how long it took."""
+class Whole(NamedTuple):
+    """Sources of eight chunks, and the findings of an undisturbed preparation."""
 
     zoo: Corpus
-    fingerprint: str
-    seconds: float
+    findings: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
-    zoo = good_rows(folder, 64 * 2)
-    start = time.perf_counter()
+    zoo = good_rows(folder, 64 * 8)
     main(flags_of(zoo, folder / "out"))
-    return Whole(zoo, report_of(folder / "out")["fingerprint"], time.perf_counter() - start)
+    report = report_of(folder / "out")
+    return Whole(zoo, {name: report[name] for name in ("fingerprint", "splits", "sources")})
 
 
-LONG = [pytest.param(instant, marks=pytest.mark.slow) for instant in (0.05, 0.2, 0.4, 0.55, 0.8, 0.9)]
+def run_until(flags: list[str], work: Path, moment: Callable[[Path], bool], delay: float) -> bool:
+    """Prepare in a forked process group and kill it, `delay` seconds after `moment`; False if it ended before."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        tqdm.set_lock(threading.RLock())  # forks share its own, and a killed one may die with it
+        try:
+            main(flags)
+        finally:
+            os._exit(0)
+    with suppress(ProcessLookupError):
+        os.setpgid(child, child)  # here too, as either may be first
+    while not moment(work):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.002)
+    time.sleep(delay)
+    os.killpg(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("instant", [0.3, 0.7, 0.95, *LONG])
-def test_a_killed_preparation_leaves_nothing_half_and_goes_on(
-    instant: float, fault: Record, whole: Whole, tmp_path: Path
+def finished(work: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of the files of finished chunks."""
+    done = [path.with_suffix(end) for path in work.glob("parts/*.json") for end in (".json", ".arrow")]
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in done}
+
+
+def has_finished(count: int) -> Callable[[Path], bool]:
+    return lambda work: len(finished(work)) >= count
+
+
+# Each: when a run is killed, and again the run that resumes. Chunks are two files each, eight in all.
+MOMENTS: dict[str, list[Callable[[Path], bool]]] = {
+    "while chunks are made": [
+        lambda work: work.exists(),
+        *map(has_finished, (2, 4, 8, 12)),
+    ],
+    "while the result is written": [
+        lambda work: (work / "result").exists(),
+        lambda work: (work / "result" / "dataset_dict.json").exists(),
+        lambda work: (work / "result" / "report.json").exists(),
+    ],
+}
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+def test_a_killed_run_resumes_and_gives_the_same_result(
+    when: str, fault: Record, whole: Whole, tmp_path: Path
 ) -> None:
-    injected = fault("containers", f"prepare_data killed after {instant:.0%} of its time")
     output, work = tmp_path / "killed", tmp_path / "killed.partial"
-    run_until(flags_of(whole.zoo, output), work, lambda _: True, instant * whole.seconds)
-    acknowledged = output.exists()
-    if not acknowledged:
-        main(flags_of(whole.zoo, output))
+    flags = flags_of(whole.zoo, output)
+    rng, before = random.Random(0), dict[str, tuple[int, int]]()
+    for moment in MOMENTS[when]:
+        fault("containers", f"prepare_data killed {when}")
+        assert run_until(flags, work, moment, rng.uniform(0, 0.01))
+        assert not output.exists()
+        after = finished(work)
+        assert {name: after.get(name) for name in before} == before
+        before = after
+    assert before
+    main(flags)
+    again = report_of(output)
+    assert {name: again[name] for name in ("fingerprint", "splits", "sources")} == whole.findings
+    assert not work.exists()
     main(["--verify", str(output)])
-    assert report_of(output)["fingerprint"] == whole.fingerprint
-    assert not list(output.rglob("*.tmp"))
-    injected.bytes_lost = 0 if acknowledged else None
 
 
 @pytest.mark.parametrize(
@@ -206,7 +201,7 @@ def test_two_at_once_end_in_one_whole_data_set(delay: float, fault: Record, whol
     assert 0 in codes
     assert set(codes) <= {0, 3}
     main(["--verify", str(output)])
-    assert report_of(output)["fingerprint"] == whole.fingerprint
+    assert report_of(output)["fingerprint"] == whole.findings["fingerprint"]
 
 
 def in_a_fork(work: Callable[[], object]) -> int:
@@ -243,12 +238,30 @@ def result(small: Path, tmp_path: Path) -> Path:
     return shutil.copytree(small, tmp_path / "out")
 
 
+def flip(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes, dict[str, Any]], bytes | None]] = {
+    "a bit in an image": lambda shard, row: flip(shard, shard.index(row["image"]["bytes"]) + 300),
+    "a bit in a caption": lambda shard, row: flip(shard, shard.index(row["captions"][0].encode())),
+    "a bit in a content id": lambda shard, row: flip(shard, shard.index(row["content_id"].encode())),
+    "a shard cut in half": lambda shard, row: shard[: len(shard) // 2],
+    "an empty shard": lambda shard, row: b"",
+    "a lost shard": lambda shard, row: None,
+    "zeros at the end": lambda shard, row: shard[: len(shard) // 2] + bytes(len(shard) - len(shard) // 2),
+}
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_to_a_prepared_data_set_is_named(kind: str, fault: Record, result: Path) -> None:
     injected = fault("containers", f"a prepared data set: {kind}")
     [shard] = (result / "train").glob("*.arrow")
     row = load_from_disk(str(result))["train"][3]
-    shard.write_bytes(DAMAGE[kind](shard.read_bytes(), row))
+    damaged = DAMAGE[kind](shard.read_bytes(), row)
+    shard.unlink()
+    if damaged is not None:
+        shard.write_bytes(damaged)
     start = time.perf_counter()
     with pytest.raises(ValueError, match=r"^[^\n]*Prepare it anew[^\n]*$") as caught:
         main(["--verify", str(result)])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mm_utils import ranks
-from mm_utils.checkpoints import newest_checkpoint, step_of
+from mm_utils import distributed
+from mm_utils.checkpointing.files import newest_checkpoint, step_of
 from tests.faults.conftest import Record
 from tests.faults.tiny_run import STEPS, TinyRun, alone, digest, losses, train
-from tests.test_ranks import run_on_ranks
+from tests.test_distributed import run_on_ranks
 
 
 class Signalled:
@@ -25,7 +25,7 @@ class Signalled:
         self.place, self.step, self.number, self.times, self.pause, self.only = place, step, number, times, pause, only
 
     def __call__(self, place: str, step: int) -> None:
-        if (place, step) == (self.place, self.step) and self.only in (None, ranks.rank()):
+        if (place, step) == (self.place, self.step) and self.only in (None, distributed.rank()):
             for _ in range(self.times):
                 os.kill(os.getpid(), self.number)
                 time.sleep(self.pause)

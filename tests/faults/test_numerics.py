@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mm_utils.checkpoints import newest_checkpoint, step_of
-from mm_utils.stepping import NONFINITE_FILE
-from mm_utils.trainer import Trainer
+from mm_utils.checkpointing.files import newest_checkpoint, step_of
+from mm_utils.training.arguments import NONFINITE_FILE
+from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import SAVE_STEPS, Action, Fault, Raise, start
 from tests.faults.test_processes import exact_run, slow

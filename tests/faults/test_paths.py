@@ -7,59 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 
-from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.tokens import tokenize_splits
+from mm_utils.data.loading.tokens import tokenize_splits
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
 from scripts.prepare_data import main
 from tests.data.numbered_rows import loaders, new_tokenizer
-from tests.data.prepare.fault_corpus import Corpus
 from tests.data.prepare.fault_images import draw, png
-from tests.data.prepare.fault_rows import LOCKED, PATHS, Row, line
+from tests.data.prepare.fault_rows import line
 from tests.faults.conftest import Record
-from tests.faults.outcomes import check_kept, check_set_aside, train_on
-
-BAD = [row for row in [*PATHS, LOCKED] if row.reasons]
-AT_LOADING = [row for row in BAD if row.reasons != "too_many_bytes"]  # a file's size is looked at when it is read
-
-
-def skip_if_root(row: Row) -> None:
-    if row is LOCKED and os.geteuid() == 0:
-        pytest.skip("root reads all files")
-
-
-@pytest.mark.parametrize("row", BAD, ids=lambda row: row.kind)
-def test_a_path_that_must_not_be_followed_is_set_aside(row: Row, fault: Record, zoo: Corpus, prepared: Path) -> None:
-    skip_if_root(row)
-    fault("paths", f"prepared: {row.kind}")
-    check_set_aside(zoo, prepared, "paths", row.kind)
-
-
-@pytest.mark.parametrize("row", [row for row in PATHS if not row.reasons], ids=lambda row: row.kind)
-def test_an_odd_path_that_stays_inside_is_followed(row: Row, fault: Record, zoo: Corpus, prepared: Path) -> None:
-    fault("paths", f"prepared: {row.kind}")
-    check_kept(zoo, prepared, "paths", row.kind)
-
-
-@pytest.mark.parametrize("row", AT_LOADING, ids=lambda row: row.kind)
-def test_training_skips_such_a_row_and_says_which(row: Row, fault: Record, zoo: Corpus) -> None:
-    skip_if_root(row)
-    fault("paths", f"trained on: {row.kind}")
-    number, images, said = train_on(zoo, "paths", "data/pairs.jsonl", row.kind)
-    assert images == 3
-    assert f"line {number}" in said
-
-
-def test_names_that_are_no_unicode_are_read(fault: Record, zoo: Corpus, prepared: Path) -> None:
-    fault("paths", "prepared: a file named in Latin-1")
-    check_kept(zoo, prepared, "caption_files", "names that are no UTF-8")
-
-
-def test_nothing_of_what_lies_outside_came_in(fault: Record, zoo: Corpus, prepared: Path) -> None:
-    fault("paths", "a picture outside of the data, to which rows lead by six ways")
-    secret = (zoo.folder / "outside" / "secret.png").read_bytes()
-    rows = [row for split in load_from_disk(str(prepared)).values() for row in split]
-    assert all(row["image"]["bytes"] != secret for row in rows)
 
 
 @pytest.mark.parametrize(("written", "stored"), [("Caf\u00e9.png", "Cafe\u0301.png"), ("photo.PNG", "photo.png")])

@@ -19,11 +19,15 @@ import torch
 from transformers import BertConfig, BertModel
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.order import BatchSizes
-from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.stream.stream import StreamingArguments, open_stream
-from mm_utils.data.tokens import encode_captions
-from mm_utils.models import ModelArguments, build_model, load_model, load_processor, load_processor_of
+from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.loading.tokens import encode_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.detect import read_source
+from mm_utils.data.sources.source import DataArguments, PathArguments, Source
+from mm_utils.data.streaming.stream import StreamingArguments, open_stream
+from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.processor import load_processor, load_processor_of
+from mm_utils.text import redact
 from scripts.prepare_data import main
 from scripts.pretrain import main as pretrain
 from tests.data.numbered_rows import new_tokenizer
@@ -211,6 +215,26 @@ def test_damaged_weights_are_named(damage: Callable[[bytes], bytes], fault: Reco
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"dtype": "__import__"},
+        {"hidden_act": "nonesuch"},
+        {"quantization_config": 5},
+        {"hidden_size": "wide"},
+        {"num_hidden_layers": None},
+    ],
+    ids=str,
+)
+def test_odd_values_in_a_model_configuration_are_one_line(odd: dict[str, Any], fault: Record, tmp_path: Path) -> None:
+    fault("security", f"config.json with {odd}")
+    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **odd}))
+    with pytest.raises(ValueError, match=rf"^[^\n]*{tmp_path}[^\n]*$"):
+        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
+
+
 # -- data ---------------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +255,7 @@ def prepare(source: object, folder: Path, *flags: str) -> None:
 def test_no_pickle_in_a_shard_is_read(fault: Record, canary: Canary, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "0.tar", "w") as archive:
         for number, suffix in enumerate(
-            ("pkl", "pickle", "pyd", "pth", "pt", "joblib", "npy", "npz", "txt", "txt", "txt")
+            ("txt", "pkl", "pickle", "pyd", "pth", "pt", "joblib", "npy", "npz", "txt", "txt")
         ):
             fault("security", f"tar: a hostile .{suffix}")
             add_member(archive, f"{number}.png", png(draw(number)))
@@ -247,12 +271,18 @@ def test_no_pickle_in_a_shard_is_read(fault: Record, canary: Canary, tmp_path: P
     assert [each["reason"] for each in faults] == ["unsafe_member"] * 6
     stream = open_stream(
         DataArguments(train_file=str(tmp_path / "0.tar")),
-        StreamingArguments(streaming=True, stream_lanes=1, shuffle_block_size=2),
+        StreamingArguments(streaming=True, stream_interleave=1, shuffle_block_size=2),
         BatchSizes((0,), (2,)),
         seed=0,
     )
-    assert len(stream.validation) + stream.num_rows >= 5
-    assert [*stream.captions()]
+    read = [*stream.validation, *stream.rows(20)]
+    assert sorted(row["captions"] for row in read) == [
+        ["picture 0"],
+        ["picture 10"],
+        ["picture 7"],
+        ["picture 8"],
+        ["picture 9"],
+    ]
 
 
 def hostile_array(folder: Path, canary: Canary) -> bytes:
@@ -442,3 +472,77 @@ def test_no_pickle_in_a_run_is_read_when_it_goes_on(
     pretrain([*flags, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
     load_model(str(output))
     assert os.listdir(output)
+
+
+# -- time ---------------------------------------------------------------------------------------------------------------
+
+
+def repeated_key(size: int) -> tuple[str, bytes]:
+    """an object with many keys, the last one twice"""
+    keys = "".join(f'"{at:07d}":0,' for at in range(size))
+    return "p.jsonl", f'{{{keys}"{size - 1:07d}":1}}\n'.encode()
+
+
+def many_columns(size: int) -> tuple[str, bytes]:
+    """a table of many columns, the last one twice"""
+    return "p.csv", (",".join(f"{at:07d}" for at in range(size)) + f",{size - 1:07d}\n").encode()
+
+
+def long_name(size: int) -> tuple[str, bytes]:
+    """a column with a long name like a secret's"""
+    return "p.jsonl", json.dumps({"image": "a.png", "token-" * size: "x"}).encode()
+
+
+def open_quotes(size: int) -> tuple[str, bytes]:
+    """quotes that are not closed"""
+    return "p.csv", b"image,caption\n" + b'"a,b\nc,d\n' * (size // 6)
+
+
+def many_captions(size: int) -> tuple[str, bytes]:
+    """one image with many captions"""
+    return "p.jsonl", json.dumps({"image": "0.png", "caption": [f"word {at}" for at in range(size)]}).encode()
+
+
+def coco(size: int) -> tuple[str, bytes]:
+    """annotations of images that are not there"""
+    rows = [{"image_id": at, "caption": "x"} for at in range(size)]
+    return "p.json", json.dumps({"images": [], "annotations": rows}).encode()
+
+
+def flickr(size: int) -> tuple[str, bytes]:
+    """a line of signs that divide"""
+    return "p.token", b"a.png#0\tx\n" + b"#1" * size + b"\n" + b"|" * size
+
+
+def tar_header(size: int) -> tuple[str, bytes]:
+    """an extended header of digits"""
+    head = tarfile.TarInfo("x")
+    head.type, head.size = tarfile.XHDTYPE, size
+    content = head.tobuf(tarfile.USTAR_FORMAT) + b"1" * size + bytes(-size % 512)
+    return "p.tar", content + tarfile.TarInfo("a.txt").tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [repeated_key, many_columns, long_name, open_quotes, many_captions, coco, flickr, tar_header],
+    ids=lambda make: make.__name__,
+)
+def test_eight_times_the_data_take_about_eight_times_the_time(
+    make: Callable[[int], tuple[str, bytes]], fault: Record, tmp_path: Path
+) -> None:
+    """Quadratic work takes sixty-four times as long; on a busy machine, linear work may take twenty."""
+    fault("security", f"time: {make.__doc__}")
+    (tmp_path / "0.png").write_bytes(png(draw(0)))
+
+    def seconds(size: int) -> float:
+        name, content = make(size)
+        (tmp_path / name).write_bytes(content)
+        began = time.process_time()
+        try:
+            *_, last = read_source(Source(str(tmp_path / name)), PathArguments())
+            redact(str(last))
+        except ValueError as error:
+            redact(str(error))
+        return time.process_time() - began
+
+    assert seconds(160_000) < 24 * max(0.1, seconds(20_000))

@@ -9,23 +9,27 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from mm_utils import ranks
-from mm_utils.callbacks import TemperatureClamp
-from mm_utils.checkpoints import find_checkpoint, step_of
-from mm_utils.interruption import Interrupted
+from mm_utils import distributed
+from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.objectives import JointObjective
-from mm_utils.optim import OptimizerArguments, build_optimizer
-from mm_utils.run import make_accelerator
-from mm_utils.trainer import Trainer
-from mm_utils.training_arguments import TrainingArguments
-from tests.test_objectives import tiny_objective
-from tests.test_ranks import PRELOADED
+from mm_utils.reliability.signals import Interrupted
+from mm_utils.reliability.skipped_samples import SkippedSamples
+from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
+from mm_utils.run.start import make_accelerator
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.callbacks import TemperatureClamp
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.throughput import Throughput
+from mm_utils.training.trainer import Trainer
+from tests.objectives.test_joint import tiny_objective
+from tests.test_distributed import PRELOADED
 
 ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10; with 18 rows, with steps 3, 6 and 9
 Strike = Callable[[str, int], None]
@@ -70,7 +74,7 @@ class Batches:
         for step in range(self.start, self.stop):
             self.run.strike("batch", step + 1)
             rows = [self.row(step * self.size + place) for place in range(self.size)]
-            mine = ranks.share(self.size, ranks.rank(), ranks.world_size())
+            mine = distributed.share(self.size, distributed.rank(), distributed.world_size())
             self.seen.append([rows[place] for place in mine])
             batch = batch_of(self.seen[-1])
             yield batch | {"pixel_values": batch["pixel_values"].double()} if self.run.exact else batch
@@ -121,8 +125,8 @@ class _Places(TrainerCallback):
 def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
     """The trainer of a run; `seen` will hold the rows of every step that it takes."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    if ranks.world_size() > 1:
-        rank, world = str(ranks.rank()), str(ranks.world_size())
+    if distributed.world_size() > 1:
+        rank, world = str(distributed.rank()), str(distributed.world_size())
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     accelerator = make_accelerator()
@@ -146,19 +150,29 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
             module.p = run.dropout
     learning = OptimizerArguments(learning_rate=1e-2, adam_epsilon=1e-3)
     optimizer = build_optimizer(objective.model, learning, pretrained=False, device=accelerator.device)
+    data: Any = SimpleNamespace(
+        train_batches=lambda start, stop: Batches(run, start, stop, seen, args.global_batch_size),
+        eval_loader=Batches(run, 0, 2, []),
+        num_rows=run.rows,
+        max_seq_length=8,
+        identity=run.identity,
+        processor=Processor(),
+    )
+    watching = [
+        HangDetection(args.ddp_timeout),
+        Throughput(accelerator.device),
+        StragglerDetection(),
+        SkippedSamples(),
+    ]
     trainer = Trainer(
         args,
         learning,
         accelerator,
         objective,
         optimizer,
-        Processor(),  # type: ignore[arg-type]
-        lambda start, stop: Batches(run, start, stop, seen, args.global_batch_size),  # type: ignore[arg-type,return-value]
-        run.rows,
-        eval_loader=Batches(run, 0, 2, []),  # type: ignore[arg-type]
+        data,
         evaluate=lambda model, loader, _: _score(run, trainer, model, loader),
-        callbacks=[TemperatureClamp(100.0), _Places(run.strike), EarlyStoppingCallback(100)],
-        identity=run.identity,
+        callbacks=[*watching, TemperatureClamp(100.0), _Places(run.strike), EarlyStoppingCallback(100)],
     )
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))
     return trainer
@@ -213,11 +227,11 @@ def digest(folder: Path) -> str:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Of the steps in the log; a step that is there twice is an error."""
-    found: dict[int, float] = {}
+    """Of the steps in the log; a step or an evaluation that is there twice is an error."""
+    found: dict[bool, dict[int, float]] = {True: {}, False: {}}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if "loss" in row:
-            assert row["step"] not in found, f"step {row['step']} is in the log twice"
-            found[row["step"]] = row["loss"]
-    return found
+        rows = found["loss" in row]
+        assert row["step"] not in rows, f"step {row['step']} is in the log twice"
+        rows[row["step"]] = row.get("loss", 0.0)
+    return found[True]

@@ -1,9 +1,8 @@
-"""Models and processors from presets, from pretrained backbones and from earlier runs."""
+"""Models and processors from presets, pretrained backbones and saved models."""
 
 import copy
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -19,37 +18,22 @@ from transformers import (
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
-    Dinov2Config,
     PreTrainedTokenizerFast,
     SiglipConfig,
     SiglipModel,
     VisionTextDualEncoderModel,
     VisionTextDualEncoderProcessor,
-    ViTConfig,
     ViTImageProcessor,
 )
 
-from mm_utils import models, wordpiece
-from mm_utils.data.augment import center_square
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.models import (
-    TEXT_PRESETS,
-    VISION_PRESETS,
-    ModelArguments,
-    build_model,
-    freeze_unreached,
-    image_geometry,
-    load_model,
-    load_processor,
-    load_processor_of,
-)
-from mm_utils.wordpiece import SPECIAL_TOKENS, train_tokenizer
+from mm_utils.data.loading.augment import center_square
+from mm_utils.data.loading.loaders import image_geometry
+from mm_utils.model import processor as processors
+from mm_utils.model.build import TEXT_PRESETS, VISION_PRESETS, ModelArguments, build_model, load_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
+from tests.model.test_processor import CAPTIONS
 
-CAPTIONS = [
-    f"{text} number {number}"
-    for number in range(20)
-    for text in ("A red circle left of a blue square,", "Ein größerer grüner Kreis über der Brücke:")
-]
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 VIT = {"model_type": "vit", **TOWER, "image_size": 32, "patch_size": 8}
 MEAN, STD = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
@@ -66,9 +50,8 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("pretrained")
     torch.manual_seed(0)
     AutoModel.from_config(AutoConfig.for_model(**VIT)).save_pretrained(root / "vision")
-    ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD).save_pretrained(
-        root / "vision"
-    )
+    processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD)
+    processor.save_pretrained(root / "vision")
     bert = BertConfig(**TOWER, vocab_size=len(tokenizer))
     AutoModel.from_config(bert).half().save_pretrained(root / "text")
     tokenizer.save_pretrained(root / "text")
@@ -82,19 +65,13 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     tokenizer.save_pretrained(root / "clip")
     towers = (AutoModel.from_pretrained(root / name, dtype="float32") for name in ("vision", "text"))
     FusionDualEncoderModel.from_backbones(*towers).to_dual_encoder().save_pretrained(root / "stock")
-    processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD)
     VisionTextDualEncoderProcessor(processor, tokenizer).save_pretrained(root / "stock")
     return {folder.name: str(folder) for folder in root.iterdir()}
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
+def _cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache"
-
-
-def trained(model: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -106,7 +83,8 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
 # Presets and backbones
 
 
-def test_tiny_preset_is_the_default_and_takes_a_training_step(cache):
+@pytest.mark.usefixtures("_cache")
+def test_tiny_preset_is_the_default_and_takes_a_training_step():
     args = ModelArguments()
     processor = load_processor(args, CAPTIONS)
     model = build_model(args, processor.tokenizer).train()
@@ -161,12 +139,12 @@ def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders
     assert processor.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folders["text"]).get_vocab()
 
 
-def test_image_size_wins_over_the_backbones(folders, tokenizer):
+def test_image_size_overrides_the_backbones(folders, tokenizer):
     args = ModelArguments(vision_model_name_or_path=folders["vision"], image_size=48)
-    assert image_geometry(VisionTextDualEncoderProcessor(models._image_processor(args), tokenizer))[0] == 48
+    assert image_geometry(VisionTextDualEncoderProcessor(processors._image_processor(args), tokenizer))[0] == 48
 
 
-def test_two_tower_checkpoint_gives_the_tower_asked_for(folders):
+def test_one_tower_of_a_two_tower_checkpoint_is_loaded(folders):
     whole = CLIPModel.from_pretrained(folders["clip"])
     args = ModelArguments(vision_model_name_or_path=folders["clip"], text_model_name_or_path=folders["clip"])
     processor = load_processor(args, [])
@@ -180,7 +158,7 @@ def test_two_tower_checkpoint_gives_the_tower_asked_for(folders):
     assert image_geometry(processor)[0] == 32
 
 
-def test_siglip_gives_its_image_tower_alone(tokenizer, tmp_path):
+def test_only_siglips_image_tower_is_loaded(tokenizer, tmp_path):
     """Its text tower is no AutoModel and pools the last position, padding included."""
     tower = {**TOWER, "vocab_size": 100, "projection_size": 32}
     config = SiglipConfig(text_config=tower, vision_config={**TOWER, "image_size": 32, "patch_size": 8})
@@ -191,8 +169,8 @@ def test_siglip_gives_its_image_tower_alone(tokenizer, tmp_path):
         build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), tokenizer)
 
 
-def test_checkpoint_without_weights_for_the_backbone_is_refused(folders, tokenizer):
-    """transformers would go on with random weights and a warning."""
+def test_a_checkpoint_without_weights_of_the_backbone_is_refused(folders, tokenizer):
+    """transformers would only warn and use random weights."""
     with pytest.raises(ValueError, match=r"--vision_model_name_or_path is .*; it holds no weights of a vit"):
         build_model(ModelArguments(vision_model_name_or_path=folders["stock"]), tokenizer)
 
@@ -203,55 +181,14 @@ def test_freezing_and_checkpointing_flags(frozen, tokenizer, tmp_path):
     path.write_text(json.dumps(VIT))
     args = ModelArguments(vision_config=str(path), gradient_checkpointing=True, **{f"freeze_{frozen}": True})
     model = build_model(args, tokenizer)
-    assert not any(name.startswith(f"{frozen}_model.") for name in trained(model))
-    other = {"vision": "text_model.", "text": "vision_model."}[frozen]
-    assert any(name.startswith(other) for name in trained(model))
-    assert model.text_model.is_gradient_checkpointing
-    assert model.vision_model.is_gradient_checkpointing
+    for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
+        assert any(parameter.requires_grad for parameter in tower.parameters()) == (name != frozen)
+        assert tower.is_gradient_checkpointing
 
 
-# Unreached parameters
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_freeze_unreached_freezes_exactly_what_gets_no_gradient(training):
-    torch.manual_seed(0)
-    vision = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
-    text = BertConfig(**TOWER, vocab_size=100)
-    model = FusionDualEncoderModel.from_backbones(AutoModel.from_config(vision), AutoModel.from_config(text))
-    model.train(training)
-    before = trained(model)
-    number = freeze_unreached(model)
-    unreached = before - trained(model)
-    assert unreached == {
-        "vision_model.embeddings.mask_token",
-        "text_model.pooler.dense.weight",
-        "text_model.pooler.dense.bias",
-    }
-    assert number == sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    assert model.training == training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    ids = torch.randint(0, 100, (3, 6))
-    output = model.train()(input_ids=ids, pixel_values=torch.randn(3, 3, 32, 32), return_loss=True)
-    (output.loss + output.match_logits.sum()).backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
-    assert freeze_unreached(model) == 0
-
-
-def test_freeze_unreached_without_a_head_and_with_frozen_towers():
-    model = FusionDualEncoderModel.from_backbones(
-        AutoModel.from_config(ViTConfig(**{**VIT, "image_size": [32, 48]})),
-        AutoModel.from_config(BertConfig(**TOWER, vocab_size=100)),
-        fusion_layers=0,
-        vision_pooling="cls",
-    )
-    model.freeze("text")
-    freeze_unreached(model)
-    names = trained(model)
-    assert {"logit_scale", "visual_projection.weight", "text_projection.weight"} <= names
-    assert not any("pooler" in name or name.startswith("text_model") for name in names)
-    model.requires_grad_(False)
-    assert freeze_unreached(model) == 0
+def test_patch_dropout_needs_patches(tokenizer):
+    with pytest.raises(ValueError, match=r"--patch_dropout is 0\.5; a convnext has no row of patch tokens"):
+        build_model(ModelArguments(patch_dropout=0.5), tokenizer)
 
 
 # Images
@@ -263,7 +200,7 @@ SIZES = [(64, 64), (65, 64), (100, 75), (75, 100), (640, 480), (333, 500), (31, 
 def test_saved_processor_does_what_center_square_does(tokenizer):
     generator = np.random.default_rng(0)
     args = ModelArguments(image_size=64)
-    processor = VisionTextDualEncoderProcessor(models._image_processor(args), tokenizer)
+    processor = VisionTextDualEncoderProcessor(processors._image_processor(args), tokenizer)
     side, mean, std = image_geometry(processor)
     mean, std = (torch.tensor(value)[:, None, None] for value in (mean, std))
     differences = {}
@@ -276,7 +213,7 @@ def test_saved_processor_does_what_center_square_does(tokenizer):
     assert max(differences.values()) <= 2.01, differences
 
 
-def test_foreign_processors_become_center_squares(folders):
+def test_other_processors_become_center_squares(folders):
     """A stock model's own processor may stretch images; training and evaluation do not."""
     for processor in (
         load_processor_of(folders["stock"]),
@@ -295,100 +232,19 @@ def test_foreign_processors_become_center_squares(folders):
 # The tokenizer
 
 
-@pytest.mark.parametrize("vocab_size", [30, 90, 1000])
-def test_tokenizer_is_deterministic(vocab_size):
-    """Its trainer numbers letters in the order of a hash map that differs each time, and breaks ties by number."""
-    captions = [
-        *CAPTIONS,
-        "Ça, c'est 一只红色的猫!",
-        "Синий круг-над «квадратом» №7",
-        "नीला घेरा",
-        "e\u0301te\u0301 \U0001f600x",
-    ]
-    assert len({train_tokenizer(iter(captions), vocab_size).backend_tokenizer.to_str() for _ in range(5)}) == 1
-    tokenizer = train_tokenizer(captions, vocab_size)
-    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
-    assert set(tokenizer.get_added_vocab()) == set(SPECIAL_TOKENS.values())
-    assert tokenizer.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS.values())
-
-
-def test_tokenizer_keeps_to_its_size():
-    assert len(train_tokenizer(CAPTIONS, 90)) == 90
-
-
-def test_new_letters_never_exceed_the_alphabet(monkeypatch):
-    monkeypatch.setattr(wordpiece, "ALPHABET", 10)
-    letters = {token.removeprefix("##") for token in train_tokenizer(CAPTIONS, 30).get_vocab()} - {
-        *SPECIAL_TOKENS.values()
-    }
-    assert len({letter for letter in letters if len(letter) == 1}) == 10
-
-
-def test_tokenizer_is_trained_once_per_captions_and_size(cache, monkeypatch):
-    sizes = []
-
-    def count(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-        sizes.append(vocab_size)
-        return train_tokenizer(captions, vocab_size)
-
-    monkeypatch.setattr(wordpiece, "train_tokenizer", count)
-    args = ModelArguments(vocab_size=150)
-    first, second = (load_processor(args, iter(CAPTIONS)).tokenizer for _ in range(2))
-    assert sizes == [150]
-    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
-    load_processor(args, CAPTIONS[1:])
-    load_processor(ModelArguments(vocab_size=120), CAPTIONS)
-    assert sizes == [150, 150, 120]
-    assert len(list(cache.rglob("tokenizer.json"))) == 3
-    assert len(list((cache / "tandem_tokenizers").iterdir())) == 3
-
-
-def test_tokenizer_survives_another_process_that_was_faster(cache, monkeypatch):
-    def overtaken(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-        monkeypatch.setattr(wordpiece, "train_tokenizer", train_tokenizer)
-        wordpiece.cached_tokenizer(captions, vocab_size)
-        return train_tokenizer(captions, vocab_size)
-
-    monkeypatch.setattr(wordpiece, "train_tokenizer", overtaken)
-    assert wordpiece.cached_tokenizer(CAPTIONS, 100).get_vocab() == train_tokenizer(CAPTIONS, 100).get_vocab()
-    assert len(list((cache / "tandem_tokenizers").iterdir())) == 1
-
-
-def test_tokenizer_handles_two_languages(tokenizer):
-    for caption in CAPTIONS[:2]:
-        ids = tokenizer(caption)["input_ids"]
-        assert ids[0] == tokenizer.cls_token_id
-        assert ids[-1] == tokenizer.sep_token_id
-        assert tokenizer.unk_token_id not in ids
-    decoded = tokenizer.decode(tokenizer(CAPTIONS[1])["input_ids"], skip_special_tokens=True)
-    assert "ein größerer grüner kreis über der brücke" in decoded
-    assert tokenizer("Kreis")["input_ids"] == tokenizer("kreis")["input_ids"]
-    assert tokenizer("über")["input_ids"] != tokenizer("uber")["input_ids"]
-
-
-def test_every_name_of_a_special_token_in_a_caption_stays_text(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    hostile = "a " + " ".join(SPECIAL_TOKENS.values()) + " circle"
-    for other in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        assert set(other.all_special_tokens) == set(SPECIAL_TOKENS.values())
-        ids = other(hostile, split_special_tokens=True)["input_ids"]
-        inside = set(ids[1:-1]) - {other.unk_token_id}  # a letter that no caption had
-        assert not inside & set(other.all_special_ids)
-        assert (ids[0], ids[-1]) == (other.cls_token_id, other.sep_token_id)
-
-
 def test_tokenizer_without_padding_pads_with_its_end(tokenizer, tmp_path):
     bare = copy.deepcopy(tokenizer)
     bare.pad_token = None
     bare.eos_token = "[SEP]"
     bare.save_pretrained(tmp_path)
-    assert models._tokenizer(ModelArguments(tokenizer_name_or_path=str(tmp_path)), []).pad_token == "[SEP]"
+    assert processors._tokenizer(ModelArguments(tokenizer_name_or_path=str(tmp_path)), []).pad_token == "[SEP]"
 
 
 # Whole models
 
 
-def test_model_and_processor_share_a_folder(cache, tmp_path):
+@pytest.mark.usefixtures("_cache")
+def test_model_and_processor_share_a_folder(tmp_path):
     args = ModelArguments(image_size=32)
     processor = load_processor(args, CAPTIONS)
     model = build_model(args, processor.tokenizer).eval()
@@ -415,14 +271,14 @@ def test_model_and_processor_share_a_folder(cache, tmp_path):
             torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-5)
 
 
-def test_training_goes_on_in_float32_from_a_bfloat16_model(folders, tokenizer, tmp_path):
+def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
     load_model(folders["stock"]).bfloat16().save_pretrained(tmp_path)
     assert load_model(str(tmp_path)).dtype == torch.bfloat16
     model = build_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_stock_dual_encoder_is_a_start(folders, tokenizer):
+def test_training_starts_from_a_stock_dual_encoder(folders, tokenizer):
     stock = VisionTextDualEncoderModel.from_pretrained(folders["stock"]).eval()
     model = build_model(ModelArguments(model_name_or_path=folders["stock"]), tokenizer).eval()
     inputs = tokenizer(CAPTIONS[:2], padding=True, return_tensors="pt")
@@ -438,7 +294,7 @@ def test_stock_dual_encoder_is_a_start(folders, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["empty", "missing", "broken", "backbone"])
-def test_folder_without_a_model_is_named(kind, folders, tmp_path):
+def test_a_folder_without_a_model_is_named(kind, folders, tmp_path):
     folder = {"missing": str(tmp_path / "nowhere"), "backbone": folders["text"]}.get(kind, str(tmp_path))
     if kind == "broken":
         (tmp_path / "config.json").write_text("{")
@@ -455,6 +311,12 @@ def test_folder_without_a_model_is_named(kind, folders, tmp_path):
         ({"text_pooling": ""}, "--text_pooling is ''; choose one of"),
         ({"vision_config": "huge"}, "--vision_config is 'huge'; give tiny, small, base or the path of a config.json."),
         ({"text_config": "no/such.json"}, "--text_config is 'no/such.json'; give tiny, small, base or"),
+        (
+            {"fusion_direction": "image_to_text"},
+            "--fusion_direction is 'image_to_text'; choose one of text_to_image, both",
+        ),
+        ({"fusion_text_taps": "last"}, "--fusion_text_taps is 'last'; give indices of the backbone's hidden states"),
+        ({"patch_dropout": 1}, "--patch_dropout is 1; give a share"),
     ],
 )
 def test_arguments_are_checked(flags, message):
@@ -462,75 +324,19 @@ def test_arguments_are_checked(flags, message):
         ModelArguments(**flags)
 
 
-# -- patch dropout and compilation --------------------------------------------------------------------------------------
-
-
-def tokens_seen(model: FusionDualEncoderModel) -> list[torch.Tensor]:
-    """What the first layer of the vision tower is given, from now on."""
-    seen: list[torch.Tensor] = []
-    layers = getattr(model.vision_model, "encoder", model.vision_model)
-    first = next(iter(getattr(layers, "layer", None) or layers.layers))
-    first.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
-    return seen
-
-
-@pytest.mark.parametrize(
-    "backbone",
-    [
-        {"model_type": "vit", "image_size": 32, "patch_size": 8},
-        {"model_type": "dinov2", "image_size": 32, "patch_size": 8},
-        {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
-        {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
-    ],
-    ids=lambda backbone: backbone["model_type"],
-)
-def test_patch_dropout_drops_patches_in_training_alone(backbone, tokenizer, tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({**backbone, **TOWER}))
-    model = build_model(ModelArguments(vision_config=str(config), patch_dropout=0.75, fusion_layers=1), tokenizer)
-    seen, images = tokens_seen(model), torch.randn(3, 3, 32, 32)
-    whole = model.eval().vision_model.embeddings(images)
-    special = whole.shape[1] - 16
-    model.train().encode_image(images)
-    model.train().encode_image(images)
-    model.eval().encode_image(images)
-    first, second, evaluated = seen
-    assert evaluated.shape[1] == whole.shape[1]
-    assert first.shape == (3, special + 4, 32)
-    if backbone["model_type"] not in ("clip_vision_model", "dinov2"):  # a norm follows, or dropout of its own
-        torch.testing.assert_close(first[:, :special], whole[:, :special])
-        places = (first[:, special:, None] - whole[:, None, special:]).abs().sum(-1).argmin(-1)
-        torch.testing.assert_close(
-            first[:, special:], whole[:, special:].gather(1, places[..., None].expand(-1, -1, 32))
-        )
-        assert all(len(set(row)) == 4 for row in places.tolist())
-    assert not torch.equal(first, second)
-
-
-def test_patch_dropout_needs_patches(tokenizer):
-    with pytest.raises(ValueError, match=r"--patch_dropout is 0\.5; a convnext has no row of patch tokens"):
-        build_model(ModelArguments(patch_dropout=0.5), tokenizer)
-    with pytest.raises(ValueError, match=r"--patch_dropout is 1; give a share"):
-        ModelArguments(patch_dropout=1)
-
-
 @pytest.mark.slow
-def test_compiled_towers_compute_the_same_without_compiling_every_length_anew(tokenizer, tmp_path):
+def test_compiled_towers_compute_the_same_without_a_graph_per_length(tokenizer, tmp_path):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    args = {
-        "vision_config": str(tmp_path / "vision.json"),
-        "text_config": str(tmp_path / "text.json"),
-        "fusion_layers": 0,
-    }
-    (tmp_path / "vision.json").write_text(
-        json.dumps({"model_type": "vit", "image_size": 16, "patch_size": 8, **TOWER})
-    )
+    args = {"vision_config": str(tmp_path / "vit.json"), "text_config": str(tmp_path / "bert.json")}
+    (tmp_path / "vit.json").write_text(json.dumps({**VIT, "image_size": 16}))
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (tmp_path / "text.json").write_text(json.dumps({"model_type": "bert", **TOWER, **dropout}))
+    (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", **TOWER, **dropout}))
     torch.manual_seed(0)
-    plain = build_model(ModelArguments(**args), tokenizer).train()
-    compiled = build_model(ModelArguments(**args, torch_compile=True), tokenizer).train()
+    plain, compiled = (
+        build_model(ModelArguments(**args, fusion_layers=0, torch_compile=compiles), tokenizer).train()
+        for compiles in (False, True)
+    )
     compiled.load_state_dict(plain.state_dict())
     graphs = []
     for rows, length in ((4, 9), (4, 17), (3, 12), (4, 33), (4, 21), (3, 40)):

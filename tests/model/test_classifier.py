@@ -1,4 +1,4 @@
-"""The classifier on a trained model, and its loss: the same on any number of processes and in any number of parts."""
+"""The classifier on a trained model, and its loss for any micro-batch and number of processes."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from mm_utils import ranks
-from mm_utils.adapters import LoraArguments
-from mm_utils.classification import ClassificationObjective, ClassifierArguments, build_classifier, weigh_classes
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
-from tests.test_grad_cache import step
-from tests.test_ranks import run_on_ranks
+from mm_utils import distributed
+from mm_utils.model.adapt import LoraArguments
+from mm_utils.model.classifier import ClassifierArguments, build_classifier
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.model.row_noise import RowDropout
+from mm_utils.objectives.classification import ClassificationObjective, weigh_classes
+from tests.objectives.test_grad_cache import step
+from tests.test_distributed import run_on_ranks
 
 CLASSES = ["no", "perhaps", "yes"]
 ROWS = 7
@@ -44,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build(folder: str, inputs: str | None = None, *, images: bool = True, texts: bool = True, **flags: Any) -> Any:
     torch.manual_seed(1)
-    args = ClassifierArguments(folder, classifier_inputs=inputs, classifier_dropout=0.0, **flags)
+    args = ClassifierArguments(folder, classifier_inputs=inputs, **{"classifier_dropout": 0.0, **flags})
     return build_classifier(args, LoraArguments(), CLASSES, has_images=images, has_texts=texts)
 
 
@@ -69,7 +71,7 @@ def share_of(batch: dict[str, Any], low: int, high: int) -> dict[str, Any]:
 def reference(model: FusionDualEncoderForClassification, batch: dict[str, Any]) -> Tensor:
     """torch's own weighted mean over the whole batch."""
     logits = model(batch["input_ids"], batch["pixel_values"], batch["attention_mask"]).logits
-    return F.cross_entropy(logits, LABELS[batch["rows"]], WEIGHTS)
+    return F.cross_entropy(logits, LABELS[batch["rows"]], WEIGHTS.to(logits))
 
 
 @pytest.mark.parametrize("inputs", ["fused", "pair", "image", "text"])
@@ -110,7 +112,7 @@ def test_padding_changes_nothing(folder: str) -> None:
     torch.testing.assert_close(together[6:], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_read_follows_from_data_and_model(folder: str, tmp_path: Path) -> None:
+def test_classifier_inputs_depend_on_the_data_and_the_model(folder: str, tmp_path: Path) -> None:
     assert build(folder).config.classifier_inputs == "fused"
     assert build(folder, images=False).config.classifier_inputs == "text"
     assert build(folder, texts=False).config.classifier_inputs == "image"
@@ -126,7 +128,7 @@ def test_what_is_read_follows_from_data_and_model(folder: str, tmp_path: Path) -
         ClassifierArguments()
 
 
-def test_what_is_not_read_is_not_trained(folder: str) -> None:
+def test_unused_parts_are_not_trained(folder: str) -> None:
     def trained(**given: Any) -> set[str]:
         named = build(folder, **given).named_parameters()
         return {name.partition(".")[0] for name, parameter in named if parameter.requires_grad}
@@ -148,14 +150,17 @@ def test_balanced_weights_make_all_classes_count_alike() -> None:
 
 @pytest.mark.parametrize("inputs", ["fused", "pair", "image", "text"])
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 3, 7])
-def test_the_loss_is_torchs_weighted_mean_in_any_number_of_parts(
+def test_the_loss_is_torchs_weighted_mean_for_any_micro_batch(
     folder: str, inputs: str, micro_batch_size: int | None
 ) -> None:
-    model = build(folder, inputs)
-    expected = reference(model, whole_batch())
+    batch = whole_batch()
+    batch["pixel_values"] = batch["pixel_values"].double()
+    model = build(folder, inputs).double()
+    expected = reference(model, batch)
     expected.backward()
     right = {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
-    found = step(ClassificationObjective(build(folder, inputs), LABELS, WEIGHTS), whole_batch(), micro_batch_size)
+    objective = ClassificationObjective(build(folder, inputs).double(), LABELS, WEIGHTS)
+    found = step(objective, batch, micro_batch_size)
     assert found["report"]["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert 0 <= found["report"]["train_accuracy"] <= 1
     for name, gradient in found["gradients"].items():
@@ -164,11 +169,11 @@ def test_the_loss_is_torchs_weighted_mean_in_any_number_of_parts(
 
 
 def on_this_rank(folder: str, sizes: list[int], micro_batch_size: int | None) -> dict[str, Any]:
-    low = sum(sizes[: ranks.rank()])
-    objective = ClassificationObjective(build(folder), LABELS, WEIGHTS)
-    found = step(objective, share_of(whole_batch(), low, low + sizes[ranks.rank()]), micro_batch_size)
+    low = sum(sizes[: distributed.rank()])
+    objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
+    found = step(objective, share_of(whole_batch(), low, low + sizes[distributed.rank()]), micro_batch_size)
     if micro_batch_size is None:
-        ranks.average_gradients(objective.parameters())
+        distributed.average_gradients(objective.parameters())
         found["gradients"] = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in objective.named_parameters()
         }
@@ -177,7 +182,9 @@ def on_this_rank(folder: str, sizes: list[int], micro_batch_size: int | None) ->
 
 @pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([7, 0], 2)])
 def test_two_ranks_do_what_one_does(folder: str, sizes: list[int], micro_batch_size: int | None) -> None:
-    alone = step(ClassificationObjective(build(folder), LABELS, WEIGHTS), whole_batch(), None)
+    objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
+    assert any(isinstance(module, RowDropout) for module in objective.modules())
+    alone = step(objective, whole_batch(), None)
     largest = max(gradient.abs().max().item() for gradient in alone["gradients"].values())
     for found in run_on_ranks(2, on_this_rank, folder, sizes, micro_batch_size):
         assert found["report"] == pytest.approx(alone["report"], rel=1e-5)

@@ -8,10 +8,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from mm_utils.flops import FlopCounts, Quadratic, measure_flops
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.flops import FlopCounts, Quadratic, measure_flops
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from tests.test_modeling import TEXT, build
+from tests.model.test_modeling_fusion_dual_encoder import TEXT, build
 
 WIDTH, MLP, EMBED = 32, 64, 16
 PATCHES = 16  # 32 px in patches of 8
@@ -56,6 +56,8 @@ def test_vit_bert_and_head_by_hand():
         assert counts.text.at(length) == bert(length)
         assert counts.pair.at(length) == head(length)
         assert counts.text_side.at(length) == LAYERS * linear(length, WIDTH, WIDTH)
+    counts = measure_flops(build(fusion_layers=0), 32, 64)
+    assert (counts.keys_values, counts.pair.at(64), counts.text_side.at(64), counts.image) == (0, 0, 0, VIT)
 
 
 def test_convolutions_by_hand():
@@ -92,7 +94,7 @@ def test_every_text_tower_is_quadratic_in_the_length(text):
 
 
 @pytest.mark.parametrize("max_seq_length", [3, 4, 8, 77])
-def test_no_text_is_longer_than_asked_for(max_seq_length, monkeypatch):
+def test_no_measured_text_is_longer_than_the_limit(max_seq_length, monkeypatch):
     model = build()
     encode, lengths = model.encode_text, set()
     monkeypatch.setattr(model, "encode_text", lambda ids, *given: lengths.add(ids.shape[1]) or encode(ids, *given))
@@ -144,14 +146,7 @@ def test_a_step_costs_what_forward_and_backward_compute(objectives, frozen):
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
 
 
-def test_a_model_without_a_head():
-    counts = measure_flops(build(fusion_layers=0), 32, 64)
-    assert counts.keys_values == 0
-    assert counts.pair.at(64) == 0
-    assert counts.image == VIT
-
-
-def test_leaves_no_trace():
+def test_measuring_changes_nothing_in_the_model():
     model: FusionDualEncoderModel = build("resnet").train()
     model.freeze("text")
     model.text_model.eval()
@@ -176,7 +171,7 @@ def test_leaves_no_trace():
         assert torch.equal(value, values[name]), name
 
 
-def test_modes_come_back_after_an_error():
+def test_modes_are_restored_after_an_error():
     model = build().train()
     with pytest.raises(ValueError, match="size"):
         measure_flops(model, 40, 64)  # the tower has positions for 32 px

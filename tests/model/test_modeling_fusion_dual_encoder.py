@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
-    AutoConfig,
     AutoModel,
     BertConfig,
     CLIPTextConfig,
@@ -41,8 +40,8 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from mm_utils import modeling_fusion_dual_encoder as modeling
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
+from mm_utils.model import modeling_fusion_dual_encoder as modeling
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
 
 VOCABULARY = 50
 END = VOCABULARY - 1
@@ -77,7 +76,7 @@ TEXT: dict[str, PreTrainedConfig] = {
         **BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, position_biased_input=False
     ),
     "clip": CLIPTextConfig(**BERT, max_position_embeddings=16, bos_token_id=END - 1, eos_token_id=END, pad_token_id=1),
-}  # SigLIP's text tower is no AutoModel: see test_models.py
+}  # SigLIP's text tower is no AutoModel: see test_build.py
 PAIRS = [
     *((vision, "bert") for vision in VISION),
     *(("vit", text) for text in TEXT if text != "bert"),
@@ -86,7 +85,8 @@ PAIRS = [
     ("swin", "clip"),
     ("mobilenet", "deberta"),
 ]
-OUTPUTS = ("image_embeds", "text_embeds", "match_logits")
+EMBEDS = ("image_embeds", "text_embeds")
+OUTPUTS = (*EMBEDS, "match_logits")
 Batch = dict[str, Tensor]
 
 
@@ -107,15 +107,14 @@ def build(vision: str = "vit", text: str = "bert", seed: int = 0, **config) -> F
     torch.manual_seed(seed)
     towers = backbone(VISION[vision]), backbone(TEXT[text])
     model = FusionDualEncoderModel.from_backbones(*towers, **{"projection_dim": 16, **config})
-    if vision in ("resnet", "mobilenet"):
-        for module in model.modules():
-            if isinstance(module, torch.nn.BatchNorm2d):
-                module.momentum = 1.0
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = 1.0
+    if norms:
         with torch.no_grad():
             model.vision_model.train()(batch_for(model)["pixel_values"])
-        for module in model.modules():
-            if isinstance(module, torch.nn.BatchNorm2d):
-                module.momentum = 0.1
+    for norm in norms:
+        norm.momentum = 0.1
     return model.eval()
 
 
@@ -130,6 +129,13 @@ def batch_for(model: FusionDualEncoderModel, lengths: tuple[int, ...] = (7, 3, 5
     ids[position >= length] = model.text_model.config.pad_token_id
     pixels = torch.randn(rows, 3, 32, 32, generator=generator).to(model.dtype)
     return {"input_ids": ids, "pixel_values": pixels, "attention_mask": (position < length).long()}
+
+
+def pair(batch: Batch, text: int, image: int) -> Batch:
+    """A text without its padding, and an image."""
+    length = int(batch["attention_mask"][text].sum())
+    rows = {name: batch[name][text : text + 1, :length] for name in ("input_ids", "attention_mask")}
+    return {**rows, "pixel_values": batch["pixel_values"][image : image + 1]}
 
 
 @torch.no_grad()
@@ -176,7 +182,7 @@ def test_saved_and_loaded_bit_for_bit(vision, text, tmp_path):
         assert_same_output(name, expected[name], actual[name], vision)
 
 
-def test_bfloat16_forward_and_round_trip(tmp_path):
+def test_bfloat16_weights_are_saved_and_loaded(tmp_path):
     model = build()
     expected = outputs(model, batch_for(model))
     model.bfloat16()
@@ -245,8 +251,8 @@ def export(model: FusionDualEncoderModel, folder: Path, **options) -> VisionText
 def test_stock_class_gives_the_same_image_embeddings(vision, tmp_path):
     model = build(vision, text_pooling="pooler")
     batch = batch_for(model)
-    ours, stock = outputs(model, batch), outputs(export(model, tmp_path), batch, OUTPUTS[:2])
-    for name in OUTPUTS[:2]:
+    ours, stock = outputs(model, batch), outputs(export(model, tmp_path), batch, EMBEDS)
+    for name in EMBEDS:
         assert_same_output(name, ours[name], stock[name], vision)
 
 
@@ -255,13 +261,13 @@ def test_stock_class_gives_the_same_text_embeddings(text, tmp_path):
     model = build("convnext", text)
     batch = batch_for(model)
     assert model.config.text_pooling == ("pooler" if text == "clip" else "mean")
-    ours, stock = outputs(model, batch), outputs(export(model, tmp_path), batch, OUTPUTS[:2])
+    ours, stock = outputs(model, batch), outputs(export(model, tmp_path), batch, EMBEDS)
     assert_same_output("image_embeds", ours["image_embeds"], stock["image_embeds"], "convnext")
     tolerance = 0 if text == "clip" else 1e-4
     torch.testing.assert_close(stock["text_embeds"], ours["text_embeds"], rtol=0, atol=tolerance)
 
 
-def test_exported_mean_is_the_mean_whatever_the_other_weights_are(tmp_path):
+def test_the_exported_mean_does_not_depend_on_the_other_weights(tmp_path):
     model = build(fusion_layers=0)
     with torch.no_grad():
         model.text_projection.weight.mul_(0.05)
@@ -269,7 +275,7 @@ def test_exported_mean_is_the_mean_whatever_the_other_weights_are(tmp_path):
         norm.weight.normal_(1, 0.5)
         norm.bias.normal_(0, 2)
     batch = batch_for(model, (1, 16, 2, 30))
-    stock = outputs(export(model, tmp_path), batch, OUTPUTS[:2])
+    stock = outputs(export(model, tmp_path), batch, EMBEDS)
     torch.testing.assert_close(stock["text_embeds"], model(**batch).text_embeds.detach(), rtol=0, atol=1e-4)
 
 
@@ -286,7 +292,7 @@ def test_export_survives_float16(tmp_path):
     batch = batch_for(model)
     expected = outputs(model, batch)["text_embeds"]
     stock = export(model, tmp_path, dtype=torch.float16)
-    actual = outputs(stock, batch | {"pixel_values": batch["pixel_values"].half()}, OUTPUTS[:2])["text_embeds"]
+    actual = outputs(stock, batch | {"pixel_values": batch["pixel_values"].half()}, EMBEDS)["text_embeds"]
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=3e-3)
 
 
@@ -302,13 +308,13 @@ def test_export_survives_float16(tmp_path):
         ("vit", "bert", {"projection_dim": 32}, "narrower than the text tower"),
     ],
 )
-def test_what_the_stock_class_cannot_express_is_refused(vision, text, config, reason):
+def test_models_beyond_the_stock_class_are_refused(vision, text, config, reason):
     with pytest.raises(ValueError, match=reason):
         build(vision, text, **config).to_dual_encoder()
 
 
 @pytest.mark.parametrize("config", [MPNetConfig(**BERT), RobertaPreLayerNormConfig(**BERT)])
-def test_mean_is_refused_for_layers_that_only_resemble_berts(config):
+def test_a_mean_is_refused_if_the_layers_are_not_berts(config):
     """They have a pooler and `encoder.layer`; one more layer with BERT's names gave NaN or another embedding."""
     model = FusionDualEncoderModel.from_backbones(backbone(VISION["vit"]), backbone(config), projection_dim=16)
     with pytest.raises(ValueError, match="not BERT's"):
@@ -332,7 +338,7 @@ def test_export_leaves_the_model_as_it_was(pooling):
 
 
 @pytest.mark.parametrize("fusion_layers", [0, 1])
-def test_stock_model_converts_and_back(fusion_layers):
+def test_a_stock_model_is_converted_and_back(fusion_layers):
     torch.manual_seed(0)
     config = VisionTextDualEncoderConfig.from_vision_text_configs(
         copy.deepcopy(VISION["vit"]), copy.deepcopy(TEXT["bert"]), projection_dim=12, logit_scale_init_value=1.5
@@ -340,14 +346,14 @@ def test_stock_model_converts_and_back(fusion_layers):
     towers = backbone(VISION["vit"]), backbone(TEXT["bert"])
     stock = VisionTextDualEncoderModel(config, *towers).eval()
     batch = batch_for(stock)
-    expected = outputs(stock, batch, (*OUTPUTS[:2], "logits_per_image"))
+    expected = outputs(stock, batch, (*EMBEDS, "logits_per_image"))
     model = FusionDualEncoderModel.from_dual_encoder(stock, fusion_layers=fusion_layers).eval()
     assert (model.fusion is None) == (fusion_layers == 0)
     assert model.config.projection_dim == 12
     assert model.logit_scale.item() == 1.5
     for other in (model, model.to_dual_encoder(), stock):
         actual = outputs(other, batch, tuple(expected))
-        for name in OUTPUTS[:2]:
+        for name in EMBEDS:
             assert torch.equal(expected[name], actual[name]), name
         torch.testing.assert_close(actual["logits_per_image"], expected["logits_per_image"])
 
@@ -355,24 +361,11 @@ def test_stock_model_converts_and_back(fusion_layers):
 # Masks
 
 
-@torch.no_grad()
 def padding_error(model: FusionDualEncoderModel) -> dict[str, float]:
     """Largest difference between a pair in a padded batch and the same pair alone, per output."""
     batch = batch_for(model)
-    together = outputs(model, batch)
-    error = dict.fromkeys(OUTPUTS, 0.0)
-    for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-        alone = outputs(
-            model,
-            {
-                "input_ids": batch["input_ids"][row : row + 1, :length],
-                "attention_mask": batch["attention_mask"][row : row + 1, :length],
-                "pixel_values": batch["pixel_values"][row : row + 1],
-            },
-        )
-        for name in OUTPUTS:
-            error[name] = max(error[name], (alone[name][0] - together[name][row]).abs().max().item())
-    return error
+    together, alone = outputs(model, batch), [outputs(model, pair(batch, row, row)) for row in range(4)]
+    return {name: (torch.cat([one[name] for one in alone]) - together[name]).abs().max().item() for name in OUTPUTS}
 
 
 @pytest.mark.parametrize("text", TEXT)
@@ -380,7 +373,7 @@ def test_padding_changes_nothing(text):
     assert max(padding_error(build("swin", text)).values()) < 1e-5
 
 
-def test_padding_changes_nothing_after_every_way_to_get_a_model(tmp_path):
+def test_padding_changes_nothing_however_the_model_was_made(tmp_path):
     model = build()
     model.save_pretrained(tmp_path)
     stock = build(text_pooling="pooler").to_dual_encoder()
@@ -422,14 +415,7 @@ def test_an_images_keys_and_values_serve_every_text(vision):
         _, states = model.encode_text(batch["input_ids"], batch["attention_mask"])
         reused = tuple(layer.expand(-1, 4, -1, -1, -1) for layer in keys_values)
         together = model.match_pairs(reused, states, batch["attention_mask"])
-        apart = [
-            model(
-                input_ids=batch["input_ids"][row : row + 1],
-                attention_mask=batch["attention_mask"][row : row + 1],
-                pixel_values=batch["pixel_values"][:1],
-            ).match_logits
-            for row in range(4)
-        ]
+    apart = [outputs(model, pair(batch, row, 0))["match_logits"] for row in range(4)]
     torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
     assert together.std() > 1e-3
 
@@ -450,7 +436,7 @@ def test_residuals_are_kept():
 
 
 @torch.no_grad()
-def test_gate_is_the_only_way_from_the_image_to_the_match():
+def test_only_the_gate_connects_the_image_to_the_match():
     model = build()
     batch = batch_for(model)
     shuffled = batch | {"pixel_values": batch["pixel_values"].flip(0)}
@@ -481,7 +467,7 @@ def test_fewer_blocks_than_taps_and_more():
         assert model.fusion.reach == reach
 
 
-def test_a_hierarchy_begins_without_its_bridges():
+def test_bridges_of_a_hierarchy_are_zero_at_initialisation():
     """So it is never worse at the start than a head that reads the last layer of the text tower alone."""
     model = build(fusion_layers=3)
     batch = batch_for(model)
@@ -506,7 +492,7 @@ def test_a_bridge_mixes_the_layers_of_the_text_tower():
     torch.testing.assert_close(bridge(states), expected)
 
 
-def test_image_tokens_that_read_the_text_too():
+def test_image_tokens_may_attend_to_the_text():
     """Then pairs, not images, decide what later blocks see; padding still changes nothing."""
     shape = {"fusion_vision_taps": (-1, -2), "fusion_layers": 2, "fusion_dim": 32, "fusion_heads": 2}
     model = build("resnet", fusion_direction="both", **shape)
@@ -552,7 +538,7 @@ def test_word_heads_are_saved_and_loaded(captions, tmp_path):
     assert loaded.caption_adapter is not None
 
 
-def test_positions_tell_every_place_of_a_map_apart():
+def test_every_place_of_a_map_has_its_own_position():
     positions = modeling._sincos_positions(3, 5, 32, torch.device("cpu"))
     assert positions.shape == (15, 32)
     assert torch.pdist(positions).min() > 0.1
@@ -577,6 +563,17 @@ def test_forward_encodes_what_it_is_given():
     uneven = model(**batch | {"pixel_values": batch["pixel_values"][:3]})
     assert uneven.logits_per_text.shape == (4, 3)
     assert uneven.match_logits is None
+
+
+@torch.no_grad()
+def test_the_first_output_of_one_input_is_its_embedding():
+    """Pipelines of transformers take the first value."""
+    model, batch = build(), batch_for(build())
+    for name, embeds in (("pixel_values", "image_embeds"), ("input_ids", "text_embeds")):
+        output = model(**{name: batch[name]})
+        assert torch.equal(output[0], output[embeds])
+    both = list(model(**batch, return_loss=True))
+    assert (both[:3], both[-1]) == (["loss", "logits_per_image", "logits_per_text"], "logit_scale")
 
 
 @pytest.mark.parametrize("text", ["bert", "clip"])
@@ -608,16 +605,6 @@ def test_default_widths_follow_the_text_tower(width, projection_dim, fusion_dim)
     config = FusionDualEncoderConfig(VISION["vit"], TEXT["bert"], text_width=width)
     assert config.projection_dim == projection_dim
     assert (config.fusion_dim, config.fusion_heads) == (fusion_dim, fusion_dim // 32)
-
-
-def test_config_survives_json(tmp_path):
-    config = build("resnet", "clip", fusion_vision_taps=(-1, -2)).config
-    config.save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    for name in ("vision_widths", "vision_pooled_width", "text_width", "fusion_vision_taps", "text_pooling"):
-        assert getattr(loaded, name) == getattr(config, name), name
-    assert isinstance(loaded.vision_config, ResNetConfig)
-    assert isinstance(loaded.text_config, CLIPTextConfig)
 
 
 def test_config_leaves_the_towers_configs_alone():
@@ -681,8 +668,9 @@ def test_frozen_tower_stays_in_evaluation_mode_and_gets_no_gradient(frozen):
     model = build("resnet")
     model.freeze(frozen)
     model.train()
-    towers = {"vision": model.vision_model, "text": model.text_model}
-    still, moving = towers.pop(frozen), towers.popitem()[1]
+    still, moving = model.vision_model, model.text_model
+    if frozen == "text":
+        still, moving = moving, still
     assert not any(module.training for module in still.modules())
     assert moving.training
     assert model.fusion.training

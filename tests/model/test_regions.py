@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.ops import roi_align
 from transformers import AutoConfig, AutoModel
 
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel, RegionHead, mean_in_boxes
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, RegionHead, mean_in_boxes
 
 
 def boxes_of(count: int, seed: int = 0) -> Tensor:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from mm_utils import ranks
-from mm_utils.grad_cache import OutOfMemoryError, backward, cuts
+from mm_utils import distributed
 from mm_utils.objectives import JointObjective, Objective
-from tests.test_objectives import KINDS, PAIRS, global_batch, share_of, tiny_objective
-from tests.test_ranks import run_on_ranks
+from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts
+from tests.objectives.test_joint import KINDS, PAIRS, global_batch, share_of, tiny_objective
+from tests.test_distributed import run_on_ranks
 
 ALONE = SimpleNamespace(
     device=torch.device("cpu"),
@@ -27,7 +27,10 @@ SPLITS = [(5, 4), (8, 1), (9, 0)]
 
 def step(objective: Objective, batch: dict[str, Any], micro_batch_size: int | None, seed: int = 0) -> dict[str, Any]:
     torch.manual_seed(seed)
-    report = backward(ALONE, objective, batch, 5, micro_batch_size)
+    return measured(objective, backward(ALONE, objective, batch, 5, micro_batch_size))
+
+
+def measured(objective: Objective, report: dict[str, torch.Tensor]) -> dict[str, Any]:
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in objective.named_parameters()
@@ -54,8 +57,8 @@ def on_this_rank(micro_batch_size: int) -> list[dict[str, Any]]:
     found = []
     for kind in KINDS:
         for sizes in SPLITS:
-            low = sum(sizes[: ranks.rank()])
-            mine = share_of(global_batch(), low, low + sizes[ranks.rank()])
+            low = sum(sizes[: distributed.rank()])
+            mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
             found.append({"kind": kind, **step(tiny_objective(kind), mine, micro_batch_size)})
     return found
 
@@ -96,7 +99,7 @@ def test_no_activation_outlives_its_part():
     assert sum(sizes) == PAIRS
 
 
-def test_an_objective_that_cannot_be_cut_says_so():
+def test_an_objective_with_a_forward_alone_cannot_be_cut():
     class Plain(Objective):
         def forward(self, batch, step):
             return {"loss": self.model.encode_image(batch["pixel_values"])[0].sum()}
@@ -148,9 +151,9 @@ def test_batch_norms_count_every_part_once():
 def counted_gathers(kind: str, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """How many collectives a step takes, and the bytes of what they bring here, by the parts' size."""
     found = []
-    low = sum(sizes[: ranks.rank()])
-    mine = share_of(global_batch(), low, low + sizes[ranks.rank()])
-    gather = ranks._all_gather
+    low = sum(sizes[: distributed.rank()])
+    mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
+    gather = distributed._all_gather
     for micro_batch_size in (9, 4, 2, 1):
         brought: list[int] = []
 
@@ -158,10 +161,10 @@ def counted_gathers(kind: str, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
             brought.append(into.numel() * into.element_size())
             gather(into, *given)
 
-        ranks._all_gather = counting
+        distributed._all_gather = counting
         step(tiny_objective(kind), mine, micro_batch_size)
         found.append((len(brought), sum(brought)))
-    ranks._all_gather = gather
+    distributed._all_gather = gather
     return found
 
 
@@ -188,14 +191,9 @@ class Full:
 
 
 def until_it_fits(objective: JointObjective, batch: dict[str, Any], size: int) -> dict[str, Any]:
-    """Halve and repeat, as the trainer does."""
-    sizes = [size]
-    while True:
-        try:
-            return {**step(objective, batch, sizes[-1]), "sizes": sizes}
-        except OutOfMemoryError as error:
-            objective.zero_grad()
-            sizes.append(sizes[-1] // 2 if error.here else sizes[-1])
+    micro_batch = MicroBatch(size)
+    report = backward_with_retry(ALONE, objective, batch, 5, micro_batch, objective.zero_grad)
+    return {**measured(objective, report), "size": micro_batch.size}
 
 
 @pytest.mark.parametrize("fails", [0, 1])
@@ -204,22 +202,22 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     objective = tiny_objective(kind)
     Full(objective, 2, fails)
     found = until_it_fits(objective, global_batch(), 4)
-    assert found["sizes"] == [4, 2]
+    assert found["size"] == 2
     assert_same(found, step(tiny_objective(kind), global_batch(), None))
 
 
 def one_rank_is_full(sizes: tuple[int, ...], fails: int) -> dict[str, Any]:
-    low = sum(sizes[: ranks.rank()])
+    low = sum(sizes[: distributed.rank()])
     objective = tiny_objective("contrastive_matching")
-    if ranks.rank() == 1:
+    if distributed.rank() == 1:
         Full(objective, 1, fails)
-    return until_it_fits(objective, share_of(global_batch(), low, low + sizes[ranks.rank()]), 2)
+    return until_it_fits(objective, share_of(global_batch(), low, low + sizes[distributed.rank()]), 2)
 
 
 @pytest.mark.parametrize("fails", [0, 1])
 def test_one_rank_without_memory_makes_all_repeat_the_step(fails):
     found = run_on_ranks(2, one_rank_is_full, (5, 4), fails)
-    assert [case["sizes"] for case in found] == [[2, 2], [2, 1]]
+    assert [case["size"] for case in found] == [2, 1]
     for case in found:
         assert_same(case, step(tiny_objective("contrastive_matching"), global_batch(), None))
 

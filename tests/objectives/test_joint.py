@@ -10,15 +10,15 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from mm_utils import ranks
-from mm_utils.averaging import WeightAverage
-from mm_utils.losses import GlobalBatch, gather_batch, info_nce, same_pair
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils import distributed
+from mm_utils.model.adapt import WeightAverage
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
 from mm_utils.objectives.contrastive import InfoNCE
 from mm_utils.objectives.language import MaskedLanguageModelling, continuations
+from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.matching import Matching
-from tests.test_ranks import run_on_ranks
+from tests.test_distributed import run_on_ranks
 
 PAIRS = 9
 SPLITS = {2: [(5, 4), (8, 1), (9, 0)], 3: [(3, 3, 3), (2, 6, 1), (0, 5, 4)]}
@@ -32,7 +32,7 @@ TERMS = {
     "captioning": "contrastive:1,captioning:0.5",
     "regions": "contrastive:1,regions:0.5",
     "self_distillation": "contrastive:0.6,self_distillation:0.4",
-    "own": "contrastive:1,tests.test_objectives.Uniformity:0.3",
+    "own": "contrastive:1,tests.objectives.test_joint.Uniformity:0.3",
     "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4",
 }
 KINDS = tuple(TERMS)
@@ -149,8 +149,8 @@ def steps_on_this_rank(splits: list[tuple[int, ...]]) -> list[dict[str, Any]]:
     for kind in KINDS:
         objective = tiny_objective(kind)
         for number, sizes in enumerate(splits):
-            low = sum(sizes[: ranks.rank()])
-            mine = share_of(global_batch(), low, low + sizes[ranks.rank()])
+            low = sum(sizes[: distributed.rank()])
+            mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
             found.append({"kind": kind, "step": number} | step(objective, mine, number))
     return found
 
@@ -347,7 +347,7 @@ def test_masked_lm_is_the_cross_entropy_of_what_it_masks() -> None:
     model, term = objective.model, next(t for t in objective.weights if isinstance(t, MaskedLanguageModelling))
     shared = gather_batch(*(objective.encode(batch).embeds[name] for name in ("image", "text")), batch["ids"])
     plan = term.plan(model, batch, shared, torch.tensor(1.0), 5)
-    asked, seen, real = plan.is_asked, plan.input_ids, batch["input_ids"]
+    asked, seen, real = plan.is_target, plan.input_ids, batch["input_ids"]
     assert plan.total == asked.sum() > 10
     assert not (asked & (batch["attention_mask"] == 0)).any()
     assert not (asked & (real < 5)).any()  # special tokens
@@ -376,7 +376,7 @@ def test_masks_follow_the_step_and_hit_whole_words() -> None:
 
     def asked(step: int, **kwargs: Any) -> Tensor:
         term = MaskedLanguageModelling(tokenizer, 0, 0.15, **kwargs)
-        return term.plan(tiny_model(), batch, shared, torch.tensor(1.0), step).is_asked
+        return term.plan(tiny_model(), batch, shared, torch.tensor(1.0), step).is_target
 
     first, whole = asked(0), asked(0, whole_words=True)
     assert torch.equal(first, asked(0))

@@ -1,6 +1,7 @@
-"""Signals are noted while a run trains; what comes later, twice, or outside has its usual effect."""
+"""Signals are recorded while a run trains; otherwise, and repeated, they have their usual effect."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,37 +14,39 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from mm_utils import interruption
-from mm_utils.data.restarts import RestartingLoader
-from mm_utils.interruption import Interrupted, Interruption
+from mm_utils.data.loading.workers import RestartingLoader
+from mm_utils.reliability import signals
+from mm_utils.reliability.signals import Interrupted, Interruption
 from tests.faults.tiny_run import alone
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted_and_handlers_come_back(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_is_recorded_and_handlers_are_restored(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with Interruption() as found:
         assert found.number == 0
         os.kill(os.getpid(), number)
         assert found.number == number
-        for other in SIGNALS:  # a launcher sends it on, or another
+        for other in SIGNALS:  # a launcher forwards it, or sends another
             os.kill(os.getpid(), other)
         assert found.number == number
     assert [signal.getsignal(each) for each in SIGNALS] == before
     assert capfd.readouterr().err.count("A signal asks the run to stop") == 1
 
 
-def test_handlers_come_back_after_an_error() -> None:
+def test_handlers_are_restored_after_an_error() -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with pytest.raises(ZeroDivisionError), Interruption():
         1 / 0  # noqa: B018
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_outside_the_main_thread_nothing_is_noted() -> None:
+def test_outside_the_main_thread_nothing_is_recorded() -> None:
     before, found = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
@@ -56,7 +59,7 @@ def test_outside_the_main_thread_nothing_is_noted() -> None:
     assert found == [(0, before)]
 
 
-def test_the_exit_status_is_that_of_shells() -> None:
+def test_the_exit_status_is_128_plus_the_signal() -> None:
     assert [Interrupted(number).code for number in SIGNALS] == [143, 130, 138]
     assert str(Interrupted(signal.SIGUSR1)) == "stopped by SIGUSR1"
 
@@ -69,7 +72,7 @@ def raised(number: int) -> None:
 
 
 def again_later(first: int, second: int) -> None:
-    interruption._SAME = 0.1
+    signals._REPEAT_SECONDS = 0.1
     with Interruption():
         os.kill(os.getpid(), first)
         time.sleep(0.2)
@@ -78,8 +81,8 @@ def again_later(first: int, second: int) -> None:
 
 
 def another_later(first: int, second: int) -> int:
-    """As from a launcher that ends, and has the system end what it started."""
-    interruption._SAME = 0.1
+    """As from a launcher that ends: the system then signals its children."""
+    signals._REPEAT_SECONDS = 0.1
     with Interruption() as found:
         os.kill(os.getpid(), first)
         time.sleep(0.2)
@@ -95,7 +98,7 @@ def after_the_loop(number: int) -> None:
 
 
 def without_stderr(number: int) -> int:
-    """As `2>&1 | tee`, whose reader the keyboard's signal ends first."""
+    """As with `2>&1 | tee`: the keyboard's signal ends the reader first."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 2)
@@ -105,7 +108,7 @@ def without_stderr(number: int) -> int:
 
 
 def with_a_handler_of_c() -> int:
-    """What is not Python's comes back as the default."""
+    """A handler that is not Python's cannot be restored; count the signals that get the default."""
     real = signal.signal
     formers: dict[int, Any] = {}
 
@@ -129,13 +132,15 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], int, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "args", "status", "told"), CASES)
-def test_how_a_process_ends(function: Callable[..., Any], args: tuple[Any, ...], status: int, told: Any) -> None:
-    assert alone(function, *args) == (status, told)
+@pytest.mark.parametrize(("function", "args", "status", "returned"), CASES)
+def test_exit_status_and_record(
+    function: Callable[..., Any], args: tuple[Any, ...], status: int, returned: Any
+) -> None:
+    assert alone(function, *args) == (status, returned)
 
 
 class Slow(Dataset[int]):
-    """Each row says which process made it."""
+    """Rows that hold the pid of the process that made them."""
 
     def __len__(self) -> int:
         return 24
@@ -146,10 +151,10 @@ class Slow(Dataset[int]):
 
 
 def a_group_that_is_signalled(number: int) -> tuple[int, int]:
-    """As a keyboard and `scancel` do: the signal comes from outside and goes to every process of the group."""
+    """Signal every process of the group from outside, as a keyboard and `scancel` do."""
     pids: list[int] = []
     with Interruption() as found:
-        for batch in RestartingLoader(make_loader, 24, str):
+        for batch in RestartingLoader(make_loader, 24, str, 2):
             pids.append(int(batch))
             if len(pids) == 4:
                 _signal_from_outside(os.getpid(), number)
@@ -169,20 +174,20 @@ def _signal_from_outside(group: int, number: int) -> None:
     os.waitpid(pid, 0)
 
 
-def test_data_goes_on_after_a_signal_to_the_whole_group() -> None:
-    """By SIGTERM workers end, as torch has it, and are started again; the others they outlive."""
-    call = "from tests.test_interruption import *; print([a_group_that_is_signalled(number) for number in SIGNALS])"
+def test_loading_continues_after_a_signal_to_the_whole_group() -> None:
+    """SIGTERM ends the workers, which are restarted; they survive the other signals."""
+    call = "from tests.reliability.test_signals import *; print([a_group_that_is_signalled(number) for number in SIGNALS])"
     run = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, timeout=240, cwd=ROOT, start_new_session=True
     )
     assert run.stdout.strip() == str([(24, int(number)) for number in SIGNALS]), run.stderr
-    assert "killed by signal 15" in run.stderr
-    assert f"signal {int(signal.SIGINT)}" not in run.stderr
+    assert re.search(r"killed by signal: Terminated|exited unexpectedly", run.stderr)  # whichever torch sees first
+    assert "signal: Interrupt" not in run.stderr
 
 
 def forked_alone(seconds: int) -> float:
-    """How long a forked process lives on that nothing ends but the signal."""
-    interruption._LONGEST = seconds
+    """Return how long a forked process survives a signal that nothing follows."""
+    signals._WORKER_SECONDS = seconds
     with Interruption():
         pid = os.fork()
         if not pid:
@@ -200,12 +205,7 @@ def forked_alone(seconds: int) -> float:
 
 
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="no alarm on this system")
-def test_a_worker_whose_main_process_is_gone_ends_in_a_while() -> None:
+def test_a_worker_whose_main_process_is_gone_ends_after_a_while() -> None:
     status, seconds = alone(forked_alone, 1)
     assert status == 0
     assert 0.9 < seconds < 30
-
-
-def test_the_module_needs_no_signal_that_the_system_lacks() -> None:
-    assert set(interruption._SIGNALS) <= set(signal.Signals)
-    assert sys.platform == "win32" or signal.SIGUSR1 in interruption._SIGNALS

@@ -1,26 +1,24 @@
-import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from accelerate.utils import LoggerType
+from transformers import TrainerControl, TrainerState
 
-from mm_utils import tracking as module
-from mm_utils.tracking import FILE, Tracking
+from mm_utils.reports import tracking as module
+from mm_utils.reports.tracking import Tracking
 
 never = threading.Event()
 
 
 class FakeTracker(GeneralTracker):
-    """Writes down its calls; what is in `faults` raises or, as `hang`, does not return while the test runs."""
+    """Records its calls; a call named in `faults` raises or, with "hang", does not return while the test runs."""
 
     name = "fake"
     requires_logging_directory = False
@@ -30,8 +28,8 @@ class FakeTracker(GeneralTracker):
 
     def __init__(self, project: str, **arguments: Any) -> None:
         super().__init__()
-        # Those of this test: what hung in another is let go later, and goes on.
-        self.taken, self.injected, self.told = self.calls, self.faults, self.raised
+        # The lists of this test: a call that hung in an earlier test returns later and goes on.
+        self.own_calls, self.own_faults, self.own_raised = self.calls, self.faults, self.raised
         self._call("init", project, arguments)
 
     @property
@@ -50,14 +48,14 @@ class FakeTracker(GeneralTracker):
     def finish(self) -> None:
         self._call("finish")
 
-    def _call(self, name: str, *what: Any) -> None:
-        fault = self.injected.get(name)
+    def _call(self, name: str, *values: Any) -> None:
+        fault = self.own_faults.get(name)
         if fault == "hang":
             never.wait(300)
         elif fault:
-            self.told.append(name)
+            self.own_raised.append(name)
             raise ConnectionError(fault)
-        self.taken.append((name, *what))
+        self.own_calls.append((name, *values))
 
 
 class OtherTracker(FakeTracker):
@@ -87,14 +85,19 @@ def logged(kind: type[FakeTracker] = FakeTracker) -> list[int]:
     return [call[1] for call in kind.calls if call[0] == "log"]
 
 
-def test_everything_arrives_in_order(track: Callable[..., Tracking]) -> None:
+def test_logs_arrive_in_order_with_their_step(track: Callable[..., Tracking]) -> None:
     tracking = track(seed=1, lr_values=[1, 2], nothing=None)
     for step in range(100):
-        tracking.log({"loss": 1 / (1 + step)}, step=step)
+        logs = {"step": step, "epoch": 0.5, "loss": 1 / (1 + step)}
+        tracking.on_log(None, TrainerState(global_step=step), TrainerControl(), logs=logs)
     tracking.finish()
-    assert FakeTracker.calls[0] == ("init", "pretrain", {})
-    assert ("config", {"seed": 1, "lr_values": "[1, 2]"}) in FakeTracker.calls
+    assert FakeTracker.calls[:3] == [
+        ("init", "pretrain", {}),
+        ("start", *sys.argv[1:]),
+        ("config", {"seed": 1, "lr_values": "[1, 2]"}),
+    ]
     assert logged() == list(range(100))
+    assert FakeTracker.calls[4] == ("log", 1, {"epoch": 0.5, "loss": 0.5})
     assert FakeTracker.calls[-1] == ("finish",)
 
 
@@ -131,10 +134,10 @@ def test_a_tracker_that_hangs_stops_nothing(
     assert len(logged(OtherTracker)) == 20
 
 
-def test_what_waits_is_bounded(
+def test_the_queue_of_a_tracker_is_bounded(
     track: Callable[..., Tracking], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_WAITING", 10)
+    monkeypatch.setattr(module, "_MAX_QUEUED", 10)
     FakeTracker.faults["log"] = "hang"
     tracking = track()
     for step in range(1000):
@@ -144,7 +147,7 @@ def test_what_waits_is_bounded(
     assert "10 calls wait" in warning.getMessage()
 
 
-def test_a_tracker_that_comes_back_gets_the_rest(track: Callable[..., Tracking], tmp_path: Path) -> None:
+def test_a_tracker_that_recovers_gets_later_steps(track: Callable[..., Tracking]) -> None:
     FakeTracker.faults["log"] = "no network"
     tracking = track()
     tracking.log({"loss": 1.0}, step=1)
@@ -157,70 +160,7 @@ def test_a_tracker_that_comes_back_gets_the_rest(track: Callable[..., Tracking],
     assert logged() == [2]
 
 
-def test_a_resumed_run_leaves_out_what_was_sent(track: Callable[..., Tracking], tmp_path: Path) -> None:
-    first = track()
-    for step in (10, 20, 30):
-        first.log({"loss": 1.0}, step=step)
-    first.finish()
-    again = track(resume_from_checkpoint="latest")  # from step 10
-    for step in (20, 30, 40):
-        again.log({"loss": 1.0}, step=step)
-    again.finish()
-    assert logged() == [10, 20, 30, 30, 40]  # of the last one it is not known whether all figures were sent
-    anew = track()
-    anew.log({"loss": 1.0}, step=10)
-    anew.finish()
-    assert logged()[-1] == 10
-
-
-def init_arguments() -> list[dict[str, Any]]:
-    return [call[2] for call in FakeTracker.calls if call[0] == "init"]
-
-
-@pytest.mark.parametrize(("name", "argument"), [(name, chosen[0]) for name, chosen in module.CHOSEN_IDS.items()])
-def test_an_id_of_ours_survives_a_resume(
-    track: Callable[..., Tracking], monkeypatch: pytest.MonkeyPatch, name: str, argument: str
-) -> None:
-    take_the_place_of(name, monkeypatch)
-    for resume in (None, "latest", None):
-        track(name, resume_from_checkpoint=resume).finish()
-    first, resumed, other = init_arguments()
-    assert first == resumed
-    assert first[argument] != other[argument]
-    assert first.keys() & {"resume", "mode"}, "the first start must not insist that the run exists"
-
-
-@pytest.mark.parametrize(("name", "argument"), [(name, given[1]) for name, given in module.GIVEN_IDS.items()])
-def test_an_id_of_the_tracker_survives_a_resume(
-    track: Callable[..., Tracking], monkeypatch: pytest.MonkeyPatch, name: str, argument: str
-) -> None:
-    run = SimpleNamespace(info=SimpleNamespace(run_id="r1"), hash="r1", id="r1")
-    monkeypatch.setattr(FakeTracker, "tracker", run)
-    take_the_place_of(name, monkeypatch)
-    for resume in (None, "latest", None):
-        track(name, resume_from_checkpoint=resume).finish()
-    assert init_arguments() == [{}, {argument: "r1"}, {}]
-
-
-def take_the_place_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake is what accelerate makes of `name`, whether that is installed or not."""
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, FakeTracker)
-    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(name)])
-
-
-def test_broken_memory_starts_anew(
-    track: Callable[..., Tracking], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for content in ("", "[1, 2]", '{"fake": 3}', '{"fake": {"step": "x", "id": 4}}'):
-        (tmp_path / FILE).write_text(content)
-        tracking = track(resume_from_checkpoint="latest")
-        tracking.log({"loss": 1.0}, step=1)
-        tracking.finish()
-        assert json.loads((tmp_path / FILE).read_text())["fake"]["step"] == 1
-    assert len(logged()) == 4
-
-
-def test_it_gets_no_secret(track: Callable[..., Tracking], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_gets_no_secret(track: Callable[..., Tracking], monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://user:S3cr3tValue@example.org/pairs.jsonl"
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--train_file", url])
     track(train_file=url, files=[url], api_key="S3cr3tValue").finish()
@@ -232,24 +172,23 @@ def test_it_gets_no_secret(track: Callable[..., Tracking], monkeypatch: pytest.M
 @pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "log"])
-def test_an_interrupted_process_sends_its_last_figures_and_ends(tmp_path: Path, fault: str) -> None:
+def test_an_interrupted_process_sends_its_last_logs_and_ends(tmp_path: Path, fault: str) -> None:
     script = f"""
 import sys, time
 from accelerate import Accelerator
-from mm_utils import tracking
-from tests.test_tracking import FakeTracker
+from mm_utils.reports.tracking import Tracking
+from tests.reports.test_tracking import FakeTracker
 class Slow(FakeTracker):
     def log(self, values, step=None, **kwargs):
         time.sleep(1e6 if {bool(fault)} else 0.2)
         print("sent", step)
-accelerator = Accelerator(log_with=Slow("pretrain"))
-figures = tracking.Tracking(accelerator, "pretrain", {{}}, {str(tmp_path)!r})
+tracking = Tracking(Accelerator(log_with=Slow("pretrain")), "pretrain", {{}}, {str(tmp_path)!r})
 for step in range(5):
-    figures.log({{"loss": 1.0}}, step=step)
+    tracking.log({{"loss": 1.0}}, step=step)
 sys.exit(143)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 143, done.stderr
     assert done.stdout.count("sent") == (0 if fault else 5)

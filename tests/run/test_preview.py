@@ -6,8 +6,8 @@ import datasets
 import pytest
 from PIL import Image
 
-from mm_utils.data.preview import describe_pairs
-from mm_utils.wordpiece import train_tokenizer
+from mm_utils.model.processor import train_tokenizer
+from mm_utils.run.preview import describe_pairs
 
 
 def png(width: int, height: int) -> bytes:

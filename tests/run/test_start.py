@@ -1,4 +1,4 @@
-"""Starts of a run: its folder, what is left there, who may write to it, and what a restart goes on from."""
+"""Starts of a run: its folder, the files written there, and what a restart resumes."""
 
 import contextlib
 import json
@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 import yaml
 
-from mm_utils import preflight, ranks, starting
-from mm_utils.run import RunError, start_run
-from mm_utils.training_arguments import TrainingArguments
-from tests.test_ranks import run_on_ranks
-from tests.test_starting import alone, children, fork, heard, launched  # noqa: F401
+from mm_utils import distributed
+from mm_utils.arguments import to_dict
+from mm_utils.distributed import RunError
+from mm_utils.reports.hub import HubArguments
+from mm_utils.run import output_folder
+from mm_utils.run.start import RunArguments, start_run
+from mm_utils.training.arguments import TrainingArguments
+from tests.run.processes import fork, read_report
+from tests.run.test_restarts import begin_training, launched
+from tests.test_distributed import run_on_ranks
 
 
-def start(folder: Path | None, dry_run: bool = False, **values: Any) -> TrainingArguments:
-    """The arguments of a run that has started."""
+def start(folder: Path | None, **values: Any) -> TrainingArguments:
+    """Start a run; return its training arguments."""
     args = TrainingArguments(output_dir=None if folder is None else str(folder), **values)
-    start_run("pretrain", args, dry_run=dry_run)
+    start_run("pretrain", args, RunArguments(), HubArguments(), to_dict(args))
     return args
 
 
@@ -29,7 +34,7 @@ def starts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "environment.json").read_text())
 
 
-def test_a_start_leaves_its_arguments_and_what_it_ran_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_writes_its_arguments_and_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pretrain.py", "--hub_token", "hf_canaryabcdefghijkl", "--seed", "7"])
     start(tmp_path / "out", seed=7)
     [about] = starts(tmp_path / "out")
@@ -52,25 +57,13 @@ def test_starts_in_one_folder_are_listed_together(tmp_path: Path) -> None:
 def test_new_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [start(None).output_dir for _ in range(2)] == ["outputs/pretrain-1", "outputs/pretrain-2"]
-    assert start(None, dry_run=True).output_dir == "outputs/pretrain-3"
-    assert sorted(path.name for path in Path("outputs").iterdir()) == ["pretrain-1", "pretrain-2"]
 
 
-def test_a_dry_run_leaves_nothing_and_waits_for_nobody(tmp_path: Path, children: list[int]) -> None:  # noqa: F811
-    start(tmp_path / "new", dry_run=True)
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "busy").mkdir()
-    _, reading = fork(children, lambda say: say(starting.lock_folder(tmp_path / "busy") or "locked"))
-    assert heard(reading) == "locked\n"
-    start(tmp_path / "busy", dry_run=True)
-    assert [path.name for path in (tmp_path / "busy").iterdir()] == [".lock"]
-
-
-def test_two_runs_in_one_folder(tmp_path: Path, children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_two_runs_in_one_folder(tmp_path: Path, children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checkpoint-1").mkdir()
-    pid, reading = fork(children, lambda say: say(starting.lock_folder(tmp_path) or "locked"))
-    assert heard(reading) == "locked\n"
-    monkeypatch.setattr(starting.lock_folder, "__defaults__", (0.1,))
+    pid, reading = fork(children, lambda report: report(output_folder.lock_folder(tmp_path) or "locked"))
+    assert read_report(reading) == "locked\n"
+    monkeypatch.setattr(output_folder.lock_folder, "__defaults__", (0.1,))
     with pytest.raises(RunError, match=f"a run is writing there: process {pid} on"):
         start(tmp_path, overwrite_output_dir=True)
     assert (tmp_path / "checkpoint-1").exists()
@@ -101,11 +94,11 @@ def test_a_disk_that_is_read_only_or_full(options: str, reason: str, tmp_path: P
         with pytest.raises(RunError, match=rf"^--output_dir is {tmp_path}/out; it cannot be written: {reason}\."):
             start(tmp_path / "out")
     finally:
-        starting.unlock()
+        output_folder.unlock()
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_restart_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launched(monkeypatch, "a", 0)
     first = start(None, overwrite_output_dir=True)
@@ -142,18 +135,18 @@ def test_devices_are_checked_before_anything_is_made(tmp_path: Path, monkeypatch
 
 def start_on_rank(root: str) -> list[Any]:
     """Two starts on each of two ranks: one with other arguments on one rank, and one that is right."""
-    rank, world = str(ranks.rank()), str(ranks.world_size())
+    rank, world = str(distributed.rank()), str(distributed.world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.chdir(root)
     logging.disable()
     try:
-        start(None, seed=ranks.rank())
+        start(None, seed=distributed.rank())
     except ValueError as error:
         message = str(error)
     args = start(None)
-    preflight.agree_on("the data", "abc")
-    starting.note_start(Path(str(args.output_dir)), 3)
+    distributed.check_equal_on_all_ranks({"the data": "abc"})
+    begin_training(Path(str(args.output_dir)), 3)
     return [message, args.output_dir, sorted(os.listdir("outputs")), starts(Path(str(args.output_dir)))]
 
 

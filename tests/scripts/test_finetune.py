@@ -9,12 +9,12 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from scripts import finetune, pretrain
 from tests.conftest import COLOURS, SHAPES, draw
 from tests.hub_server import HubServer
+from tests.reports.test_hub import server  # noqa: F401
 from tests.scripts.test_pretrain import ROOT, launch
-from tests.test_hub import server  # noqa: F401
 
 FIGURES = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "roc_auc", "majority"}
 
@@ -80,7 +80,7 @@ def test_everything_is_left_behind(finished: tuple[Path, dict[str, float]]) -> N
     assert metrics["eval_majority"] == 0.5
     card = (folder / "README.md").read_text()
     assert "AutoModelForSequenceClassification.from_pretrained" in card
-    assert "It tells 2 classes apart" in card
+    assert "It classifies into 2 classes" in card
     assert not (folder / "dual_encoder").exists()
 
 
@@ -206,7 +206,9 @@ def test_mistakes_end_in_one_line(
     )
     texts = ["--model_name_or_path", started, "--train_file", str(tmp_path / "texts.jsonl")]
     with pytest.raises(ValueError, match=r"--classifier_inputs is image; the data has no images"):
-        finetune.main([*texts, "--classifier_inputs", "image", "--output_dir", str(tmp_path / "b")])
+        finetune.main(
+            [*texts, "--global_batch_size", "4", "--classifier_inputs", "image", "--output_dir", str(tmp_path / "b")]
+        )
 
 
 @pytest.mark.slow

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, load_from_disk
+from datasets import load_from_disk
 from PIL import Image
 
-from mm_utils.data.prepare import pipeline, prepared
+from mm_utils.data.loading.regions import tokenize_pairs
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare import on_disk, pipeline
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.prepare.prepared import content_id
-from mm_utils.data.sources import DataArguments, load_pairs
+from mm_utils.data.prepare.on_disk import content_id
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.model.processor import cached_tokenizer
 from scripts.prepare_data import main
 
 
@@ -66,6 +69,19 @@ def test_every_row_carries_its_proof(flags: list[str]) -> None:
     assert not Path(flags[3] + ".partial").exists()
 
 
+def test_what_a_failed_preparation_leaves_is_named_or_removed(
+    flags: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    work = Path(flags[3] + ".partial")
+    with pytest.raises(ValueError, match="nowhere"):
+        main(["--sources", str(work.parent / "nowhere.jsonl"), *flags[2:]])
+    assert not work.exists()
+    with pytest.raises(ValueError, match="rows"):
+        main([*flags, "--min_image_side", "1000"])
+    assert work.is_dir()
+    assert f"{work} keeps the rows that were read: the same command resumes there" in caplog.text
+
+
 def test_the_end_says_what_was_found_and_what_comes_next(
     tmp_path: Path, flags: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,25 +115,6 @@ def test_the_result_is_the_same_each_time(flags: list[str], tmp_path: Path) -> N
         main(flags)
 
 
-def test_an_interrupted_run_goes_on(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "cut_into_chunks", _chunks_of_eight)
-    with monkeypatch.context() as patch:
-        patch.setattr("scripts.prepare_data.reconcile", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            main(flags)
-    parts = Path(flags[3] + ".partial", "parts")
-    written = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
-    (parts / "part-000001.json").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr("scripts.prepare_data.reconcile", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            main(flags)
-    again = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
-    assert {name for name in written if written[name] != again[name]} == {"part-000001.arrow", "part-000001.json"}
-    main(flags)
-    assert sum(part["images"] for part in report_of(flags[3])["splits"].values()) == 40
-
-
 def _chunks_of_eight(items: Any) -> Any:
     items = list(items)
     for number, at in enumerate(range(0, len(items), 8)):
@@ -131,18 +128,6 @@ def test_two_runs_do_not_share_a_folder(flags: list[str], tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="in use by another run"):
         main(flags)
     first.__exit__(RuntimeError, RuntimeError(), None)
-
-
-def test_a_hopeless_source_stops_the_run(flags: list[str]) -> None:
-    source = Path(flags[1])
-    for number in range(3):
-        (source.parent / f"{number}.jpg").write_bytes(b"<html>not found</html>")
-    with pytest.raises(ValueError, match=r"3 of 40 rows are bad.*image_unknown_format: 3.*line 1"):
-        main(flags)
-    main([*flags, "--max_bad_fraction", "0.1"])
-    assert report_of(flags[3])["quarantined"]["image_unknown_format"]["count"] == 3
-    lines = [json.loads(line) for line in Path(flags[3], "quarantine.jsonl").read_text().splitlines()]
-    assert [line["where"] for line in lines] == ["line 1", "line 2", "line 3"]
 
 
 def test_planted_leaks_are_found(tmp_path: Path) -> None:
@@ -175,34 +160,28 @@ def test_max_rows_tries_a_few(flags: list[str]) -> None:
     assert sum(main([*flags, "--max_rows", "12"]).values()) == 12
 
 
-@pytest.mark.parametrize("damage", ["bit", "row", "order"])
-def test_damage_is_found(damage: str, flags: list[str]) -> None:
+@pytest.mark.parametrize("damage", ["row", "order", "id"])
+def test_a_lost_row_and_another_order_are_found(damage: str, flags: list[str]) -> None:
     main([*flags, "--validation_fraction", "0"])
     assert main(["--verify", flags[3]]) == {"rows": 40}
     folder = Path(flags[3], "train")
-    if damage == "bit":
-        [file] = folder.glob("*.arrow")
-        content = bytearray(file.read_bytes())
-        image = Dataset.from_file(str(file))[20]["image"]["bytes"]
-        content[content.find(image) + len(image) // 2] ^= 1
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"1 of 40 rows differ.*row 20 of train"):
-            main(["--verify", flags[3]])
-        return
     rows = load_from_disk(str(folder))
-    chosen = range(39) if damage == "row" else [1, 0, *range(2, 40)]
-    rows.select(chosen).save_to_disk(flags[3] + "-copy")
+    if damage == "id":
+        rows = rows.map(lambda row, place: {"id": row["id"] if place else "another"}, with_indices=True)
+    else:
+        rows = rows.select(range(39) if damage == "row" else [1, 0, *range(2, 40)])
+    rows.save_to_disk(flags[3] + "-copy")
     for path in folder.glob("*"):
         path.unlink()
     for path in Path(flags[3] + "-copy").glob("*"):
         os.replace(path, folder / path.name)
-    with pytest.raises(ValueError, match="missing or in another order"):
+    with pytest.raises(ValueError, match="missing, changed or in another order"):
         main(["--verify", flags[3]])
 
 
 def test_many_shards(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "cut_into_chunks", _chunks_of_eight)
-    monkeypatch.setattr(prepared, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(on_disk, "SHARD_BYTES", 20_000)
     main(flags)
     files = sorted(path.name for path in Path(flags[3], "train").glob("*.arrow"))
     assert len(files) > 2
@@ -210,12 +189,38 @@ def test_many_shards(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     main(["--verify", flags[3]])
 
 
-def test_caches_of_two_data_sets_are_apart(flags: list[str], tmp_path: Path) -> None:
-    main(flags)
+def test_other_images_and_other_ids_have_other_caches(flags: list[str], tmp_path: Path) -> None:
     other = write_source(tmp_path / "other", first=200)
-    main(["--sources", str(other), "--output_dir", str(tmp_path / "out2"), "--image_size", "48", "--num_proc", "1"])
-    prints = {load_from_disk(folder)["train"]._fingerprint for folder in (flags[3], str(tmp_path / "out2"))}
-    assert len(prints) == 2
+    prints = set()
+    for number, source in enumerate((flags[1], str(other), f"{flags[1]},id_column=captions")):
+        output = str(tmp_path / f"out-{number}")
+        main(["--sources", source, "--output_dir", output, *flags[4:]])
+        prints.add(load_from_disk(output)["train"]._fingerprint)
+    assert len(prints) == 3
+
+
+def test_what_is_corrected_and_prepared_again_is_trained_on(tmp_path: Path) -> None:
+    """Boxes, phrases and languages too: the same images and captions must not find the tokens of the old set."""
+    output, tokenizer = str(tmp_path / "out"), cached_tokenizer(["picture number", "a red door", "wrong words"], 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<de>", "<en>"]})
+    given = {"regions": [{"box": [0, 0, 10, 10], "phrase": "wrong words"}], "languages": ["de", "en"]}
+    corrected = {
+        "regions": [{"box": [30, 30, 20, 20], "phrase": "wrong words"}],
+        "phrase": [{"box": [0, 0, 10, 10], "phrase": "a red door"}],
+        "languages": ["en", "de"],
+    }
+    changes = [
+        given,
+        *({**given, "languages" if name == "languages" else "regions": corrected[name]} for name in corrected),
+    ]
+    flags = ["--output_dir", output, "--num_proc", "1", "--overwrite_output_dir", "--validation_fraction", "0"]
+    read = []
+    for values in changes:
+        main(["--sources", str(write_source(tmp_path / "raw", 12, **values)), *flags])
+        pairs = load_pairs(DataArguments(dataset_name=output))
+        row = tokenize_pairs(pairs, tokenizer, 64, None, regions=True)["train"].select([0]).remove_columns("image")
+        read.append(json.dumps({name: row[name][:] for name in row.column_names if name not in given}, default=str))
+    assert len(set(read)) == len(changes)
 
 
 @pytest.mark.parametrize(

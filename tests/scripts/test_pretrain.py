@@ -18,13 +18,14 @@ from transformers import (
     VisionTextDualEncoderProcessor,
 )
 
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.data import training_data
+from mm_utils.distributed import RunError
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import JointObjective
-from mm_utils.run import RunError
 from scripts import eval_retrieval, pretrain
-from tests.conftest import write_corpus
-from tests.data.stream.numbered_shards import write_shards
-from tests.test_hub import server  # noqa: F401
+from tests.conftest import breaking_images, draw, write_corpus
+from tests.data.streaming.numbered_shards import write_shards
+from tests.reports.test_hub import server  # noqa: F401
 
 ROUNDED = 5e-6  # a key's bias has no gradient but rounding, of which Adam makes whole steps
 ROOT = Path(__file__).parents[2]
@@ -170,7 +171,7 @@ def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path, monkeypatch):
     """Besides the newest; ties go to the earlier one."""
     values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0])
     monkeypatch.setattr(
-        pretrain, "with_health", lambda evaluator: lambda *given: evaluator(*given) | {"quality": next(values)}
+        pretrain, "with_pointing", lambda evaluator, _: lambda *given: evaluator(*given) | {"quality": next(values)}
     )
     flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "0", "--save_best_limit", "2"]
     kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
@@ -233,7 +234,7 @@ def test_a_stream_is_rehearsed(stream_flags, tmp_path):
     ("flags", "message"),
     [
         (["--cache_features", "--freeze_vision"], "--cache_features is set; a stream"),
-        (["--length_bucket_window", "4"], "--length_bucket_window is 4; a stream"),
+        (["--similar_captions_per_batch", "4"], "--similar_captions_per_batch is 4; a stream"),
     ],
 )
 def test_a_stream_has_not_all_rows_at_hand(flags, message, stream_flags, tmp_path):
@@ -282,7 +283,7 @@ def test_a_run_is_pushed_and_a_hub_that_fails_loses_nothing(tiny_flags, tmp_path
     assert "hf upload tester/run" in caplog.text
 
 
-def test_any_transformers_callback_runs_unchanged(tiny_flags, tmp_path, monkeypatch):
+def test_any_transformers_callback_runs_unchanged(tiny_flags, tmp_path):
     seen = []
 
     class Recorder(TrainerCallback):
@@ -290,8 +291,7 @@ def test_any_transformers_callback_runs_unchanged(tiny_flags, tmp_path, monkeypa
             seen.append((state.global_step, kwargs["model"] is not None))
             control.should_training_stop = state.global_step == 2
 
-    monkeypatch.setattr(pretrain, "ProgressBar", Recorder)
-    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path)])
+    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path)], [Recorder()])
     assert seen == [(1, True), (2, True)]
 
 
@@ -399,7 +399,6 @@ def test_steps_that_are_not_finite_change_nothing_and_are_written_down(what, tin
         (["--freeze_vision", "--freeze_text", "--model_name_or_path", "nowhere"], "nowhere"),
         (["--metric_for_best_model", "accuracy"], "--metric_for_best_model is accuracy"),
         (["--fusion_layers", "0"], "--fusion_layers"),
-        (["--report_to", "no_such_tracker"], "--report_to is no_such_tracker"),
     ],
 )
 def test_mistakes_found_while_running_name_the_remedy(tiny_flags, tmp_path, flags, message):
@@ -423,6 +422,7 @@ def test_mistakes_found_while_running_name_the_remedy(tiny_flags, tmp_path, flag
         (["--micro_batch_size", "atuo"], "--micro_batch_size is atuo"),
         (["--max_nonfinite_steps", "0"], "--max_nonfinite_steps is 0"),
         (["--early_stopping_patience", "1"], "--eval_steps"),
+        (["--report_to", "no_such_tracker"], "--report_to is no_such_tracker"),
     ],
 )
 def test_mistakes_in_the_flags_end_with_status_2(flags, message, capsys):
@@ -432,12 +432,12 @@ def test_mistakes_in_the_flags_end_with_status_2(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_unreadable_image_is_counted_and_named_and_does_not_stop_the_run(tiny_flags, tmp_path, caplog):
-    from tests.conftest import write_corpus
-
+def test_an_image_that_breaks_is_counted_and_named_and_does_not_stop_the_run(
+    tiny_flags, tmp_path, caplog, monkeypatch
+):
     path = write_corpus(tmp_path / "data")
-    (tmp_path / "data/images/red-circle-0.png").write_bytes(b"not an image")
-    (tmp_path / "data/images/red-circle-2.png").write_bytes(b"")
+    broken = ["red-circle-0.png", "red-circle-2.png"]
+    monkeypatch.setattr(training_data, "load_pairs", breaking_images(tmp_path / "data/images", broken))
     pretrain.main([*tiny_flags, "--train_file", str(path), "--max_steps", "2", "--output_dir", str(tmp_path / "out")])
     assert "red-circle-0.png" in caplog.text
     last = [row for row in rows_of(tmp_path / "out") if "loss" in row][-1]
@@ -450,6 +450,72 @@ def test_an_output_folder_that_holds_a_run_is_not_overwritten(finished, tiny_fla
     with pytest.raises(RunError, match="already holds a run"):
         pretrain.main([*tiny_flags, "--output_dir", str(folder)])
     assert (folder / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--fusion_heads", "1"], "fusion_heads was 3 and is 1"),
+        (["--text_pooling", "cls"], "text_pooling was mean and is cls"),
+        (["--image_size", "64"], "vision_config.image_size was 32 and is 64, image_size was 32 and is 64"),
+        (["--max_seq_length", "4"], "max_seq_length was 64 and is 4"),
+        (["--objectives", "sigmoid"], "logit_bias_init_value was None and is -10.0"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another(flags, message, finished, tiny_flags, tmp_path):
+    """Also where all weights fit."""
+    folder, _ = finished
+    given = [*tiny_flags, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(folder / "checkpoint-2")]
+    with pytest.raises(ValueError, match=message):
+        pretrain.main([*given, *flags])
+
+
+def test_a_run_is_not_resumed_with_other_images_or_words(tiny_flags, tmp_path):
+    corpus = write_corpus(tmp_path / "data")
+    flags = [*tiny_flags, "--train_file", str(corpus), "--max_steps", "2", "--save_steps", "2"]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "run")])
+    again = [*flags, "--max_steps", "3", "--resume_from_checkpoint", str(tmp_path / "run/checkpoint-2")]
+    draw("red", "square", 44).save(tmp_path / "data/images/blue-circle-0.png")
+    with pytest.raises(ValueError, match=r"images was .* and is"):
+        pretrain.main([*again, "--output_dir", str(tmp_path / "again")])
+    write_corpus(tmp_path / "data")
+    words = json.loads((tmp_path / "run/tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    names = sorted(name for name in vocabulary if name[0] not in "[#")
+    for name, number in zip(names, [vocabulary[name] for name in [*names[1:], names[0]]], strict=True):
+        vocabulary[name] = number
+    (tmp_path / "words").mkdir()
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        content = json.dumps(words) if name == "tokenizer.json" else (tmp_path / "run" / name).read_text()
+        (tmp_path / "words" / name).write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer was .* and is"):
+        pretrain.main(
+            [*again, "--tokenizer_name_or_path", str(tmp_path / "words"), "--output_dir", str(tmp_path / "b")]
+        )
+
+
+def test_a_new_run_passes_off_nothing_of_the_old_one(tiny_flags, tmp_path, monkeypatch):
+    """A text tower that has no stock form leaves no dual_encoder/, and its card names none."""
+    flags = [*tiny_flags, "--max_steps", "2", "--output_dir", str(tmp_path)]
+    pretrain.main(flags)
+    assert (tmp_path / "dual_encoder/model.safetensors").is_file()
+    assert "dual_encoder" in (tmp_path / "README.md").read_text()
+    old = (tmp_path / "model.safetensors").read_bytes()
+    new = [*flags, "--overwrite_output_dir", "--seed", "7"]
+    with monkeypatch.context() as patch:
+        patch.setattr(JointObjective, "forward", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain.main(new)
+    assert not {"model.safetensors", "README.md", "retrieval.png", "dual_encoder"} & {
+        path.name for path in tmp_path.iterdir()
+    }
+    pretrain.main([*new, "--text_pooling", "cls"])
+    assert (tmp_path / "model.safetensors").read_bytes() != old
+    assert (tmp_path / "dual_encoder").exists() == ("dual_encoder" in (tmp_path / "README.md").read_text())
+
+
+def raise_interrupt(*_, **__):
+    raise KeyboardInterrupt
 
 
 def test_an_output_folder_that_cannot_be_written(tiny_flags, tmp_path):

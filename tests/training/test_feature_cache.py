@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -13,24 +14,26 @@ import pyarrow as pa
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch import Tensor
 
-from mm_utils import feature_cache, ranks
-from mm_utils.data.features import CachedFeatures, to_arrow, to_tensor
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.order import BatchSizes, GlobalOrder
-from mm_utils.data.tokens import tokenize_captions
-from mm_utils.feature_cache import FeatureCacheArguments, cache_features
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.models import ModelArguments, build_model
+from mm_utils import distributed
+from mm_utils.data.loading.column_cache import empty_features, feature_tensors, to_arrow, to_tensor
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
+from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
+from mm_utils.training import feature_cache
+from mm_utils.training.feature_cache import FeatureCacheArguments, cache_features
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, png, rows_of
+from tests.objectives.test_grad_cache import step as step_in_parts
+from tests.objectives.test_joint import KINDS, SPLITS, TERMS, global_batch, share_of, step, tiny_objective
 from tests.scripts.test_pretrain import ROOT, launch, losses, weights
-from tests.test_grad_cache import step as step_in_parts
-from tests.test_objectives import KINDS, SPLITS, TERMS, global_batch, share_of, step, tiny_objective
-from tests.test_ranks import run_on_ranks
+from tests.test_distributed import run_on_ranks
 
 SIZE = 16
 TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}
@@ -67,7 +70,16 @@ def loaders(workers: int = 0, size: int = SIZE, mean: float = 0.5, std: float = 
 
 
 def cached(rows: Dataset, objective: Objective, batch_size: int = 5, **changes: Any) -> Dataset:
-    return cache_features(FeatureCacheArguments(True), rows, objective, loaders(**changes), Accelerator(), batch_size)
+    data = training_data(rows, batch_size, **changes)
+    cache_features(FeatureCacheArguments(True), data, objective, Accelerator())
+    assert data.features is not None
+    return data.features
+
+
+def training_data(rows: Dataset, batch_size: int = 5, **changes: Any) -> TrainingData:
+    order = GlobalOrder(len(rows), BatchSizes((0,), (2,)), seed=0)
+    processor = SimpleNamespace()  # a cache needs none
+    return TrainingData(DatasetDict(train=rows), processor, loaders(**changes), order, {}, batch_size)
 
 
 def stores(folder: Path) -> set[str]:
@@ -101,16 +113,17 @@ def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...], dtype: torch.dty
 
 
 def test_no_rows_have_the_shape_of_rows(rows: Dataset) -> None:
-    beside = CachedFeatures(cached(rows, frozen()))
-    columns = beside[[0, 3]]
-    example = beside.example({name: values[1] for name, values in columns.items()}, 2)
-    assert columns["image"] == [None, None]
-    for name, none in beside.blank().items():
+    found = cached(rows, frozen())
+    row = found.with_format("arrow")[[3]]
+    example = feature_tensors({name: row[name][0] for name in row.column_names}, 2)
+    assert row["vision_skipped"].to_pylist() == [None]
+    empty = empty_features(found)
+    for name, none in empty.items():
         assert none.dtype == example[name].dtype == torch.float16
         width = example[name].shape[1:] if name == "text_states" else example[name].shape
         assert none.shape == (0, *((1,) if name == "text_states" else ()), *width), name
-    assert set(beside.blank()) == set(example) == {"vision_pooled", "vision_taps_0", "text_pooled", "text_states"}
-    assert CachedFeatures(rows).blank() == CachedFeatures(rows)[[0]] == {}
+    assert set(empty) == set(example) == {"vision_pooled", "vision_taps_0", "text_pooled", "text_states"}
+    assert empty_features(rows) == {}
 
 
 # -- what is stored -----------------------------------------------------------------------------------------------------
@@ -129,13 +142,13 @@ def test_a_batch_holds_what_the_towers_give(
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
     seen, skipped = [], []
     with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.batches.read_pixels", lambda *_: pytest.fail("an image was opened"))
+        patch.setattr("mm_utils.data.loading.dataset.read_pixels", lambda *_: pytest.fail("an image was opened"))
         for batch in loaders(workers).train(found, order, 0, 6):
             assert "pixel_values" not in batch
             seen.append(batch)
             skipped += batch["skipped"]
     live = {name: [] for name in ("rows", "skipped", "lengths")}
-    arguments = LoaderArguments(16, 1, 1.0, dataloader_num_workers="0")
+    arguments = LoaderArguments(16, 1.0, dataloader_num_workers="0")
     again = Loaders(arguments, Accelerator().device, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     for batch, expected in zip(seen, again.train(rows, order, 0, 6), strict=True):
         for name in (*live, "image_ids"):
@@ -182,8 +195,8 @@ def test_a_rank_without_a_row_contributes_nothing(rows: Dataset) -> None:
     objective = frozen()
     found = cached(rows, objective)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "rank", lambda: 4)
-        patch.setattr(ranks, "world_size", lambda: 5)
+        patch.setattr(distributed, "rank", lambda: 4)
+        patch.setattr(distributed, "world_size", lambda: 5)
         [batch] = loaders().train(found, GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), 0, 1)
     encoded = objective.train().encode(batch)
     assert len(encoded.embeds["image"]) == len(encoded.embeds["text"]) == 0
@@ -394,7 +407,7 @@ def test_the_first_of_two_runs_wins(rows: Dataset, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cache_that_other_processes_do_not_see(rows: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "any_rank", lambda *_: True)
+    monkeypatch.setattr(distributed, "any_rank", lambda *_: True)
     with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .* Set it to a folder that all machines see"):
         cached(rows, frozen())
 
@@ -403,7 +416,9 @@ def test_without_a_frozen_tower(rows: Dataset) -> None:
     objective = frozen(vision=False, text=False)
     with pytest.raises(ValueError, match=r"--cache_features is set, .*--freeze_vision or --freeze_text"):
         cached(rows, objective)
-    assert cache_features(FeatureCacheArguments(), rows, objective, loaders(), Accelerator(), 4) is rows
+    data = training_data(rows)
+    cache_features(FeatureCacheArguments(), data, objective, Accelerator())
+    assert data.features is None
 
 
 # -- gradients ----------------------------------------------------------------------------------------------------------
@@ -477,14 +492,14 @@ def on_this_rank(micro_batch_size: int | None) -> list[dict[str, Any]]:
     for towers in TOWERS:
         for sizes in SPLITS[2]:
             objective = frozen_objective("contrastive_matching", towers)
-            low = sum(sizes[: ranks.rank()])
-            mine = share_of(with_features(objective, global_batch(), towers), low, low + sizes[ranks.rank()])
+            low = sum(sizes[: distributed.rank()])
+            mine = share_of(with_features(objective, global_batch(), towers), low, low + sizes[distributed.rank()])
             take = step_in_parts if micro_batch_size else step
             found.append({"towers": towers, **take(objective, mine, micro_batch_size or 5)})
     return found
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
+@pytest.mark.parametrize("micro_batch_size", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_on_two_ranks_one_of_which_may_be_empty(micro_batch_size: int | None) -> None:
     by_rank = run_on_ranks(2, on_this_rank, micro_batch_size)
     for one, other in zip(*by_rank, strict=True):
@@ -498,7 +513,14 @@ def test_on_two_ranks_one_of_which_may_be_empty(micro_batch_size: int | None) ->
 # -- whole runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("towers", "precise"), [("vision", False), ("text", False), ("both", True)])
+@pytest.mark.parametrize(
+    ("towers", "precise"),
+    [
+        pytest.param("vision", False, marks=pytest.mark.slow),
+        pytest.param("text", False, marks=pytest.mark.slow),
+        ("both", True),
+    ],
+)
 def test_training_from_features_is_training_with_frozen_towers(
     towers: str, precise: bool, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +553,7 @@ def calls_in_training(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     return calls
 
 
+@pytest.mark.slow
 def test_parts_average_and_resumption(tiny_flags: list[str], tmp_path: Path) -> None:
     flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--ema_decay", "0.5", "--save_steps", "2"]
     straight = pretrain.main([*flags, "--output_dir", str(tmp_path / "straight")])

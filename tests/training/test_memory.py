@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm_utils import memory
-from mm_utils.memory import HEADROOM, find_micro_batch_size, largest_that_fits, peak_bytes, reset_peak
-from tests.test_grad_cache import ALONE
-from tests.test_objectives import global_batch, tiny_objective
+from mm_utils.training import memory
+from mm_utils.training.memory import HEADROOM, find_micro_batch_size, largest_that_fits, peak_bytes, reset_peak
+from tests.objectives.test_grad_cache import ALONE
+from tests.objectives.test_joint import global_batch, tiny_objective
 
 
 def test_trials_have_regions_where_batches_do() -> None:
@@ -79,7 +79,7 @@ def test_the_objective_is_tried_with_the_longest_captions(
     )
     # As if every pair took 16 kB on top of 100 kB.
     monkeypatch.setattr(memory, "peak_bytes", lambda device: 100_000 + 16_000 * max(rows for rows, _ in seen[-2:]))
-    monkeypatch.setattr(memory, "_available", lambda device: available + moments)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: available + moments)
     assert find_micro_batch_size(accelerator(), objective, global_batch(), 200, 24) == found
     assert {rows for rows, _ in seen} == {8, 32}
     assert {length for _, length in seen} == {24}
@@ -91,7 +91,7 @@ def test_a_small_share_is_not_tried_at_all() -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    assert 2**20 < memory.peak_bytes(CPU) < memory._available(CPU)
+    assert 2**20 < memory.peak_bytes(CPU) < memory.available_bytes(CPU)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is never reset")

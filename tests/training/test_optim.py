@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from mm_utils.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.optim import OptimizerArguments, build_optimizer, depths_below_the_top, schedule
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.training.optim import OptimizerArguments, build_optimizer, depths_below_the_top, schedule
 
 CPU = torch.device("cpu")
 
@@ -43,10 +43,34 @@ def test_only_matrices_decay(model: FusionDualEncoderModel) -> None:
         spared = name.endswith(
             ("bias", "norm.weight", "LayerNorm.weight", "gate", "logit_scale", "layer_scale_parameter")
         )
-        assert groups[name]["weight_decay"] == (0.1 if parameter.dim() > 1 else 0.0)
+        is_token = "position_embeddings" in name or name == "fusion.cls_token"
+        is_vector = sum(size > 1 for size in parameter.shape) < 2
+        assert groups[name]["weight_decay"] == (0.0 if is_token or is_vector else 0.1), name
         if spared:
             assert groups[name]["weight_decay"] == 0.0, name
     assert sum(group["weight_decay"] > 0 for group in groups.values()) > 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "tokens"),
+    [
+        ("vit", {"intermediate_size": 32}, {"cls_token", "position_embeddings"}),
+        ("deit", {"intermediate_size": 32}, {"cls_token", "distillation_token", "position_embeddings"}),
+        ("clip_vision_model", {"intermediate_size": 32}, {"class_embedding", "position_embedding.weight"}),
+        ("dinov2_with_registers", {}, {"cls_token", "register_tokens", "mask_token", "position_embeddings"}),
+        ("beit", {"use_relative_position_bias": True}, {"cls_token", "relative_position_bias_table"}),
+    ],
+)
+def test_learned_tokens_and_positions_do_not_decay(kind: str, sizes: dict[str, Any], tokens: set[str]) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    backbone = AutoModel.from_config(AutoConfig.for_model(kind, **shape, **sizes))
+    groups = settings_by_name(backbone, build_optimizer(backbone, OptimizerArguments(), pretrained=False, device=CPU))
+    for token in tokens:
+        assert {group["weight_decay"] for name, group in groups.items() if name.endswith(token)} == {0.0}, token
+    matrices = [
+        name for name, weight in backbone.named_parameters() if weight.dim() in (2, 4) and min(weight.shape) > 1
+    ]
+    assert any(groups[name]["weight_decay"] > 0 for name in matrices)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.monitor import LoaderAdvice, gpu_utilisation
-from tests.test_modeling import build
+from mm_utils.training.throughput import LoaderAdvice, gpu_utilisation
+from tests.model.test_modeling_fusion_dual_encoder import build
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -51,10 +51,10 @@ class Run:
 @pytest.fixture
 def said(caplog, monkeypatch):
     """Warnings so far, on a machine of 8 cores, of which one trains."""
-    monkeypatch.setattr("mm_utils.ranks.available_cores", lambda: 8)
+    monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 8)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     caplog.set_level(logging.WARNING, logger="mm_utils")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "mm_utils.monitor"]
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "mm_utils.training.throughput"]
 
 
 @pytest.mark.parametrize(

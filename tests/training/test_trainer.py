@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mm_utils import trainer
-from mm_utils.checkpoints import checkpoint_folders, step_of
+from mm_utils.checkpointing.files import checkpoint_folders, step_of
+from mm_utils.training import trainer
 from tests.faults.test_interruption import Signalled, exiting
 from tests.faults.tiny_run import TinyRun, alone, train
 

@@ -1,21 +1,23 @@
 from dataclasses import asdict
 
-import contestants
 import pytest
 import torch
-from contestants import CONTESTANTS, Bench, Task, clip_loss, pad, pad_list, take_turn
 
-from mm_utils import ranks
-from mm_utils.data.loaders import LoaderArguments
-from mm_utils.data.sources import DataArguments
-from mm_utils.losses import gather_batch, info_nce
-from mm_utils.models import ModelArguments
-from scripts.benchmark_training import CONTESTANTS as NAMES
+from benchmarks.rivals import contestants
+from benchmarks.rivals.contestants import CONTESTANTS, Bench, Task, clip_loss, pad, pad_list, take_turn
+from benchmarks.training import CONTESTANTS as NAMES
+from mm_utils import distributed
+from mm_utils.data.loading.loaders import LoaderArguments
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.model.build import ModelArguments
+from mm_utils.objectives.losses import gather_batch, info_nce
 
 
 @pytest.fixture
 def bench_of(corpus, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks.available_cores()))  # one thread; more only wait for each other
+    monkeypatch.setenv(
+        "LOCAL_WORLD_SIZE", str(distributed.available_cores())
+    )  # one thread; more only wait for each other
 
     def build(contestant: str, **changes):
         data = asdict(DataArguments(train_file=str(corpus)))

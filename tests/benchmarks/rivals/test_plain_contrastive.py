@@ -1,13 +1,14 @@
 import json
 from types import SimpleNamespace
 
-import plain_contrastive
 import pytest
 import torch
-from plain_contrastive import TimeBudget, caption_relevance, ranks, read_rows, retrieval_metrics
 from torchvision.io import write_jpeg
 from transformers import BertConfig, BertModel, BertTokenizerFast, MobileNetV2Config, MobileNetV2Model
 from transformers.models.mobilenet_v2 import MobileNetV2ImageProcessor
+
+from benchmarks.rivals import plain_contrastive
+from benchmarks.rivals.plain_contrastive import TimeBudget, caption_relevance, ranks, read_rows, retrieval_metrics
 
 OWNER = torch.tensor([0, 0, 1, 1, 1, 2])
 

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pair_stores
 import pytest
 import torch
 from PIL import Image
-from reader_bench import Bench, Task
-from reader_process import Consumer, Process, epoch, fault, memory_of, prepared_colours
-from readers import READERS, bytes_per_pair
 
-from scripts.benchmark_loading import CONTESTANTS
+from benchmarks.loading import CONTESTANTS
+from benchmarks.rivals import pair_stores
+from benchmarks.rivals.reader_bench import Bench, Task
+from benchmarks.rivals.reader_process import Consumer, Process, epoch, fault, memory_of, prepared_colours
+from benchmarks.rivals.readers import READERS, bytes_per_pair
 
 IMAGES, BATCH, SIZE = 32, 8, 32
 INSTALLED = [name for name in READERS if pair_stores.is_installed(name)]

@@ -1,14 +1,14 @@
-"""The trials find what they say. Whole runs of them are in `tests/scripts/test_benchmark_reliability.py`."""
+"""The trials find what they say. Whole runs of them are in `tests/benchmarks/test_reliability.py`."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import DAMAGES, Damage, judge
-from paths import escapes, read_by_datasets, read_by_ours
-from trials import CASES, Outcome
 
-from scripts.benchmark_reliability import TRIALS
+from benchmarks.reliability import TRIALS
+from benchmarks.rivals.reliability.damage import DAMAGES, Damage, judge
+from benchmarks.rivals.reliability.paths import escapes, read_by_datasets, read_by_ours
+from benchmarks.rivals.reliability.trials import CASES, Outcome
 
 STATES = {1: "first", 2: "second"}
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.augment import _random_box, center_square, fixed_square, jitter_colors, random_square
+from mm_utils.data.loading.augment import _random_box, center_square, fixed_square, jitter_colors, random_square
 
 RED = (200, 30, 60)
 

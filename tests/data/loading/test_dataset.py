@@ -1,8 +1,8 @@
-"""From rows to examples, and from examples to batches: which caption, which crop, what is padded and what is skipped."""
+"""Rows become examples, and examples batches: caption, crop, mirroring, padding, unreadable images."""
 
 import io
-from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,25 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils import ranks
-from mm_utils.data.augment import center_square
-from mm_utils.data.batches import Collator, Pairs
+from mm_utils import distributed
 from mm_utils.data.images import encode
-from mm_utils.data.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.augment import center_square
+from mm_utils.data.loading.dataset import Collator
+from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.substitutes import ATTEMPTS, substitutes
-from mm_utils.data.tokens import global_order, tokenize_captions
 from tests.data.numbered_rows import (
     FEATURES,
     SIZE,
     WORDS,
     equal,
+    evaluation_pairs,
     loaders,
     number_said,
     number_shown,
     png,
     rows_of,
+    training_pairs,
 )
 
 disable_progress_bars()
@@ -44,8 +45,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def test_an_example_depends_on_seed_epoch_and_id_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(), tokenizer, 16)
-    pairs, again = (Pairs(rows, SIZE, train=True, min_crop_area=0.3, seed=1) for _ in range(2))
-    turned = Pairs(rows.select(range(11, -1, -1)), SIZE, train=True, min_crop_area=0.3, seed=1)
+    pairs, again = (training_pairs(rows, min_crop_area=0.3, seed=1) for _ in range(2))
+    turned = training_pairs(rows.select(range(11, -1, -1)), min_crop_area=0.3, seed=1)
     together = pairs.__getitems__([(row, 2) for row in range(12)])
     for row in range(12):
         for other in (pairs[(row, 2)], again[(row, 2)], together[row], turned[(11 - row, 2)]):
@@ -63,7 +64,7 @@ def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedToke
     )
     rows = tokenize_captions(rows, tokenizer, 16)
     found = {
-        seed: [Pairs(rows, SIZE, train=True, min_crop_area=0.3, seed=seed)[(0, epoch)] for epoch in range(40)]
+        seed: [training_pairs(rows, min_crop_area=0.3, seed=seed)[(0, epoch)] for epoch in range(40)]
         for seed in (0, 1)
     }
     for examples in found.values():
@@ -75,7 +76,7 @@ def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_rows_of_raw_pixels_are_read_alike(mixed: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_raw_pixels_give_the_same_examples(mixed: bool, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = rows_of()
 
     def to_raw(row: dict[str, Any], place: int) -> dict[str, Any]:
@@ -85,9 +86,22 @@ def test_rows_of_raw_pixels_are_read_alike(mixed: bool, tokenizer: PreTrainedTok
 
     raw = rows.map(to_raw, with_indices=True, features=FEATURES)
     rows, raw = (tokenize_captions(either, tokenizer, 16) for either in (rows, raw))
-    for options in ({"train": True, "min_crop_area": 0.4}, {"train": True}, {"train": False}):
+    for make in (partial(training_pairs, min_crop_area=0.4), training_pairs, evaluation_pairs):
         for row in range(12):
-            assert equal(Pairs(raw, SIZE, **options)[(row, 1)], Pairs(rows, SIZE, **options)[(row, 1)])
+            assert equal(make(raw)[(row, 1)], make(rows)[(row, 1)])
+
+
+def test_a_notebook_shows_what_the_model_sees(tokenizer: PreTrainedTokenizerFast) -> None:
+    """By `with_transform`: examples of evaluation or of training's first epoch, and the reason for an unreadable image."""
+    rows = tokenize_captions(rows_of(12, broken=[2]), tokenizer, 16)
+    for pairs in (evaluation_pairs(rows), training_pairs(rows, min_crop_area=0.4, seed=3)):
+        view = rows.with_transform(pairs.transform)
+        for row in (0, 1, 11):
+            assert equal({**view[row], "row": row}, pairs[(row, 0)])
+        batch = view[1:4]
+        assert batch["image_id"] == ["id-1", None, "id-3"]
+        assert batch["skipped"][1].startswith("image id-2: ")
+        assert view[1]["pixel_values"].shape == (3, SIZE, SIZE)
 
 
 # -- mirror images ------------------------------------------------------------------------------------------------------
@@ -104,8 +118,8 @@ def half_white(captions: list[str], **more: Any) -> Dataset:
 
 
 def mirrored(rows: Dataset, tokenizer: PreTrainedTokenizerFast, **options: Any) -> int:
-    """How many of 40 rows are mirrored."""
-    pairs = Pairs(tokenize_captions(rows, tokenizer, 16), SIZE, train=True, **options)
+    """Return how many of 40 rows are mirrored."""
+    pairs = training_pairs(tokenize_captions(rows, tokenizer, 16), **options)
     found = [pairs[(row, 0)]["pixel_values"][0].float() for row in range(len(rows))]
     assert all(abs(image[:, 0].mean() - image[:, -1].mean()) > 200 for image in found)
     return sum(bool(image[:, 0].mean() < 100) for image in found)
@@ -121,7 +135,9 @@ def test_half_of_the_images_are_mirrored_on_request(min_crop_area: float, tokeni
 @pytest.mark.parametrize(
     "captions", [["white is left"], ["a picture", "weiß ist links"], ["a picture", "it says “no”"]]
 )
-def test_images_are_not_mirrored_if_any_caption_tells(captions: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_images_are_not_mirrored_if_any_caption_mentions_a_direction(
+    captions: list[str], tokenizer: PreTrainedTokenizerFast
+) -> None:
     assert mirrored(half_white(captions), tokenizer, horizontal_flip=True) == 0
 
 
@@ -135,7 +151,7 @@ def test_images_with_boxes_or_an_unknown_language_are_not_mirrored(tokenizer: Pr
 def test_embedded_scenes_are_never_mirrored(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = load_scenes(64, 4, 40)["validation"].select(range(40))
     plain, flipping = (
-        Pairs(tokenize_captions(rows, tokenizer, 32), SIZE, train=True, min_crop_area=0.8, horizontal_flip=flip)
+        training_pairs(tokenize_captions(rows, tokenizer, 32), min_crop_area=0.8, horizontal_flip=flip)
         for flip in (False, True)
     )
     assert all(equal(plain[(row, 3)], flipping[(row, 3)]) for row in range(40))
@@ -143,7 +159,7 @@ def test_embedded_scenes_are_never_mirrored(tokenizer: PreTrainedTokenizerFast) 
 
 def test_colours_vary_with_epoch_and_strength(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(), tokenizer, 16)
-    plain, strong = (Pairs(rows, SIZE, train=True, min_crop_area=0.5, color_jitter=by) for by in (0.0, 0.4))
+    plain, strong = (training_pairs(rows, min_crop_area=0.5, color_jitter=by) for by in (0.0, 0.4))
     shown = [strong[(5, epoch)]["pixel_values"] for epoch in range(8)]
     assert len({tuple(image.float().mean((1, 2)).tolist()) for image in shown}) == 8
     assert torch.equal(shown[3], strong.__getitems__([(4, 3), (5, 3)])[1]["pixel_values"])
@@ -186,7 +202,7 @@ def test_evaluation_images_are_the_whole_centre(tokenizer: PreTrainedTokenizerFa
     rows = tokenize_captions(rows_of(), tokenizer, 16)
     for index in range(12):
         image = Image.open(io.BytesIO(png(index)))
-        assert torch.equal(Pairs(rows, SIZE, train=False)[(index, 0)]["pixel_values"], center_square(image, SIZE))
+        assert torch.equal(evaluation_pairs(rows)[(index, 0)]["pixel_values"], center_square(image, SIZE))
 
 
 # -- broken images ------------------------------------------------------------------------------------------------------
@@ -200,11 +216,11 @@ def test_a_broken_image_is_named_and_left_out_of_evaluation(tokenizer: PreTraine
     assert sum(len(batch["rows"]) for batch in found) == 10
 
 
-def test_another_pair_takes_the_place_of_a_broken_image(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Image and caption both; all other rows are those of data without a broken one."""
+def test_another_row_replaces_a_broken_image_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
+    """With image and caption; all other rows are the same as without a broken one."""
     whole, broken = (tokenize_captions(rows_of(12, broken=bad), tokenizer, 16) for bad in ((), (2, 7)))
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
-    stand_ins = []
+    replacements = []
     for step, batches in enumerate(
         zip(*(loaders().train(rows, order, 0, 30) for rows in (whole, broken)), strict=True)
     ):
@@ -218,16 +234,16 @@ def test_another_pair_takes_the_place_of_a_broken_image(tokenizer: PreTrainedTok
             if pair[0] not in bad:
                 batch.remove(pair)
         assert len(batch) == len(bad)
-        stand_ins += [row for row, *_ in batch]
+        replacements += [row for row, *_ in batch]
         said = [number_said(ids, tokenizer) for ids in batches[1]["input_ids"]]
         assert said == batches[1]["rows"].tolist() == [number_shown(pixels) for pixels in batches[1]["pixel_values"]]
-    assert len(stand_ins) == 20  # ten epochs
-    assert not {2, 7} & set(stand_ins)
-    assert len(set(stand_ins)) > 5  # another one every time
+    assert len(replacements) == 20  # ten epochs
+    assert not {2, 7} & set(replacements)
+    assert len(set(replacements)) > 5  # another one every time
 
 
 def pairs_of(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Every pair of a training batch by itself, without padding."""
+    """Return each pair of a training batch by itself, without padding."""
     return [
         (row, image_id, ids, tokens[:length], pixels)
         for row, image_id, ids, tokens, length, pixels in zip(
@@ -244,7 +260,7 @@ def pairs_of(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @given(bad=st.sets(st.integers(0, 12), max_size=11), world=st.sampled_from([1, 2, 4]), start=st.integers(0, 9))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_stand_ins_are_the_same_on_any_ranks_and_after_a_restart(
+def test_replacements_are_the_same_on_any_ranks_and_after_a_restart(
     bad: set[int], world: int, start: int, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     rows = tokenize_captions(rows_of(13, broken=sorted(bad)), tokenizer, 16)
@@ -253,8 +269,8 @@ def test_stand_ins_are_the_same_on_any_ranks_and_after_a_restart(
     shares = []
     for rank in range(world):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "rank", lambda rank=rank: rank)
-            patch.setattr(ranks, "world_size", lambda: world)
+            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+            patch.setattr(distributed, "world_size", lambda: world)
             shares.append(list(loaders().train(rows, order, start, start + 2)))
     for whole, parts in zip(straight, zip(*shares, strict=True), strict=True):
         together = [pair for part in parts for pair in pairs_of(part)]
@@ -262,20 +278,6 @@ def test_stand_ins_are_the_same_on_any_ranks_and_after_a_restart(
         assert sorted(name for part in parts for name in part["skipped_ids"]) == sorted(whole["skipped_ids"])
         if len(bad) < 7:  # else sixteen attempts may all fail
             assert len(together) == 6
-
-
-def test_rows_to_try_are_spread_and_none_comes_twice() -> None:
-    tried = Counter()  # type: Counter[int]
-    for epoch in range(200):
-        found = substitutes(3, epoch, -(2**62), 50)
-        assert len(found) == len(set(found)) <= ATTEMPTS
-        assert found == substitutes(3, epoch, -(2**62), 50)
-        tried.update(found)
-    assert set(tried) == set(range(50))
-    assert max(tried.values()) < 2 * min(tried.values())
-    others = (substitutes(4, 0, 7, 50), substitutes(3, 1, 7, 50), substitutes(3, 0, 8, 50))
-    assert all(other != substitutes(3, 0, 7, 50) for other in others)
-    assert substitutes(0, 0, 0, 1) == [0]
 
 
 def test_broken_files_of_every_kind(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -293,12 +295,12 @@ def test_broken_files_of_every_kind(tokenizer: PreTrainedTokenizerFast, tmp_path
 
 
 def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Also the share of a rank that has no row, where there are more ranks than rows in a batch."""
+    """Also the share of a rank without a row, if there are more ranks than rows in a batch."""
     rows = tokenize_captions(rows_of(4, broken=range(4)), tokenizer, 16)
     [batch] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "rank", lambda: 4)
-        patch.setattr(ranks, "world_size", lambda: 5)
+        patch.setattr(distributed, "rank", lambda: 4)
+        patch.setattr(distributed, "world_size", lambda: 5)
         [nothing] = loaders().train(rows, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
     assert len(batch["skipped"]) == 4
     assert nothing["skipped"] == []
@@ -351,28 +353,10 @@ def test_collator_puts_the_longest_caption_first() -> None:
     assert batch["attention_mask"].sum(1).tolist() == batch["lengths"]
 
 
-# -- length buckets -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rearranged", [False, True])
-def test_buckets_know_the_captions_that_are_shown(rearranged: bool, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenize_captions(rows_of(12), tokenizer, 16)
-    if rearranged:
-        rows = rows.select([7, 2, 11, 3, 5, 6, 10, 0])
-    order = global_order(rows, BatchSizes((0,), (4,)), 3, 2)
-    assert order.caption_lengths is not None
-    pairs = Pairs(rows, SIZE, train=True, seed=3)
-    draws = [(row, epoch) for row in range(len(rows)) for epoch in range(5)]
-    shown = [len(pairs[draw]["input_ids"][0]) for draw in draws]
-    assert order.caption_lengths(*map(np.array, zip(*draws, strict=True))).tolist() == shown
-    assert len(set(shown)) > 2
-    assert global_order(rows, BatchSizes((0,), (4,)), 3).caption_lengths is None
-
-
 @pytest.mark.parametrize(
     ("side", "cut"), [(SIZE, True), (int(1.5 * SIZE), True), (2 * SIZE, False), (SIZE - 1, False)]
 )
-def test_squares_are_cut_from_images_of_about_their_size_alone(
+def test_fixed_crops_need_an_image_of_about_their_size(
     side: int, cut: bool, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (side, side + 9, 3), dtype=np.uint8)
@@ -380,7 +364,7 @@ def test_squares_are_cut_from_images_of_about_their_size_alone(
     Image.fromarray(noise).save(buffer, "PNG")
     row = {"id": "a", "image": {"bytes": buffer.getvalue(), "path": None}, "captions": ["picture one"]}
     rows = tokenize_captions(Dataset.from_list([row], features=FEATURES), tokenizer, 16)
-    square = Pairs(rows, SIZE, train=True, min_crop_area=0.8, fixed_crop=True)[(0, 0)]["pixel_values"]
+    square = training_pairs(rows, min_crop_area=0.8, fixed_crop=True)[(0, 0)]["pixel_values"]
     assert square.shape == (3, SIZE, SIZE)
     colours = {tuple(colour) for colour in noise.reshape(-1, 3).tolist()}
     kept = sum(tuple(colour) in colours for colour in square.flatten(1).T.tolist())

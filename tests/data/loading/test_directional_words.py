@@ -1,12 +1,12 @@
-"""Captions that a mirrored picture would make wrong."""
+"""Captions that mirroring the image would make wrong."""
 
 import unicodedata
 
 import pytest
 
-from mm_utils.data.sides import LANGUAGES, names_a_side
+from mm_utils.data.loading.directional_words import LANGUAGES, mentions_direction
 
-SIDES = {
+DIRECTIONS = {
     "ar": ("كلب على اليمين", "السيارة في أقصى يسار الصورة"),
     "cs": ("pes vlevo", "muž po pravé straně"),
     "da": ("en hund til venstre", "manden på højre side"),
@@ -43,7 +43,7 @@ SIDES = {
     "vi": ("một con chó bên trái", "tay phải"),
     "zh": ("一只狗在左边", "顺时针方向"),
 }
-NO_SIDES = {
+NO_DIRECTIONS = {
     "ar": ("كلب أبيض يجري", "سيارة حمراء"),
     "de": ("ein Hund läuft über die Wiese", "ein Rechteck", "linkisch"),
     "en": ("two dogs run over the grass", "a bright copyright office", "a child's ball, 3 balloons & a fox: ½ café!"),
@@ -65,36 +65,67 @@ NO_SIDES = {
 
 
 @pytest.mark.parametrize("language", sorted(LANGUAGES))
-def test_sides_are_found(language: str) -> None:
-    for caption in SIDES[language]:
+def test_directions_are_found(language: str) -> None:
+    for caption in DIRECTIONS[language]:
         for written in (caption, caption.upper(), f"({caption}).", f"a dog and {caption}, too"):
-            assert names_a_side(written), written
-        assert names_a_side(caption, language)
+            assert mentions_direction(written), written
+        assert mentions_direction(caption, language)
 
 
-@pytest.mark.parametrize("language", NO_SIDES)
-def test_captions_without_sides(language: str) -> None:
-    for caption in NO_SIDES[language]:
-        assert not names_a_side(caption), caption
-        assert not names_a_side(caption, f"{language}-XX")
+@pytest.mark.parametrize("language", NO_DIRECTIONS)
+def test_captions_without_directions(language: str) -> None:
+    for caption in NO_DIRECTIONS[language]:
+        assert not mentions_direction(caption), caption
+        assert not mentions_direction(caption, f"{language}-XX")
 
 
 @pytest.mark.parametrize(
     "caption", ['a shop called "Pizza"', "a sign that says stop", "ein Schild „Halt“", "「止」の看板", "the word love"]
 )
-def test_writing_in_the_picture_counts(caption: str) -> None:
-    assert names_a_side(caption)
+def test_writing_in_the_image_counts(caption: str) -> None:
+    assert mentions_direction(caption)
 
 
-def test_what_is_not_understood_counts_as_a_side() -> None:
-    assert names_a_side("ძაღლი ბალახზე")  # Georgian
-    assert names_a_side("a dog, that is ძაღლი")
-    assert names_a_side("mbwa anakimbia", "sw")
-    assert not names_a_side("")
-    assert not names_a_side("1 + 1 = 2 🐕")
+def test_unknown_languages_count_as_directions() -> None:
+    assert mentions_direction("ძაღლი ბალახზე")  # Georgian
+    assert mentions_direction("a dog, that is ძაღლი")
+    assert mentions_direction("mbwa anakimbia", "sw")
+    assert not mentions_direction("")
+    assert not mentions_direction("1 + 1 = 2 🐕")
 
 
-def test_letters_may_be_composed_or_not() -> None:
+def test_composed_and_decomposed_letters_are_found() -> None:
     for caption in ("một con chó bên trái", "en hund till vänster", "왼쪽"):
         for form in ("NFC", "NFD", "NFKC", "NFKD"):
-            assert names_a_side(unicodedata.normalize(form, caption))
+            assert mentions_direction(unicodedata.normalize(form, caption))
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        *(
+            "driving on the LHS",
+            "the portside cabin",
+            "at the ten o'clock position",
+            "an L-shaped desk",
+            "beiderseits der Straße",
+        ),
+        *(
+            "ben trai",
+            "a STOP sign",
+            "a bus with the number 23",
+            "number plate ABC 123",
+            "Schild mit der Aufschrift Halt",
+        ),
+        *("panneau indiquant sortie", "platform no. 9", 'the word "exit"', "a shirt that says hello", "a van of DHL"),
+    ],
+)
+def test_sides_without_their_usual_words_and_writing_without_quotation_marks(caption: str) -> None:
+    assert mentions_direction(caption)
+
+
+@pytest.mark.parametrize(
+    "caption", ["A DOG RUNS", "a TV on a table", "a number of people", "an assignment", "a template"]
+)
+def test_capitals_and_numbers_that_are_no_writing(caption: str) -> None:
+    assert not mentions_direction(caption)

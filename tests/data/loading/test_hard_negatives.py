@@ -1,4 +1,4 @@
-"""Rows whose captions look alike are put side by side, and stay so in every epoch."""
+"""Rows with similar captions are put side by side, and stay so in every epoch."""
 
 import numpy as np
 import pyarrow as pa
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm_utils.data.neighbours import arrange
-from mm_utils.data.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.hard_negatives import group_similar
+from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 
 
 def table(rows: list[list[list[int]]]) -> pa.ChunkedArray:
@@ -25,8 +25,8 @@ def random_rows(count: int, seed: int = 0) -> list[list[list[int]]]:
     st.lists(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=3), max_size=30), st.integers(2, 5)
 )
 @settings(max_examples=60)
-def test_an_arrangement_holds_every_row_once(rows: list[list[list[int]]], size: int) -> None:
-    assert sorted(arrange(table(rows), size).tolist()) == list(range(len(rows)))
+def test_an_arrangement_has_every_row_once(rows: list[list[list[int]]], size: int) -> None:
+    assert sorted(group_similar(table(rows), size).tolist()) == list(range(len(rows)))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -41,7 +41,7 @@ def test_rows_of_the_same_words_are_found_among_many(size: int) -> None:
     rows += [
         [rng.permutation(caption).tolist() for caption in rows[group[0]]] for group in groups for _ in range(size - 1)
     ]
-    found = arrange(table(rows), size)
+    found = group_similar(table(rows), size)
     blocks = {frozenset(found[low : low + size].tolist()) for low in range(0, len(found) // size * size, size)}
     assert all(frozenset(group) in blocks for group in groups)
 
@@ -49,15 +49,15 @@ def test_rows_of_the_same_words_are_found_among_many(size: int) -> None:
 def test_rare_words_count_more_than_common_ones() -> None:
     """Rows 2k and 2k + 1 share two rare words, rows of one parity five common ones."""
     rows = [[[1000 + row // 2, 2000 + row // 2, *range(5 * (row % 2), 5 * (row % 2) + 5)]] for row in range(80)]
-    found = arrange(table(rows), 2).reshape(-1, 2)
+    found = group_similar(table(rows), 2).reshape(-1, 2)
     assert (found // 2 == found[:, :1] // 2).all(1).mean() >= 0.8
 
 
 def test_the_same_captions_give_the_same_arrangement() -> None:
     rows = random_rows(200)
-    assert np.array_equal(arrange(table(rows), 2), arrange(table(rows), 2))
+    assert np.array_equal(group_similar(table(rows), 2), group_similar(table(rows), 2))
     chunks = pa.chunked_array([table(rows[:70]).combine_chunks(), table(rows[70:]).combine_chunks()])
-    assert np.array_equal(arrange(chunks, 2), arrange(table(rows), 2))
+    assert np.array_equal(group_similar(chunks, 2), group_similar(table(rows), 2))
 
 
 @pytest.mark.parametrize("num_rows", [64, 67, 2**16 + 3])

@@ -1,25 +1,25 @@
-"""A caption's language finds the tokenizer's own code for it, or none."""
+"""A caption's language is matched with the tokenizer's own code for it, or with none."""
 
 import logging
 
 import pytest
 from transformers import ByT5Tokenizer, MBartTokenizer, NllbTokenizer, PreTrainedTokenizerBase
 
-from mm_utils.data import languages
-from mm_utils.data.languages import language_tokens, own_codes
-from mm_utils.data.tokens import encode_captions
-from mm_utils.wordpiece import train_tokenizer
+from mm_utils.data.loading import language_codes
+from mm_utils.data.loading.language_codes import language_tokens, own_codes
+from mm_utils.data.loading.tokens import encode_captions
+from mm_utils.model.processor import train_tokenizer
 
 LETTERS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5, "b": 6}
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> None:
-    languages._warn.cache_clear()
+    language_codes._warn.cache_clear()
 
 
 def with_tokens(*tokens: str) -> PreTrainedTokenizerBase:
-    """WordPiece whose vocabulary has these special tokens besides."""
+    """A WordPiece tokenizer with these special tokens added."""
     tokenizer = train_tokenizer(["a red car", "ein rotes auto"], 100)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     return tokenizer
@@ -84,7 +84,7 @@ def test_unknown_languages_are_named_in_one_warning(caplog: pytest.LogCaptureFix
     assert caplog.messages[0].startswith("some/model has no token, or more than one, for 'fr', 'it';")
 
 
-def test_a_warning_is_short_whatever_the_column_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_is_short_with_any_column(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         own_codes(with_tokens("<de>"), [f"{number}" * 1000 for number in range(50)])
     assert len(caplog.messages[0]) < 700
@@ -107,7 +107,7 @@ def test_source_language_is_set_and_put_back() -> None:
         assert tokenizer.backend_tokenizer.to_str() == before
 
 
-def test_a_language_token_stands_behind_the_first() -> None:
+def test_a_language_token_follows_the_first_token() -> None:
     tokenizer = with_tokens("<de>", "<en>")
     captions = ["a red car", "a red car", "[CLS] <en> red", "a red car " * 50, ""]
     ids = encode_captions(tokenizer, captions, ["de", "fr", "de", "deu", "de"], 8)

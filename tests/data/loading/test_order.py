@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm_utils import ranks
-from mm_utils.data import order as order_module
-from mm_utils.data.order import (
+from mm_utils import distributed
+from mm_utils.data.loading import order as order_module
+from mm_utils.data.loading.order import (
+    ATTEMPTS,
     BatchSizes,
     Draw,
     EvaluationBatches,
@@ -20,45 +21,29 @@ from mm_utils.data.order import (
     RankBatches,
     choose_captions,
     permute,
+    replacement_rows,
 )
 
 
 def in_order(num_rows: int, batch_size: int, seed: int) -> GlobalOrder:
-    """Without schedule or buckets."""
+    """An order whose batches have one size."""
     return GlobalOrder(num_rows, BatchSizes((0,), (batch_size,)), seed)
 
 
 def on_rank(patch: pytest.MonkeyPatch, rank: int, world: int) -> None:
-    patch.setattr(ranks, "rank", lambda: rank)
-    patch.setattr(ranks, "world_size", lambda: world)
+    patch.setattr(distributed, "rank", lambda: rank)
+    patch.setattr(distributed, "world_size", lambda: world)
 
 
 @pytest.fixture(params=[0, 2**16], ids=["computed", "listed"], scope="module", autouse=True)
 def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Epochs are shuffled as lists or computed row by row; whatever is true of an order is true of both."""
+    """Epochs are shuffled as lists or computed row by row; all properties hold for both."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order_module, "_LISTED", request.param)
         yield
 
 
 sizes = st.integers(2, 24).flatmap(lambda batch: st.tuples(st.integers(batch, 4 * batch + 3), st.just(batch)))
-
-
-@given(sizes, st.integers(0, 2**32))
-@settings(max_examples=60)
-def test_stream_is_one_permutation_after_another(size: tuple[int, int], seed: int) -> None:
-    num_rows, batch_size = size
-    order = in_order(num_rows, batch_size, seed)
-    steps = 8 * num_rows // batch_size + 1
-    batches = [order.batch(step) for step in range(steps)]
-    for batch in batches:
-        assert len(batch) == batch_size
-        assert len({row for row, _ in batch}) == batch_size
-    stream = [draw for batch in batches for draw in batch]
-    for epoch in range(8):
-        begin = epoch * num_rows
-        assert sorted(stream[begin : begin + num_rows]) == [(row, epoch) for row in range(num_rows)]
-    assert all(type(value) is int for draw in stream for value in draw)
 
 
 @given(sizes, st.integers(0, 2**32), st.lists(st.integers(0, 60), min_size=1, max_size=6))
@@ -82,6 +67,21 @@ def test_seed_and_epoch_decide() -> None:
     assert first != [row for row, _ in in_order(64, 32, 1).batch(0)]
     assert first != [row for row, _ in in_order(64, 32, 0).batch(2)]
     assert first != sorted(first)
+
+
+def test_seeds_share_no_epoch() -> None:
+    """Seed 7 has no epoch of seed 8: neither the order, the captions nor the replacement rows."""
+    ones, keys = np.ones(3000, np.int64), np.random.default_rng(3).integers(0, 2**63 - 1, 3000)
+    places, five = np.arange(3000), np.full(3000, 5)
+    drawn = [
+        (permute(places, 3000, seed, epoch), choose_captions(seed, epoch * ones, keys, five))
+        for seed, epoch in [(7, 1), (8, 0), (7, 2), (9, 0)]
+    ]
+    for first, (order, captions) in enumerate(drawn):
+        for other_order, other_captions in drawn[:first]:
+            assert (order == other_order).mean() < 0.01
+            assert abs((captions == other_captions).mean() - 0.2) < 0.05
+    assert replacement_rows(7, 1, 5, 1000) != replacement_rows(8, 0, 5, 1000)
 
 
 def test_every_pair_of_rows_meets_in_a_batch() -> None:
@@ -189,44 +189,42 @@ def test_memory_does_not_grow_with_the_rows() -> None:
 
 # -- schedules ----------------------------------------------------------------------------------------------------------
 
-schedules = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=0, max_size=3).map(
-    lambda growth: BatchSizes(
-        tuple(np.cumsum([0, *(steps for steps, _ in growth)]).tolist()),
-        tuple(np.cumsum([2, *(more for _, more in growth)]).tolist()),
+schedules = st.tuples(
+    st.integers(2, 24), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=0, max_size=3)
+).map(
+    lambda first_and_growth: BatchSizes(
+        tuple(np.cumsum([0, *(steps for steps, _ in first_and_growth[1])]).tolist()),
+        tuple(np.cumsum([first_and_growth[0], *(more for _, more in first_and_growth[1])]).tolist()),
     )
 )
 
 
 @given(schedules, st.integers(0, 80))
-def test_batch_sizes_count(sizes: BatchSizes, step: int) -> None:
+def test_batch_sizes_find_the_step_of_a_pair(sizes: BatchSizes, step: int) -> None:
     each = [sizes.at(earlier) for earlier in range(step + 1)]
     assert sizes.before(step) == sum(each[:-1])
     first = sum(each[:-1])
     assert sizes.step_of(first) == sizes.step_of(first + each[-1] - 1) == step
 
 
-@given(schedules, st.integers(0, 30), st.integers(0, 2**32), st.integers(1, 5))
-@settings(max_examples=60)
-def test_a_schedule_cuts_the_same_epochs(sizes: BatchSizes, more: int, seed: int, window: int) -> None:
-    """Whatever the batch sizes and buckets, every epoch is a permutation, and no batch holds a row twice."""
+@given(schedules, st.integers(0, 70), st.integers(0, 2**32))
+@settings(max_examples=80)
+def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, more: int, seed: int) -> None:
     num_rows = sizes.sizes[-1] + more
-    lengths = np.random.default_rng(seed).integers(3, 60, num_rows)
-    bucketed = GlobalOrder(num_rows, sizes, seed, lambda rows, epochs: lengths[rows] + epochs % 3, window)
-    plain = GlobalOrder(num_rows, sizes, seed)
-    steps = sizes.step_of(5 * num_rows) + 1
-    for order in (plain, bucketed):
-        batches = [order.batch(step) for step in range(steps)]
-        assert [len(batch) for batch in batches] == [sizes.at(step) for step in range(steps)]
-        assert all(len({row for row, _ in batch}) == len(batch) for batch in batches)
-        drawn = Counter(draw for batch in batches for draw in batch)
-        assert all(drawn[row, epoch] == 1 for epoch in range(5) for row in range(num_rows))
-        assert max(drawn.values()) == 1
-    again = GlobalOrder(num_rows, sizes, seed, bucketed.caption_lengths, window)
-    assert again.batch(steps - 1) == batches[-1]
+    order = GlobalOrder(num_rows, sizes, seed)
+    steps = sizes.step_of(8 * num_rows) + 1
+    batches = [order.batch(step) for step in range(steps)]
+    assert [len(batch) for batch in batches] == [sizes.at(step) for step in range(steps)]
+    assert all(len({row for row, _ in batch}) == len(batch) for batch in batches)
+    stream = [draw for batch in batches for draw in batch]
+    for epoch in range(8):
+        assert sorted(stream[epoch * num_rows :][:num_rows]) == [(row, epoch) for row in range(num_rows)]
+    assert all(type(value) is int for draw in stream for value in draw)
+    assert GlobalOrder(num_rows, sizes, seed).batch(steps - 1) == batches[-1]
 
 
-def test_a_phase_begins_where_the_one_before_ends() -> None:
-    """Growing the batch takes no row twice: the stream goes on."""
+def test_a_larger_batch_continues_the_stream() -> None:
+    """No row is drawn twice or left out when the batch grows."""
     steady = in_order(1000, 4, 3)
     grown = GlobalOrder(1000, BatchSizes.parse("0:4,10:8"), 3)
     assert [grown.batch(step) for step in range(10)] == [steady.batch(step) for step in range(10)]
@@ -244,38 +242,15 @@ def test_a_phase_begins_where_the_one_before_ends() -> None:
         *((text, "write step:size") for text in ("", "8", "0:8;10:16", "0:8,", "0:8:9", "0:x")),
     ],
 )
-def test_schedules_that_make_no_sense(text: str, message: str) -> None:
+def test_invalid_schedules_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BatchSizes.parse(text)
-
-
-# -- buckets ------------------------------------------------------------------------------------------------------------
-
-
-def test_buckets_save_padding_and_stay_in_their_window() -> None:
-    lengths = np.minimum(64, np.random.default_rng(0).lognormal(3, 0.6, 4096).astype(int) + 3)
-    sizes = BatchSizes((0,), (64,))
-    plain = GlobalOrder(4096, sizes, 5)
-    bucketed = GlobalOrder(4096, sizes, 5, lambda rows, epochs: lengths[rows], 16)
-
-    def padding(order: GlobalOrder) -> float:
-        shown = [[lengths[row] for row, _ in order.batch(step)] for step in range(64)]
-        return sum(len(batch) * max(batch) for batch in shown) / sum(map(sum, shown))
-
-    assert padding(plain) > 2
-    assert padding(bucketed) < 1.1
-    for window in range(4):
-        steps = range(16 * window, 16 * window + 16)
-        rows = [sorted(draw for step in steps for draw in order.batch(step)) for order in (plain, bucketed)]
-        assert rows[0] == rows[1]
-    longest = [max(lengths[row] for row, _ in bucketed.batch(step)) for step in range(16)]
-    assert longest != sorted(longest)
 
 
 # -- captions -----------------------------------------------------------------------------------------------------------
 
 
-def test_captions_are_chosen_evenly_and_apart() -> None:
+def test_captions_are_chosen_evenly_and_independently() -> None:
     keys, counts = np.random.default_rng(0).integers(0, 2**63, 3000), np.full(3000, 5)
     chosen = [choose_captions(7, np.full(3000, epoch), keys, counts) for epoch in range(4)]
     for one in chosen:
@@ -283,3 +258,17 @@ def test_captions_are_chosen_evenly_and_apart() -> None:
     assert 0.15 < (chosen[0] == chosen[1]).mean() < 0.25
     assert 0.15 < (chosen[0] == choose_captions(8, np.zeros(3000, int), keys, counts)).mean() < 0.25
     assert set(choose_captions(7, np.zeros(50, int), keys[:50], np.ones(50, int))) == {0}
+
+
+def test_replacement_rows_are_spread_and_distinct() -> None:
+    tried = Counter()  # type: Counter[int]
+    for epoch in range(200):
+        found = replacement_rows(3, epoch, -(2**62), 50)
+        assert len(found) == len(set(found)) <= ATTEMPTS
+        assert found == replacement_rows(3, epoch, -(2**62), 50)
+        tried.update(found)
+    assert set(tried) == set(range(50))
+    assert max(tried.values()) < 2 * min(tried.values())
+    others = (replacement_rows(4, 0, 7, 50), replacement_rows(3, 1, 7, 50), replacement_rows(3, 0, 8, 50))
+    assert all(other != replacement_rows(3, 0, 7, 50) for other in others)
+    assert replacement_rows(0, 0, 0, 1) == [0]

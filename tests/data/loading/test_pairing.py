@@ -1,4 +1,4 @@
-"""Whatever is done to a prepared data set, each image carries its own captions in every batch on every rank.
+"""In every batch on every rank, each image has its own captions, after any change of a prepared data set.
 
 A picture of one colour and its captions say the same number; a colour survives compression, resizing, crops and flips.
 """
@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.order import BatchSizes
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
+from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.loading.tokens import global_order, tokenize_captions
+from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.prepare.prepared import content_id
-from mm_utils.data.sources import DataArguments, load_pairs
-from mm_utils.data.stream.stream import StreamingArguments, open_stream
-from mm_utils.data.tokens import global_order, tokenize_captions
-from mm_utils.wordpiece import train_tokenizer
+from mm_utils.data.prepare.on_disk import content_id
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.streaming.loader import train_stream
+from mm_utils.data.streaming.stream import StreamingArguments, open_stream
+from mm_utils.model.processor import train_tokenizer
 from scripts import prepare_data
 
 COUNT, SIZE, LEVELS, GAP = 90, 24, 6, 51
@@ -40,7 +42,6 @@ def colour(number: int) -> tuple[int, int, int]:
 
 
 def number_shown(pixels: torch.Tensor) -> int:
-    """Of uint8 `[3, S, S]`."""
     levels = (pixels.float().mean((1, 2)) / GAP).round().long().tolist()
     return sum(level * LEVELS**place for place, level in enumerate(levels))
 
@@ -95,7 +96,7 @@ CHANGES: dict[str, Callable[[Dataset], Dataset]] = {
 
 
 def check(batch: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The numbers of a batch, all of them said and shown alike."""
+    """Return the numbers of a batch, after comparing those of captions and images."""
     assert not batch["skipped"]
     shown = [number_shown(pixels) for pixels in batch["pixel_values"]]
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["input_ids"]]
@@ -109,13 +110,13 @@ def loaders(image_size: int, workers: int, **arguments: Any) -> Loaders:
 
 
 def on_each_rank(world: int, batches: Callable[[int, int], Any], start: int, stop: int) -> Iterator[list[Any]]:
-    """The batches of every rank, one rank after the other."""
+    """Yield the batches of each rank."""
     for rank in range(world):
-        with patch.multiple("mm_utils.ranks", rank=lambda: rank, world_size=lambda: world):  # noqa: B023
+        with patch.multiple("mm_utils.distributed", rank=lambda: rank, world_size=lambda: world):  # noqa: B023
             yield list(batches(start, stop))
 
 
-def test_each_row_proves_itself(prepared: dict[str, str]) -> None:
+def test_prepared_rows_pair_images_with_their_captions(prepared: dict[str, str]) -> None:
     for folder in prepared.values():
         numbers = []
         for rows in load_pairs(DataArguments(dataset_name=folder)).values():
@@ -136,7 +137,7 @@ def test_each_row_proves_itself(prepared: dict[str, str]) -> None:
     augmentation=st.sampled_from([{}, {"fixed_crop": True}, {"horizontal_flip": True, "min_crop_area": 0.5}]),
 )
 @settings(max_examples=40)
-def test_shuffled_filtered_cut_resized_and_shared_out(
+def test_pairs_survive_shuffles_filters_slices_and_ranks(
     store: str,
     changes: list[str],
     world: int,
@@ -174,7 +175,7 @@ def test_shuffled_filtered_cut_resized_and_shared_out(
     block=st.sampled_from([1, 4, 20]),
 )
 @settings(max_examples=40)
-def test_streamed_and_resumed(
+def test_pairs_survive_streaming_and_resuming(
     store: str,
     world: int,
     batch: int,
@@ -184,22 +185,24 @@ def test_streamed_and_resumed(
     prepared: dict[str, str],
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    args = StreamingArguments(streaming=True, stream_lanes=3, shuffle_block_size=block)
+    args = StreamingArguments(streaming=True, stream_interleave=3, shuffle_block_size=block)
     stream = open_stream(DataArguments(dataset_name=prepared[store]), args, BatchSizes((0,), (batch,)), seed)
     steps = -(-stream.num_rows // batch)
     stop_at = min(stop_at, steps)
     made = loaders(SIZE, 0)
-    whole = [check(one, tokenizer) for one in made.stream(stream, tokenizer, 0, steps)]
+    whole = [check(one, tokenizer) for one in train_stream(made, stream, tokenizer, 0, steps)]
     parts: list[list[int]] = [[] for _ in range(steps)]
     for start, stop in ((0, stop_at), (stop_at, steps)):
-        for batches in on_each_rank(world, partial(made.stream, stream, tokenizer), start, stop):
+        for batches in on_each_rank(world, partial(train_stream, made, stream, tokenizer), start, stop):
             for step, one in enumerate(batches, start):
                 parts[step] += check(one, tokenizer)
     assert list(map(sorted, parts)) == list(map(sorted, whole))
 
 
 @pytest.mark.parametrize("store", ["jpeg", "raw"])
-def test_workers_and_epochs(store: str, prepared: dict[str, str], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pairs_survive_workers_and_epochs(
+    store: str, prepared: dict[str, str], tokenizer: PreTrainedTokenizerFast
+) -> None:
     pairs = load_pairs(DataArguments(dataset_name=prepared[store]))
     rows = DatasetDict({name: tokenize_captions(rows, tokenizer, 16) for name, rows in pairs.items()})["train"]
     order = global_order(rows, BatchSizes((0, 9), (7, 11)), 0)

@@ -2,6 +2,8 @@
 
 import io
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,15 @@ from PIL import ExifTags, Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data.augment import Window
-from mm_utils.data.batches import Collator, Pairs
 from mm_utils.data.images import encode
-from mm_utils.data.loaders import LoaderArguments, Loaders
-from mm_utils.data.order import BatchSizes, GlobalOrder
-from mm_utils.data.regions import MOST_REGIONS, boxes_in, has_regions, tokenize_regions
+from mm_utils.data.loading.augment import Window
+from mm_utils.data.loading.dataset import Collator, EvaluationTransform, Pairs, TrainingTransform, Transform
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
+from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.regions import MAX_REGIONS, boxes_in, has_regions, tokenize_regions
+from mm_utils.data.loading.tokens import caption_key, encode_captions, tokenize_captions
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.tokens import caption_key, encode_captions, tokenize_captions
-from tests.data.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal
+from tests.data.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal, evaluation_pairs, training_pairs
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -65,7 +67,7 @@ shares = st.floats(0, 0.7), st.floats(0, 0.7), st.floats(0.05, 0.3), st.floats(0
 
 @given(st.tuples(*shares), st.tuples(*shares))
 def test_boxes_agree_with_counted_points(box: tuple[float, ...], cut: tuple[float, ...]) -> None:
-    """The same from points on a grid: which of them are in the box, where in the window, and how many are left."""
+    """Points on a grid in the box show how much of it is in the window, and where."""
     window = Window(cut[0], cut[1], cut[0] + cut[2], cut[1] + cut[3])
     [found], [shown] = boxes_in(window, np.array([box]))
     ticks = [(np.arange(400) + 0.5) / 400 * box[2 + axis] + box[axis] for axis in (0, 1)]
@@ -93,7 +95,7 @@ def white_box(kind: str, width: int, height: int, box: tuple[int, int, int, int]
 
 
 def whites(pixels: Tensor) -> list[float]:
-    """Left, top, right and bottom of what is white, in shares of the square."""
+    """Return left, top, right and bottom of the white area, in shares of the square."""
     size = pixels.shape[-1]
     light = pixels.float().mean(0) / 255
     edges = []
@@ -107,32 +109,32 @@ def whites(pixels: Tensor) -> list[float]:
 @pytest.mark.parametrize(("width", "height"), [(90, 60), (60, 90), (700, 480)])
 @pytest.mark.parametrize("kind", ["png", "jpeg", "rotated"])
 @pytest.mark.parametrize(
-    "options",
+    "transform",
     [
-        {"train": True, "min_crop_area": 0.3},
-        {"train": True},
-        {"train": True, "min_crop_area": 0.3, "fixed_crop": True},
-        {"train": False},
+        TrainingTransform(48, True, min_crop_area=0.3),
+        TrainingTransform(48, True),
+        TrainingTransform(48, True, min_crop_area=0.3, fixed_crop=True),
+        EvaluationTransform(48, True),
     ],
     ids=["random", "whole", "fixed", "evaluation"],
 )
 def test_boxes_are_where_the_pixels_are(
-    kind: str, width: int, height: int, options: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+    kind: str, width: int, height: int, transform: Transform, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Also where a JPEG is decoded at a reduced scale, or is turned."""
-    rng, size = random.Random(0), 48
+    """Also if a JPEG is decoded at a reduced scale, or rotated."""
+    rng = random.Random(0)
     boxes = []
     for _ in range(12):
         across, down = (side * rng.uniform(0.2, 0.4) // 1 for side in (width, height))
         boxes.append((rng.randint(0, int(width - across)), rng.randint(0, int(height - down)), int(across), int(down)))
     images = [white_box(kind, width, height, box) for box in boxes]
     rows = tokenized(rows_with([[a_region(*box)] for box in boxes], images), tokenizer)
-    pairs, seen = Pairs(rows, size, regions=True, **options), 0
+    pairs, seen = Pairs(rows, transform), 0
     for row in range(len(boxes)):
         example = pairs[(row, 0)]
         assert len(example["region_boxes"]) == len(example["region_keys"]) == len(example["region_input_ids"]) <= 1
         for box in example["region_boxes"]:
-            assert box.tolist() == pytest.approx(whites(example["pixel_values"]), abs=1.5 / size)
+            assert box.tolist() == pytest.approx(whites(example["pixel_values"]), abs=1.5 / 48)
             seen += 1
     assert seen >= 5
 
@@ -140,32 +142,30 @@ def test_boxes_are_where_the_pixels_are(
 # -- examples -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"train": True, "min_crop_area": 0.4}, {"train": True}, {"train": False}])
-def test_regions_change_nothing_else(options: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("make", [partial(training_pairs, min_crop_area=0.4), training_pairs, evaluation_pairs])
+def test_regions_change_nothing_else(make: Callable[..., Pairs], tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(load_scenes(64, 30, 1)["train"], tokenizer, 16)
-    plain = Pairs(rows, SIZE, **options)
-    with_regions = Pairs(
-        tokenize_regions(DatasetDict(train=rows), tokenizer, 16)["train"], SIZE, regions=True, **options
-    )
+    plain = make(rows)
+    with_regions = make(tokenize_regions(DatasetDict(train=rows), tokenizer, 16)["train"], regions=True)
     for row in range(30):
         one, other = plain[(row, 3)], with_regions[(row, 3)]
         assert set(other) - set(one) == {"region_boxes", "region_input_ids", "region_keys"}
         assert equal(one, {name: other[name] for name in one})
 
 
-def test_of_many_regions_a_few_are_drawn(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     listed = [a_region(2 * place, 1, 3, 5, f"picture {word}") for place, word in enumerate(WORDS)]
     rows = tokenized(rows_with([listed]), tokenizer)
-    pairs, again = (Pairs(rows, SIZE, train=True, regions=True, min_crop_area=0.99, seed=1) for _ in range(2))
+    pairs, again = (training_pairs(rows, regions=True, min_crop_area=0.99, seed=1) for _ in range(2))
     everything = [caption_key(region["phrase"]) for region in listed]
     chosen = [pairs[(0, epoch)]["region_keys"] for epoch in range(20)]
     assert chosen == [again[(0, epoch)]["region_keys"] for epoch in range(20)]
     assert len(set(map(tuple, chosen))) > 10
     for keys in chosen:
-        assert len(keys) == len(set(keys)) <= MOST_REGIONS
+        assert len(keys) == len(set(keys)) <= MAX_REGIONS
         assert keys == [key for key in everything if key in keys]
-    evaluated = Pairs(rows, SIZE, train=False, regions=True)[(0, 0)]
-    assert len(evaluated["region_keys"]) > MOST_REGIONS
+    evaluated = evaluation_pairs(rows, regions=True)[(0, 0)]
+    assert len(evaluated["region_keys"]) > MAX_REGIONS
 
 
 # -- tokens -------------------------------------------------------------------------------------------------------------
@@ -190,14 +190,14 @@ def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
     assert not has_regions(found.select([2, 3]))
     assert not has_regions(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mm_utils.data.regions.encode_captions", lambda *_: pytest.fail("tokenised again"))
+        patch.setattr("mm_utils.data.loading.regions.encode_captions", lambda *_: pytest.fail("tokenised again"))
         assert tokenized(rows, tokenizer)._fingerprint == found._fingerprint
 
 
 @pytest.mark.parametrize(
     "region", [a_region(1, 2, 0, 4), a_region(1, 2, 3, 4, " "), {"box": [1, 2, 3], "phrase": "x"}]
 )
-def test_what_is_no_region_is_named(region: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_invalid_region_is_named(region: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"image 1 has the region \{'box'.*phrase'.*Correct it, or let"):
         tokenized(rows_with([[a_region(1, 1, 1, 1)], [region]]), tokenizer)
 
@@ -213,12 +213,12 @@ def test_rows_without_regions_are_refused(tokenizer: PreTrainedTokenizerFast) ->
 # -- batches ------------------------------------------------------------------------------------------------------------
 
 
-def loaders_with_regions(num_workers: int = 0) -> Loaders:
-    arguments = LoaderArguments(16, dataloader_num_workers=str(num_workers))
+def loaders_with_regions() -> Loaders:
+    arguments = LoaderArguments(16, dataloader_num_workers="0")
     return Loaders(arguments, CPU, 0, SIZE, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), regions=True)
 
 
-def test_a_batch_knows_whose_regions_it_holds(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenizerFast) -> None:
     scenes = load_scenes(64, 12, 1)["train"]
     rows = tokenized(scenes, tokenizer)
     [batch] = loaders_with_regions().train(rows, GlobalOrder(12, BatchSizes((0,), (12,)), seed=0), 0, 1)
@@ -231,29 +231,17 @@ def test_a_batch_knows_whose_regions_it_holds(tokenizer: PreTrainedTokenizerFast
         phrases = [region["phrase"] for region in scenes[row]["regions"]]  # crops of 0.8 cut no object in half
         spans = batch["region_attention_mask"][place].sum(1).tolist()
         assert [span > 0 for span in spans] == [True] * len(phrases) + [False] * (3 - len(phrases))
-        told = [ids[:span].tolist() for ids, span in zip(batch["region_input_ids"][place], spans, strict=True)]
-        assert told[: len(phrases)] == encode_captions(tokenizer, phrases, None, 16)
+        found = [ids[:span].tolist() for ids, span in zip(batch["region_input_ids"][place], spans, strict=True)]
+        assert found[: len(phrases)] == encode_captions(tokenizer, phrases, None, 16)
         keys = batch["region_keys"][place, : len(phrases)]
         assert keys.tolist() == [caption_key(phrase) for phrase in phrases]
         areas = (batch["region_boxes"][place, :, 2:] - batch["region_boxes"][place, :, :2]).prod(1)
         assert [bool(area > 0.02) for area in areas] == [span > 0 for span in spans]
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_workers_send_what_one_process_makes(train: bool, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenized(load_scenes(64, 12, 1)["train"], tokenizer)
-    order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
-    found = [
-        list(loaders.train(rows, order, 0, 3) if train else loaders.evaluation(rows, 4))
-        for loaders in (loaders_with_regions(), loaders_with_regions(2))
-    ]
-    for one, other in zip(*found, strict=True):
-        assert equal(one, other)
-
-
 def test_batches_without_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenized(rows_with([[a_region(0, 0, 1, 1)], []]), tokenizer)  # the first one lies outside the centre
-    pairs = Pairs(rows, SIZE, train=False, regions=True)
+    pairs = evaluation_pairs(rows, regions=True)
     for examples, kept in (([pairs[(0, 0)], pairs[(1, 0)]], 2), ([{"skipped": "why"}], 0)):
         batch = Collator(0, SIZE, regions=True)(examples)
         assert {name: tuple(batch[name].shape) for name in FIELDS} == {
@@ -264,8 +252,3 @@ def test_batches_without_regions(tokenizer: PreTrainedTokenizerFast) -> None:
         assert batch["region_boxes"].dtype == torch.float32
         assert {batch[name].dtype for name in FIELDS - {"region_boxes"}} == {torch.long}
     assert not FIELDS & set(Collator(0, SIZE)([{"skipped": "why"}]))
-
-
-def test_streams_have_no_regions() -> None:
-    with pytest.raises(ValueError, match="--streaming reads none"):
-        loaders_with_regions().stream(None, None, 0, 1)  # type: ignore[arg-type]

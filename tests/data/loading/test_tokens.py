@@ -1,16 +1,14 @@
-"""Captions become token ids once; keys say what is equal."""
+"""Captions become token ids, equal captions have equal keys, and a fingerprint identifies all of them."""
 
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
+from datasets import Dataset, Features, Value, disable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -26,13 +24,12 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from mm_utils.data.tokens import (
+from mm_utils.data.loading.tokens import (
     caption_key,
     encode_captions,
     fingerprint,
     image_key,
     tokenize_captions,
-    tokenize_splits,
 )
 from tests.data.numbered_rows import FEATURES, new_tokenizer, png, rows_of
 
@@ -45,15 +42,6 @@ def one_row(*captions: str, image_id: str = "a") -> Dataset:
     return Dataset.from_list([row], features=FEATURES)
 
 
-def test_special_tokens_in_captions_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    captions = ["one [SEP] two", "[CLS] one", "[PAD] [PAD]", "[MASK]"]
-    for ids in tokenize_captions(one_row(*captions), tokenizer, 16)[0]["input_ids"]:
-        assert ids[0] == tokenizer.cls_token_id
-        assert ids[-1] == tokenizer.sep_token_id
-        special = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id}
-        assert not special & set(ids[1:-1])
-
-
 def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = tokenize_captions(one_row("one " * 100, "two"), tokenizer, 10)[0]["input_ids"]
     assert list(map(len, tokens)) == [10, 3]
@@ -61,7 +49,7 @@ def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):
-    """Knows how long the texts were that it was given."""
+    """Records the lengths of the texts that it gets."""
 
     lengths: list[int]
 
@@ -71,7 +59,9 @@ class CountingTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.mark.parametrize("caption", ["one two " * 1_500_000, "x" * 1_000_000, "e" + "\u0301" * 1_000_000])
-def test_little_of_a_huge_caption_reaches_the_tokenizer(caption: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_tokenizer_reads_only_the_beginning_of_a_huge_caption(
+    caption: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
     counting = CountingTokenizer(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
     [ids] = encode_captions(counting, [caption], None, 16)
     assert counting.lengths == [32 * 16]
@@ -85,6 +75,7 @@ TINY = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5}
 PIECES = [(piece, -1.0) for piece in TINY]
 LETTERS = {letter: number for number, letter in enumerate("a|<>[]/senodftx")}
 FAMILIES = {
+    "trained here": new_tokenizer,
     "BERT": lambda: BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 5}),
     "GPT-2": lambda: GPT2Tokenizer(vocab={**LETTERS, "<|endoftext|>": 99}, merges=[]),
     "CLIP": lambda: CLIPTokenizer(vocab={**LETTERS, "<|startoftext|>": 98, "<|endoftext|>": 99}, merges=[]),
@@ -107,7 +98,7 @@ def test_special_tokens_are_text_for_every_family(family: str) -> None:
         assert [token for token in ids if token in special] == frame
 
 
-def test_keys_say_what_is_equal(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_equal_images_and_captions_have_equal_keys(tokenizer: PreTrainedTokenizerFast) -> None:
     found = tokenize_captions(one_row("A  red\tcar ", "a red car", "a red cat", "ÄÖ", "äö"), tokenizer, 16)[0]
     keys = found["caption_keys"]
     assert keys[0] == keys[1] != keys[2]
@@ -116,40 +107,6 @@ def test_keys_say_what_is_equal(tokenizer: PreTrainedTokenizerFast) -> None:
     assert other["caption_keys"] == keys[:1]
     assert other["image_key"] != found["image_key"]
     assert all(0 <= key < 2**63 for key in [*keys, found["image_key"]])
-
-
-def cached(folder: Path) -> dict[str, int]:
-    return {path.name: os.stat(path).st_mtime_ns for path in (folder / "tandem_tokens").glob("*.arrow")}
-
-
-def test_tokens_are_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = DatasetDict({"train": rows_of(8), "validation": rows_of(3)})
-    before = tokenize_splits(splits, new_tokenizer(), 16)
-    written = cached(own_cache)
-    assert len(written) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.tokens._key", lambda _: pytest.fail("tokenised again"))
-        fresh, used = new_tokenizer(), new_tokenizer()
-        used(["one two"], truncation=True, max_length=5, padding=True)  # a tokenizer keeps its last settings
-        for tokenizer in (fresh, used, fresh):
-            again = tokenize_splits(splits, tokenizer, 16)
-            assert again["train"].to_dict() == before["train"].to_dict()
-    assert cached(own_cache) == written
-
-
-def test_tokens_are_made_anew_for_other_settings(own_cache: Path) -> None:
-    rows = rows_of(4)
-    tokenize_captions(rows, new_tokenizer(), 16)
-    for number, (changed, tokenizer, length) in enumerate(
-        [
-            (rows, new_tokenizer(), 15),
-            (rows, new_tokenizer(["something else"]), 16),
-            (rows.select([0, 1]), new_tokenizer(), 16),
-        ]
-    ):
-        tokens = tokenize_captions(changed, tokenizer, length)
-        assert len(cached(own_cache)) == number + 2
-        assert len(tokens) == len(changed)
 
 
 def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -175,87 +132,13 @@ def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerF
     assert base not in prints
 
 
-def test_public_keys_and_tokens_are_those_of_the_table(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_single_keys_and_tokens_equal_those_of_the_columns(tokenizer: PreTrainedTokenizerFast) -> None:
     captions = ["One  two", "three [SEP]", "ÄÖ " * 999]
     row = tokenize_captions(one_row(*captions, image_id="é"), tokenizer, 16)[0]
     assert row["input_ids"] == encode_captions(tokenizer, captions, None, 16)
     assert row["caption_keys"] == list(map(caption_key, captions))
     assert row["image_key"] == image_key("é")
     assert encode_captions(tokenizer, [], [], 16) == []
-
-
-# -- beside the columns that are there -----------------------------------------------------------------------------------
-
-
-def on_disk(rows: Dataset, folder: Path) -> Dataset:
-    rows.save_to_disk(folder)
-    return datasets.load_from_disk(str(folder))
-
-
-def allocated(rows: Dataset) -> int:
-    """Bytes that reading the whole table, as Arrow, takes of memory: none of a mapped file."""
-    before = pa.total_allocated_bytes()
-    table = rows.data.table
-    assert table.nbytes > 0
-    return pa.total_allocated_bytes() - before
-
-
-@pytest.mark.parametrize("num_proc", [None, 2])
-def test_only_the_new_columns_are_written(
-    num_proc: int | None, tmp_path: Path, own_cache: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    big = [{**row, "image": {"bytes": os.urandom(100_000), "path": None}} for row in rows_of(12)]
-    rows = on_disk(Dataset.from_list(big, features=FEATURES), tmp_path / "pairs")
-    tokens = tokenize_captions(rows, tokenizer, 16, num_proc)
-    assert tokens.to_dict() == {**rows.to_dict(), **{name: tokens[:][name] for name in NEW}}
-    assert tokens.column_names == [*rows.column_names, *NEW]
-    written = sum(path.stat().st_size for path in (own_cache / "tandem_tokens").iterdir())
-    assert written < 20_000
-    assert {Path(file["filename"]).parent for file in tokens.cache_files} == {
-        tmp_path / "pairs",
-        own_cache / "tandem_tokens",
-    }
-    assert tokens.features == {**FEATURES, **{name: tokens.features[name] for name in NEW}}
-
-
-NEW = ["input_ids", "image_key", "caption_keys"]
-PICKED = {
-    "shuffled": lambda rows: rows.shuffle(seed=1),
-    "picked": lambda rows: rows.select([7, 2, 9, 2]),
-    "sliced": lambda rows: rows.select(range(3, 8)),
-    "sliced, shuffled, sliced": lambda rows: rows.select(range(2, 10)).shuffle(seed=2).select(range(1, 6)),
-    "filtered": lambda rows: rows.filter(lambda row: len(row["captions"]) > 1),
-    "none": lambda rows: rows.select([]),
-    "joined": lambda rows: datasets.concatenate_datasets([rows.select([4, 1]), rows.select(range(3))]),
-}
-
-
-@pytest.mark.parametrize("how", PICKED)
-@pytest.mark.parametrize("num_proc", [None, 2])
-def test_picked_rows_get_their_own_tokens(
-    how: str, num_proc: int | None, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    rows = PICKED[how](on_disk(rows_of(12), tmp_path / "pairs"))
-    tokens = tokenize_captions(rows, tokenizer, 16, num_proc)
-    assert tokens.select_columns(rows.column_names).to_list() == rows.to_list()
-    for row in tokens:
-        assert row["input_ids"] == encode_captions(tokenizer, row["captions"], None, 16)
-        assert row["image_key"] == image_key(row["id"])
-        assert row["caption_keys"] == list(map(caption_key, row["captions"]))
-
-
-def test_captions_of_rows_that_were_not_picked_are_not_tokenised(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-
-    def encode(_: Any, captions: list[str], *__: Any) -> list[list[int]]:
-        seen.extend(captions)
-        return [[0]] * len(captions)
-
-    monkeypatch.setattr("mm_utils.data.tokens._encode", encode)
-    tokenize_captions(rows_of(12).select([3, 1]), tokenizer, 16)
-    assert sorted(seen) == sorted(rows_of(12)[1]["captions"] + rows_of(12)[3]["captions"])
 
 
 # -- languages ----------------------------------------------------------------------------------------------------------
@@ -267,13 +150,12 @@ def two_languages(*languages: str | None) -> Dataset:
     return Dataset.from_list([{**row, "languages": list(languages)}], features=features)
 
 
-def test_a_caption_is_tokenised_in_its_language(caplog: pytest.LogCaptureFixture, own_cache: Path) -> None:
+def test_a_caption_is_tokenised_in_its_language(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = new_tokenizer()
     plain = tokenize_captions(two_languages("de", "fr"), tokenizer, 16)[0]["input_ids"]
     tokenizer.add_tokens(["<de>", "<en>"], special_tokens=True)
     german, english = map(tokenizer.convert_tokens_to_ids, ("<de>", "<en>"))
     first, second = plain
-    before = len(cached(own_cache))
     with caplog.at_level(logging.WARNING):
         for languages, expected in (
             (("de", "en"), [[first[0], german, *first[1:]], [second[0], english, *second[1:]]]),
@@ -282,11 +164,10 @@ def test_a_caption_is_tokenised_in_its_language(caplog: pytest.LogCaptureFixture
             ((), plain),
         ):
             assert tokenize_captions(two_languages(*languages), tokenizer, 16)[0]["input_ids"] == expected
-    assert len(cached(own_cache)) == before + 4
     assert [message.split(" for ")[1].split(";")[0] for message in caplog.messages] == ["'xx'"]
 
 
-def test_languages_come_one_to_a_caption(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_each_caption_needs_a_language_if_any_has_one(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"image a has 2 captions and 1 languages; .* Give as many"):
         tokenize_captions(two_languages("de"), tokenizer, 16)
 
@@ -303,7 +184,7 @@ def keyed(rows: Sequence[tuple[int, list[int]]]) -> Dataset:
 
 
 @given(KEYS, KEYS, st.randoms())
-def test_fingerprint_is_of_the_content_alone(rows: list, other: list, random: Any) -> None:
+def test_fingerprint_depends_on_content_only(rows: list, other: list, random: Any) -> None:
     base = fingerprint(keyed(rows))
     assert (base == fingerprint(keyed(other))) == (rows == other)
     cut = random.randint(0, len(rows))
@@ -319,7 +200,7 @@ def test_fingerprint_does_not_depend_on_how_many_rows_are_read_at_once(monkeypat
     rows = keyed([(number, [number] * (number % 4)) for number in range(50)])
     prints = set()
     for count in (1, 7, 50, 1_000_000):
-        monkeypatch.setattr("mm_utils.data.tokens._BATCH", count)
+        monkeypatch.setattr("mm_utils.data.loading.tokens._BATCH", count)
         prints.add(fingerprint(rows))
     assert len(prints) == 1
 

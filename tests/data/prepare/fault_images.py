@@ -8,8 +8,9 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
+AVIF = "avif" in features.modules and features.check("avif")
 Make = Callable[[Image.Image], bytes]
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TURNS = {
@@ -60,6 +61,11 @@ def png(picture: Image.Image) -> bytes:
     return save(picture, "PNG")
 
 
+def grey(shade: int) -> bytes:
+    """A PNG of 8 x 8 equal pixels."""
+    return png(Image.new("RGB", (8, 8), (shade, shade, shade)))
+
+
 def jpeg(picture: Image.Image) -> bytes:
     """Baseline, with full colour."""
     return save(picture, "JPEG", quality=95, subsampling=0)
@@ -102,6 +108,12 @@ def _jpeg_of_size(picture: Image.Image, width: int, height: int) -> bytes:
     whole = jpeg(picture)
     at = whole.index(b"\xff\xc0") + 5
     return whole[:at] + struct.pack(">HH", height, width) + whole[at + 4 :]
+
+
+def _with_thumbnail(picture: Image.Image) -> bytes:
+    """A whole JPEG inside a segment of another."""
+    small = save(picture.resize((16, 12)), "JPEG")
+    return b"\xff\xd8\xff\xe1" + struct.pack(">H", len(small) + 2) + small + jpeg(picture)[2:]
 
 
 def _jpeg_of_many_scans(picture: Image.Image) -> bytes:
@@ -147,6 +159,20 @@ def _floats(picture: Image.Image, worst: float = 0.5) -> Image.Image:
     return Image.fromarray(values)
 
 
+def _numbers(picture: Image.Image, dtype: type, low: float, high: float) -> bytes:
+    """Grey values from `low` to `high` in a TIFF."""
+    grey = np.asarray(ImageOps.autocontrast(_grey(picture)), np.float64) / 255
+    return save(Image.fromarray((low + grey * (high - low)).astype(dtype)), "TIFF")
+
+
+def _stretched(picture: Image.Image) -> Image.Image:
+    return ImageOps.autocontrast(_grey(picture))
+
+
+def _opaque(picture: Image.Image) -> Image.Image:
+    return picture.convert("RGBA")
+
+
 def _see_through_palette(picture: Image.Image) -> Image.Image:
     coloured = picture.quantize(32)
     coloured.info["transparency"] = 3
@@ -182,6 +208,8 @@ BROKEN = [
     Broken("an EPS", "image_unknown_format", ".eps", lambda picture: save(picture, "EPS")),
     Broken("a video", "image_unknown_format", ".jpg", _exactly(b"\0\0\0\x18ftypmp42" + bytes(99))),
     Broken("a ZIP archive", "image_unknown_format", ".png", _exactly(b"PK\x03\x04" + bytes(99))),
+    Broken("a JPEG 2000", "image_unknown_format", ".jp2", _exactly(b"\0\0\0\x0cjP  \r\n\x87\n")),
+    Broken("a PCX", "image_unknown_format", ".pcx", lambda picture: save(picture, "PCX")),
     Broken("an icon", "image_unknown_format", ".ico", lambda picture: save(picture, "ICO")),
     # cut short
     *(
@@ -190,6 +218,9 @@ BROKEN = [
     ),
     Broken("a JPEG of its first two bytes", "image_truncated", ".jpg", _exactly(b"\xff\xd8")),
     Broken("a JPEG without end mark", "image_truncated", ".jpg", lambda picture: jpeg(picture)[:-2]),
+    Broken(
+        "an end mark in a thumbnail alone", "image_truncated", ".jpg", lambda picture: _with_thumbnail(picture)[:-2]
+    ),
     Broken(
         "a JPEG whose end is zeros, as a power failure leaves it",
         "image_truncated",
@@ -200,6 +231,8 @@ BROKEN = [
         Broken(f"a PNG cut at {share:.0%}", "image_truncated", ".png", _cut("PNG", share))
         for share in (0.1, 0.5, 0.99)
     ),
+    Broken("a PNG of its header", "image_truncated", ".png", lambda picture: png(picture)[:33]),
+    Broken("a TIFF cut in half", "image_truncated", ".tiff", _cut("TIFF", 0.5)),
     Broken("a WebP cut in half", "image_truncated", ".webp", _cut("WEBP", 0.5)),
     Broken("a BMP cut in half", "image_truncated", ".bmp", _cut("BMP", 0.5)),
     Broken("a GIF cut in half", "image_truncated", ".gif", _cut("GIF", 0.5)),
@@ -243,6 +276,12 @@ BROKEN = [
     ),
     Broken("a JPEG of 600 scans", "too_many_parts", ".jpg", _jpeg_of_many_scans),
     Broken(
+        "a JPEG of 100 kB of filler",
+        "too_many_parts",
+        ".jpg",
+        lambda picture: b"\xff\xd8" + b"\xff" * 100_000 + jpeg(picture)[2:],
+    ),
+    Broken(
         "a PNG of 60,000 parts",
         "too_many_parts",
         ".png",
@@ -250,6 +289,7 @@ BROKEN = [
     ),
     # of no use
     Broken("a PNG without width", "zero_size", ".png", _exactly(_png_of(0, 48))),
+    Broken("a PNG without height", "zero_size", ".png", _exactly(_png_of(48, 0))),
     Broken("a tracking pixel", "too_small", ".gif", lambda picture: save(picture.resize((1, 1)), "GIF")),
     Broken("an image of 64 x 15", "too_small", ".png", _sized(64, 15)),
     Broken("a rule of 1000 x 20", "extreme_aspect", ".png", _sized(1000, 20)),
@@ -271,8 +311,41 @@ ODD = [
         "a JPEG with bytes behind it", ("trailing_bytes",), ".jpg", lambda picture: jpeg(picture) + b"<!-- x -->" * 99
     ),
     Odd("a PNG with bytes behind it", ("trailing_bytes",), ".png", lambda picture: png(picture) + bytes(999)),
+    Odd(
+        "a WebP with bytes behind it",
+        ("trailing_bytes",),
+        ".webp",
+        lambda picture: save(picture, "WEBP", quality=95) + b"rest",
+    ),
+    Odd("a JPEG with a thumbnail", (), ".jpg", _with_thumbnail),
+    Odd("print colours in a TIFF", ("cmyk_converted",), ".tif", lambda picture: save(picture.convert("CMYK"), "TIFF")),
+    Odd("opaque transparency", (), ".png", lambda picture: png(_opaque(picture))),
+    Odd("an MPO", ("multi_page_first",), ".jpg", lambda picture: save(picture, "MPO", quality=95, **_frames(picture))),
+    *([Odd("an AVIF", (), ".avif", lambda picture: save(picture, "AVIF", quality=95))] if AVIF else []),
     Odd("print colours", ("cmyk_converted",), ".jpg", lambda picture: jpeg(picture.convert("CMYK"))),
     Odd("16 bits of grey", ("sixteen_bit_scaled",), ".png", lambda picture: png(_sixteen_bits(picture)), _grey),
+    Odd(
+        "16 bits of grey in a TIFF",
+        ("sixteen_bit_scaled",),
+        ".tif",
+        lambda picture: save(_sixteen_bits(picture), "TIFF"),
+        _grey,
+    ),
+    Odd(
+        "16 bits in 32",
+        ("sixteen_bit_scaled",),
+        ".tif",
+        lambda picture: _numbers(picture, np.int32, 0, 65535),
+        _stretched,
+    ),
+    Odd(
+        "32-bit integers",
+        ("float_scaled",),
+        ".tif",
+        lambda picture: _numbers(picture, np.int32, -1000, 1000),
+        _stretched,
+    ),
+    Odd("floats beyond 1", ("float_scaled",), ".tif", lambda picture: _numbers(picture, np.float32, 3, 7), _stretched),
     Odd("floats", ("float_scaled",), ".tiff", lambda picture: save(_floats(picture), "TIFF"), _grey),
     Odd("one bit", (), ".png", lambda picture: png(picture.convert("1")), lambda picture: picture.convert("1")),
     Odd(

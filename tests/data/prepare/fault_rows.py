@@ -124,7 +124,13 @@ CAPTIONS = [
     _caption(
         "with half a character", "{caption} \ud83d", "", "{caption} \ufffd", notes=("caption_surrogate_replaced",)
     ),
-    _caption("with line breaks and tabs", "\ufeff{caption}\r\n\tnow", "", "{caption} now"),
+    _caption(
+        "with line breaks and tabs",
+        "\ufeff{caption}\r\n\tnow",
+        "",
+        "{caption} now",
+        notes=("caption_controls_removed", "caption_spaces_joined"),
+    ),
     _caption(
         "with a special token", "{caption} [PAD] </s>", "", "{caption} [PAD] </s>", notes=("caption_special_token",)
     ),
@@ -133,7 +139,7 @@ CAPTIONS = [
         "with markup", "{caption} <b>&amp;</b> | [x](javascript:1)", "", "{caption} <b>&amp;</b> | [x](javascript:1)"
     ),
     _caption("like a formula", "=cmd|' /C calc'!A0 {caption}", "", "=cmd|' /C calc'!A0 {caption}"),
-    _caption("in decomposed letters", "{caption} cafe\u0301", "", "{caption} caf\u00e9"),
+    _caption("in decomposed letters", "{caption} cafe\u0301", "", "{caption} caf\u00e9", notes=("caption_composed",)),
     _caption("from right to left", "{caption} \u202e\u05d0\u05d1\u202c", "", "{caption} \u202e\u05d0\u05d1\u202c"),
     _caption(
         "of a family",
@@ -219,7 +225,13 @@ TABLE = [
     Row("a split of another name", "{image},{caption},fold1", "unknown_split"),
     Row("a cell in Latin-1", b"{image},{caption} caf\xe9,train", "bad_encoding"),
     Row("a cell in quotes", '{image},"{caption}, ""quoted"", twice",train', "", ('{caption}, "quoted", twice',)),
-    Row("a line break in quotes", '{image},"{caption}\nbelow",train', "", ("{caption} below",)),
+    Row(
+        "a line break in quotes",
+        '{image},"{caption}\nbelow",train',
+        "",
+        ("{caption} below",),
+        ("caption_spaces_joined",),
+    ),
     Row("cells that end as on Windows", "{image},{caption},train\r", "", CAPTION),
     Row("a cell like a formula", "{image},=1+1 {caption},train", "", ("=1+1 {caption}",)),
 ]

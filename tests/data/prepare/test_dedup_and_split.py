@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.prepare.duplicates import fingerprint
+from mm_utils.data.prepare.dedup_and_split import SPLITS, ReconcileArguments, Reconciled, reconcile
 from mm_utils.data.prepare.ingest import PART_SCHEMA
-from mm_utils.data.prepare.reconcile import SPLITS, ReconcileArguments, Reconciled, reconcile
+from mm_utils.data.prepare.perceptual_hash import fingerprint
 
 
 def picture(seed: int) -> Image.Image:

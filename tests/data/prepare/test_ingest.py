@@ -10,12 +10,13 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.prepare import ingest as module
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
-from mm_utils.data.raw.faults import Fault
-from mm_utils.data.raw.records import BadRow, BytesImage, Record
+from mm_utils.data.sources.records import BadRow, BytesImage, Record
+from tests.data.prepare.fault_images import save
 
 JPEG, RAW = Storage("jpeg", 64), Storage("raw", 64)
 EVERYTHING = module.PART_SCHEMA.names
@@ -27,14 +28,8 @@ def picture(width: int = 120, height: int = 90) -> Image.Image:
     return Image.fromarray(np.stack([x, y, 255 - x], axis=2).astype(np.uint8))
 
 
-def encoded(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
-
-
 def record(data: bytes, *captions: Any, where: str = "line 1", **values: Any) -> Record:
-    return Record("pairs", where, None, BytesImage(data, where), list(captions) or ["a gradient"], **values)
+    return Record("pairs", where, None, BytesImage(where, data), list(captions) or ["a gradient"], **values)
 
 
 def stored(folder: Path, *items: Record | BadRow, storage: Storage = JPEG) -> tuple[list[dict[str, Any]], ChunkResult]:
@@ -43,7 +38,7 @@ def stored(folder: Path, *items: Record | BadRow, storage: Storage = JPEG) -> tu
 
 
 def test_an_image_is_shrunk_once(tmp_path: Path) -> None:
-    data = encoded(picture(200, 150), quality=95)
+    data = save(picture(200, 150), "JPEG", quality=95)
     [row], _ = stored(tmp_path, record(data))
     assert (row["width"], row["height"]) == (85, 64) == Image.open(io.BytesIO(row["image"]["bytes"])).size
     assert (row["original_width"], row["original_height"], row["original_bytes"]) == (200, 150, len(data))
@@ -53,7 +48,7 @@ def test_an_image_is_shrunk_once(tmp_path: Path) -> None:
 
 
 def test_a_small_jpeg_is_not_compressed_twice(tmp_path: Path) -> None:
-    data = encoded(picture(70, 60), quality=80)
+    data = save(picture(70, 60), "JPEG", quality=80)
     [row], _ = stored(tmp_path, record(data))
     assert row["image"] == {"bytes": data, "path": None}
     assert row["psnr"] is None
@@ -63,51 +58,51 @@ def test_a_small_jpeg_is_not_compressed_twice(tmp_path: Path) -> None:
 def test_where_a_picture_was_taken_is_not_kept(form: str, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[271] = "Camera of Jane Doe"
-    [row], _ = stored(tmp_path, record(encoded(picture(60, 60), form, exif=exif)))
+    [row], _ = stored(tmp_path, record(save(picture(60, 60), form, exif=exif)))
     assert b"Jane Doe" not in row["image"]["bytes"]
 
 
 def test_drawings_stay_lossless_where_that_is_smaller(tmp_path: Path) -> None:
     drawing, photo = Image.new("RGB", (60, 60), "red"), picture(60, 60)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8))
-    data = [encoded(image, "PNG") for image in (drawing, noise)]
+    data = [save(image, "PNG") for image in (drawing, noise)]
     rows, _ = stored(tmp_path, *map(record, data))
     assert [row["image"]["bytes"] == one for row, one in zip(rows, data, strict=True)] == [True, False]
-    [row], _ = stored(tmp_path, record(encoded(photo)), storage=Storage("png", 64))
+    [row], _ = stored(tmp_path, record(save(photo, "JPEG")), storage=Storage("png", 64))
     assert Image.open(io.BytesIO(row["image"]["bytes"])).format == "PNG"
 
 
 def test_raw_pixels_are_those_of_the_shrunk_image(tmp_path: Path) -> None:
-    [row], _ = stored(tmp_path, record(encoded(picture(128, 128), "PNG")), storage=RAW)
+    [row], _ = stored(tmp_path, record(save(picture(128, 128), "PNG")), storage=RAW)
     assert row["image"]["path"] == "raw:64x64"
     assert len(row["image"]["bytes"]) == 64 * 64 * 3
     assert open_image(row["image"]).getpixel((0, 0)) == pytest.approx((1, 1, 254), abs=3)
 
 
 def test_originals_are_kept_on_request(tmp_path: Path) -> None:
-    data = encoded(picture(300, 200))
+    data = save(picture(300, 200), "JPEG")
     [row], _ = stored(tmp_path, record(data), storage=Storage("jpeg", None))
     assert (row["image"]["bytes"], row["width"], row["height"]) == (data, 300, 200)
 
 
 def test_boxes_follow_the_image(tmp_path: Path) -> None:
     regions = [{"box": [20, 30, 100, 60], "phrase": "a corner"}]
-    [row], _ = stored(tmp_path, record(encoded(picture(200, 128)), regions=regions))
+    [row], _ = stored(tmp_path, record(save(picture(200, 128), "JPEG"), regions=regions))
     assert row["regions"] == [{"box": [10, 15, 50, 30], "phrase": "a corner"}]
 
 
 @pytest.mark.parametrize("regions", ["left", [{"box": [1, 2, 3], "phrase": "x"}], [{"box": [1, 2, 3, 4]}], [3]])
 def test_regions_that_are_none(regions: Any, tmp_path: Path) -> None:
-    rows, result = stored(tmp_path, record(encoded(picture()), regions=regions))
+    rows, result = stored(tmp_path, record(save(picture(), "JPEG"), regions=regions))
     assert not rows
     assert [fault["reason"] for fault in result.faults] == ["bad_regions"]
 
 
 def test_a_row_survives_one_bad_caption(tmp_path: Path) -> None:
     items = [
-        record(encoded(picture()), "good", None, "good", " good  too", languages=["en", "de", "fr", "en"]),
-        record(encoded(picture()), None, "", where="line 2"),
-        record(encoded(picture()), where="line 3", languages=["en", "de"]),
+        record(save(picture(), "JPEG"), "good", None, "good", " good  too", languages=["en", "de", "fr", "en"]),
+        record(save(picture(), "JPEG"), None, "", where="line 2"),
+        record(save(picture(), "JPEG"), where="line 3", languages=["en", "de"]),
         BadRow("pairs", "line 4", Fault("malformed_row", "no JSON"), raw='{"image'),
     ]
     [row], result = stored(tmp_path, *items)
@@ -127,14 +122,14 @@ def test_rows_of_one_image_decode_it_once(tmp_path: Path, monkeypatch: pytest.Mo
     calls = []
     check = module.check_image
     monkeypatch.setattr(module, "check_image", lambda *args: calls.append(1) or check(*args))
-    image = BytesImage(encoded(picture()), "one")
+    image = BytesImage("one", save(picture(), "JPEG"))
     rows, _ = stored(tmp_path, *(Record("pairs", f"line {at}", None, image, [f"caption {at}"]) for at in range(3)))
     assert [row["captions"] for row in rows] == [["caption 0"], ["caption 1"], ["caption 2"]]
     assert len(calls) == 1
 
 
 def test_a_chunk_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [record(encoded(picture())), record(b"broken", where="line 2")]
+    items = [record(save(picture(), "JPEG")), record(b"broken", where="line 2")]
     first = stored(tmp_path, *items)
     with monkeypatch.context() as patch:
         patch.setattr(module, "check_image", lambda *_: pytest.fail("done again"))
@@ -147,14 +142,14 @@ def test_an_interrupted_chunk_leaves_nothing_that_counts(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(module.json, "dumps", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            stored(tmp_path, record(encoded(picture())))
+            stored(tmp_path, record(save(picture(), "JPEG")))
     assert not list(tmp_path.glob("*.json"))
-    assert len(stored(tmp_path, record(encoded(picture())))[0]) == 1
+    assert len(stored(tmp_path, record(save(picture(), "JPEG")))[0]) == 1
 
 
 def test_large_images_are_written_in_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_BYTES", 10_000)
-    rows, _ = stored(tmp_path, *(record(encoded(picture(64, 64 + at), "PNG")) for at in range(5)), storage=RAW)
+    rows, _ = stored(tmp_path, *(record(save(picture(64, 64 + at), "PNG")) for at in range(5)), storage=RAW)
     assert len(rows) == 5
     with pa.memory_map(str(tmp_path / "part-000000.arrow")) as file:
         assert len(list(pa.ipc.open_stream(file))) == 5

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
-from mm_utils.data.prepare.duplicates import (
+from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     RADIUS,
     assign_splits,

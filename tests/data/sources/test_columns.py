@@ -1,16 +1,10 @@
-"""Columns are found, and a table says what its image column holds."""
-
-from pathlib import Path
+"""Columns are found by their names; captions, languages and splits by their values."""
 
 import pytest
-from datasets import Dataset, Features, Image, Value
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mm_utils.data.raw.columns import USUAL_NAMES, Columns, captions_of, find_columns, is_null, split_of
-from mm_utils.data.raw.faults import Fault
-from mm_utils.data.raw.paths import Jail
-from mm_utils.data.raw.tables import open_text_table, path_id, with_raw_images
+from mm_utils.data.faults import Fault
+from mm_utils.data.sources.columns import USUAL_NAMES, Columns, captions_of, find_columns, is_null, split_of
+from mm_utils.data.sources.source import Source
 
 
 @pytest.mark.parametrize("image", USUAL_NAMES["image"])
@@ -24,6 +18,31 @@ def test_a_column_that_is_asked_for_wins() -> None:
     names = ["image", "photo", "caption", "alt", "id", "lang"]
     assert find_columns(names, "t", Columns("photo", "alt", "id", "lang")) == Columns("photo", "alt", "id", "lang")
     assert find_columns(["image", "text"], "t", Columns(id="image")).id is None
+
+
+def test_an_exact_name_wins_over_another_case() -> None:
+    for names in (["Caption", "caption", "image"], ["caption", "Caption", "image"]):
+        assert find_columns(names, "t", Columns()).caption == "caption"
+    with pytest.raises(ValueError, match=r"Caption and CAPTION differ in case alone\. Set --caption_column to one"):
+        find_columns(["Caption", "CAPTION", "image"], "t", Columns())
+    assert find_columns(["Caption", "CAPTION", "image"], "t", Columns(caption="CAPTION")).caption == "CAPTION"
+
+
+def test_two_columns_of_one_name_are_an_error() -> None:
+    with pytest.raises(ValueError, match="t has two columns x; only one can be read"):
+        find_columns(["image", "caption", "x", "x"], "t", Columns())
+
+
+def test_an_error_names_the_flag_or_the_key_of_a_source_and_few_columns() -> None:
+    with pytest.raises(ValueError, match=r"t; no image .* The columns are: Bild, text\. Set --image_column\."):
+        find_columns(["Bild", "text"], "t", Columns())
+    with pytest.raises(
+        ValueError, match=r"--sources has a\.csv; no .* Write it behind the path: ,image_column=NAME\."
+    ):
+        find_columns(["Bild", "text"], "--sources has a.csv", Source("a.csv").columns)
+    with pytest.raises(ValueError, match=r"and 99,961 more\.") as caught:
+        find_columns(["token-" * 100_000, *map(str, range(100_000))], "t", Columns(image="token-" * 9))
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -57,37 +76,6 @@ def test_splits_have_many_names_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "nan", " NaN ", float("nan")])
-def test_what_programs_write_for_no_value_is_null(value: object) -> None:
+def test_null_values_of_programs_are_null(value: object) -> None:
     assert is_null(value)
     assert not any(map(is_null, (0, "null and void", "None", [], False)))
-
-
-@given(st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=8))
-def test_an_id_made_of_a_path_can_be_stored(name: str) -> None:
-    assert path_id(f"/root/a/{name}", "/root", "?").encode() is not None
-    assert path_id(f"/rooted/{name}", "/root", "as written") == "as written"
-
-
-def test_a_file_of_bad_lines_alone_is_an_error_that_shows_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text("{\n[]\n")
-    with pytest.raises(ValueError, match=r"p\.jsonl, line 1 is not valid JSON"):
-        open_text_table(path, "--train_file is p.jsonl", Jail(str(tmp_path)), Columns())
-
-
-@pytest.mark.parametrize(
-    ("feature", "value", "embedded"),
-    [
-        (Value("string"), "a.png", False),
-        (Value("large_string"), "a.png", False),
-        (Value("binary"), b"x", True),
-        (Value("large_binary"), b"x", True),
-        (Image(decode=False), {"bytes": b"x", "path": None}, True),
-        (Image(decode=False), {"bytes": None, "path": "a.png"}, False),
-        ({"bytes": Value("binary"), "path": Value("string")}, {"bytes": b"x", "path": "a.png"}, True),
-    ],
-    ids=str,
-)
-def test_images_are_bytes_or_paths(feature: object, value: object, embedded: bool) -> None:
-    dataset = Dataset.from_dict({"image": [value]}, features=Features({"image": feature}))
-    assert with_raw_images(dataset, "image", "t")[1] is embedded

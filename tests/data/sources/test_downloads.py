@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mm_utils.data.raw import downloads
-from mm_utils.data.raw.downloads import download
-from mm_utils.data.raw.faults import Fault
-from mm_utils.data.raw.paths import Limits
-from mm_utils.data.raw.records import UrlImage
+from mm_utils.data.faults import Fault
+from mm_utils.data.paths import Limits
+from mm_utils.data.sources import downloads
+from mm_utils.data.sources.downloads import download
+from mm_utils.data.sources.records import UrlImage
 
 BODY = b"an image" * 100
 
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server on this machine, whose address alone counts as public."""
     monkeypatch.setattr(Handler, "requests", [])
-    monkeypatch.setattr("mm_utils.data.raw.downloads._PAUSE", 0.0)
+    monkeypatch.setattr("mm_utils.data.sources.downloads._PAUSE", 0.0)
     strict = downloads._is_public
     monkeypatch.setattr(downloads, "_is_public", lambda address: address == "127.0.0.1" or strict(address))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
@@ -82,7 +82,7 @@ def test_an_image_is_fetched(server: str) -> None:
     assert UrlImage(f"{server}/ok.jpg").read(Limits()) == BODY
 
 
-def test_redirects_are_followed_so_far(server: str) -> None:
+def test_redirects_are_followed_up_to_a_limit(server: str) -> None:
     assert download(f"{server}/to//ok.jpg", Limits()) == BODY
     assert failure(f"{server}/loop").reason == "download_failed"
     assert Handler.requests.count("/loop") == 4
@@ -105,7 +105,7 @@ def test_a_redirect_into_a_private_network_is_not_followed(
 PRIVATE = [
     *("127.0.0.1", "127.255.0.3", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
     *("100.64.0.1", "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
-    *("::1", "::", "fe80::1", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1"),
+    *("::1", "::", "fe80::1", "fc00::1", "fec0::1", "feff::1", "fd12::1", "ff02::1", "2001:db8::1"),
     *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "2001:0:1::1"),
 ]
 
@@ -162,12 +162,12 @@ def test_an_address_that_is_none_is_a_fault(monkeypatch: pytest.MonkeyPatch, url
     assert failure(url).reason == "download_failed"
 
 
-def test_no_more_than_so_many_bytes_and_seconds(server: str) -> None:
+def test_a_download_is_limited_in_bytes_and_seconds(server: str) -> None:
     assert "more than 99 bytes" in failure(f"{server}/ok.jpg", max_bytes=99).detail
     assert failure(f"{server}/slow", seconds=0.3).reason == "download_failed"
 
 
-def test_what_may_pass_is_tried_again(server: str) -> None:
+def test_errors_that_may_pass_are_retried(server: str) -> None:
     assert download(f"{server}/busy", Limits(attempts=3)) == BODY
     Handler.requests.clear()
     assert "503" in failure(f"{server}/busy", attempts=2).detail

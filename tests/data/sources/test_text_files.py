@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mm_utils.data.raw.text_files import BadLine, excerpt, is_utf16, text_records
+from mm_utils.data.faults import excerpt
+from mm_utils.data.sources import text_files
+from mm_utils.data.sources.text_files import BadLine, is_utf16, text_records
 
 
 def read(path: Path, content: bytes | str) -> list[tuple[int, Any]]:
@@ -39,11 +41,9 @@ def test_a_bad_json_line_is_named_and_the_others_are_read(tmp_path: Path, line: 
     rows = read(tmp_path / "p.jsonl", b'{"n": 1}\n\n' + line + b'\n{"n": 4}\n')
     assert faults(rows) == {3: reason}
     assert [row for _, row in rows if isinstance(row, dict)] == [{"n": 1}, {"n": 4}]
-    bad = rows[1][1]
-    assert len(bad.raw) <= 200
-    assert bad.raw.isprintable()
-    assert str(tmp_path / "p.jsonl") in bad.message
-    assert "\n" not in bad.message
+    message = rows[1][1].describe(tmp_path / "p.jsonl", "line 3")
+    assert message.startswith(f"{tmp_path / 'p.jsonl'}, line 3 is ")
+    assert message.isprintable()
 
 
 def test_deep_nesting_is_a_fault_and_no_recursion_error(tmp_path: Path) -> None:
@@ -56,19 +56,12 @@ def test_the_byte_that_is_not_utf8_is_counted(tmp_path: Path) -> None:
     assert "byte 4 " in bad.fault.detail
 
 
-def test_a_last_line_that_is_cut_says_so(tmp_path: Path) -> None:
-    rows = read(tmp_path / "p.jsonl", '{"n": 1}\n{"n": 2')
-    assert "the file ends in this line" in rows[1][1].fault.detail
-    whole = read(tmp_path / "p.jsonl", '{"n": 1}\n{"n": 2')
-    assert faults(whole) == {2: "malformed_row"}
-
-
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["p.jsonl", "p.json", "p.csv"])
 def test_utf16_is_one_fault_of_the_whole_file(tmp_path: Path, name: str, encoding: str) -> None:
     rows = read(tmp_path / name, 'image,caption\n{"image": "a.png"}\n'.encode(encoding))
     assert faults(rows) == {1: "bad_encoding"}
-    assert "UTF-16" in rows[0][1].message
+    assert "UTF-16" in rows[0][1].fault.detail
 
 
 def test_utf8_text_is_not_taken_for_utf16() -> None:
@@ -94,8 +87,7 @@ def test_a_json_array_counts_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['[{"n": 0},\n{]', '[{"n": "' + "[" * 5])
 def test_a_json_array_that_does_not_parse_is_one_fault(tmp_path: Path, text: str) -> None:
     rows = read(tmp_path / "p.json", text)
-    assert list(faults(rows).values()) == ["malformed_row"]
-    assert f"line {text.count(chr(10)) + 1} is not valid JSON" in rows[0][1].message
+    assert faults(rows) == {text.count("\n") + 1: "malformed_row"}
 
 
 BAD_CSV = [
@@ -142,6 +134,52 @@ def test_bad_lines_among_good_ones_are_exactly_those(tmp_path: Path, texts: list
     found = read(tmp_path / "p.jsonl", text)
     assert set(faults(found)) == {number for number, row in enumerate(rows, 1) if row is None}
     assert [row for _, row in found if isinstance(row, dict)] == [row for row in rows if row is not None]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_very_long_line_is_a_fault_that_takes_no_memory(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 1000)
+    good, long = ('{"n": 1}', f'{{"n": "{"x" * 5000}"}}') if suffix == ".jsonl" else ("1", "x" * 5000)
+    header = [] if suffix == ".jsonl" else ["n"]
+    rows = read(tmp_path / f"p{suffix}", "\n".join([*header, good, long, "", good, ""]))
+    assert faults(rows) == {2 + len(header): "malformed_row"}
+    assert [str(row["n"]) for _, row in rows if isinstance(row, dict)] == ["1", "1"]
+    [bad] = [row for _, row in rows if isinstance(row, BadLine)]
+    assert bad.fault.detail == "a line of more than 1,000 characters"
+    assert len(bad.text) == 1001
+
+
+def test_a_very_large_document_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "LONGEST_DOCUMENT", 30)
+    assert not faults(read(tmp_path / "p.json", '[{"n": 0}]'))
+    rows = read(tmp_path / "p.json", '[{"n": 0}, {"n": 1}, {"n": 2}, {}]')
+    assert faults(rows) == {1: "malformed_row"}
+    assert "write one object a line" in rows[0][1].fault.detail
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_the_header_decides_about_the_delimiter(
+    sign: str, suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spreadsheets of half of Europe write semicolons."""
+    caplog.set_level("INFO", "mm_utils")
+    text = f"Bild{sign}Titel\n1.png{sign}a dog, a cat; a | and a bird\n".replace(", a" if sign == "," else "\0", " a")
+    text = text.replace("; a", " a") if sign == ";" else text.replace("| and", "and") if sign == "|" else text
+    [(number, row)] = read(tmp_path / f"p{suffix}", text)
+    assert (number, list(row)) == (2, ["Bild", "Titel"])
+    said = [record.getMessage() for record in caplog.records]
+    usual = sign == ("," if suffix == ".csv" else "\t")
+    assert said == ([] if usual else [f"{tmp_path / f'p{suffix}'}: its cells are separated by {sign!r}"])
+
+
+def test_a_delimiter_that_is_given_wins(tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    path.write_text("n;a,m,o\n1;2,3,4\n")
+    assert list(text_records(path)[1]) == [(2, {"n;a": "1;2", "m": "3", "o": "4"})]
+    assert list(text_records(path, delimiter=";")[1]) == [(2, {"n": "1", "a,m,o": "2,3,4"})]
 
 
 def test_an_excerpt_is_short_and_can_be_printed() -> None:

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from tests.data.prepare.fault_layouts import add_member
+
 FEATURES = datasets.Features(
     {
         "image": datasets.Image(decode=False),
@@ -65,9 +67,7 @@ def write_tar(path: Path, numbers: Sequence[int]) -> Path:
                 ("txt", caption_of(number).encode()),
                 ("json", sidecar),
             ):
-                member = tarfile.TarInfo(f"samples/{number:06d}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+                add_member(tar, f"samples/{number:06d}.{suffix}", content)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Shards on disk and on a server: what is found, counted, read from any row on, and lost where a file is damaged."""
+"""Find shards on disk and on a server, count their rows, and read runs of them, damaged files included."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +10,12 @@ from datasets import disable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm_utils.data.stream import files as stream_files
-from mm_utils.data.stream import formats as stream_formats
-from mm_utils.data.stream.files import Shard, ShardReader, count_shards, expand
-from mm_utils.data.stream.formats import column_names, kind_of, read_rows
-from tests.data.stream.numbered_shards import (
+from mm_utils.data.sources import webdataset
+from mm_utils.data.sources.source import Source
+from mm_utils.data.streaming import shards as stream_shards
+from mm_utils.data.streaming.rows import kind_of, read_rows
+from mm_utils.data.streaming.shards import Shard, ShardReader, count_shards, expand
+from tests.data.streaming.numbered_shards import (
     Server,
     caption_of,
     image_of,
@@ -26,14 +27,9 @@ from tests.data.stream.numbered_shards import (
 )
 
 disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_cache")
 KINDS = ["parquet", "arrow", "tar"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    return folder
+SOURCE = Source("shards")
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +40,15 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**urls, "arrow": str(next(Path(urls["arrow"]).glob("train/*.arrow")))}
 
 
-def numbers_in(records: list[Any]) -> list[int]:
-    """Numbers that the images show, each checked against its caption; -1 for a row that is lost."""
+def numbers_in(rows: list[Any]) -> list[int]:
+    """Return the numbers that the images show, each checked against its caption; -1 for a row that is lost."""
     found = []
-    for record in records:
-        if isinstance(record, str):
+    for row in rows:
+        if isinstance(row, str):
             found.append(-1)
             continue
-        image = record["image"]["bytes"] if isinstance(record["image"], dict) else record["image"]
-        caption = record["txt"] if "txt" in record else record["captions"][0]
-        number = next(number for number in range(60) if image_of(number) == image)
-        assert caption == caption_of(number)
+        number = next(number for number in range(60) if image_of(number) == row["image"]["bytes"])
+        assert row["captions"][0] == caption_of(number)
         found.append(number)
     return found
 
@@ -69,8 +63,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 def test_rows_are_counted_and_read_from_any_row_on(kind: str, shards: dict[str, str]) -> None:
     assert count_shards([shards[kind]]) == [Shard(shards[kind], 0, 30)]
     for first in (0, 1, 4, 17, 29, 30):
-        assert numbers_in(list(read_rows(shards[kind], first))) == list(range(first, 30))
-    assert {"image", "txt" if kind == "tar" else "captions"} <= set(column_names(shards[kind]))
+        assert numbers_in(list(read_rows(shards[kind], first, SOURCE))) == list(range(first, 30))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
@@ -78,8 +71,7 @@ def test_a_server_that_gives_ranges_is_read_like_the_disk(kind: str, tmp_path: P
     write_shards(tmp_path, kind, [30])
     url = f"{server}/000.{kind}"
     assert count_shards([url]) == [Shard(url, 0, 30)]
-    columns = ["image", "captions"]
-    assert numbers_in(ShardReader([Shard(url, 5, 20)], columns).read(0, 3, 13)) == list(range(8, 18))
+    assert numbers_in(ShardReader([Shard(url, 5, 20)], SOURCE).read(0, 3, 13)) == list(range(8, 18))
 
 
 def test_a_server_without_ranges_and_a_missing_file_are_named(
@@ -97,7 +89,7 @@ def test_counts_are_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytes
     path = str(write_tar(tmp_path / "a.tar", range(5)))
     assert count_shards([path])[0].rows == 5
     with monkeypatch.context() as patch:
-        patch.setattr(stream_files, "count_rows", None)
+        patch.setattr(stream_shards, "count_rows", None)
         assert count_shards([path])[0].rows == 5
     write_tar(tmp_path / "a.tar", range(7))
     assert count_shards([path])[0].rows == 7
@@ -124,9 +116,9 @@ def test_stars_find_files(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_runs_give_the_same_rows_in_whatever_order_they_are_read(shards: dict[str, str], data: st.DataObject) -> None:
+def test_runs_give_the_same_rows_in_any_order_of_reading(shards: dict[str, str], data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
-    reader = ShardReader([Shard(shards[kind], 0, 10), Shard(shards[kind], 10, 20)], ["image", "captions"])
+    reader = ShardReader([Shard(shards[kind], 0, 10), Shard(shards[kind], 10, 20)], SOURCE)
     for _ in range(3):
         shard = data.draw(st.integers(0, 1))
         start = data.draw(st.integers(0, 9))
@@ -147,17 +139,15 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_what_a_damage_costs_does_not_depend_on_where_reading_began(kind: str, tmp_path: Path) -> None:
+def test_the_rows_lost_to_damage_do_not_depend_on_the_first_row_read(kind: str, tmp_path: Path) -> None:
     rows = rows_of(range(30))
     path = tmp_path / f"a.{kind}"
     write_parquet(path, rows) if kind == "parquet" else write_tar(path, range(30))
     damage(path)
     shard = [Shard(str(path), 0, 30)]
-    straight = ShardReader(shard, ["image", "captions"])
+    straight = ShardReader(shard, SOURCE)
     whole = [numbers_in(straight.read(0, start, start + 5)) for start in range(0, 30, 5)]
-    fresh = [
-        numbers_in(ShardReader(shard, ["image", "captions"]).read(0, start, start + 5)) for start in range(0, 30, 5)
-    ]
+    fresh = [numbers_in(ShardReader(shard, SOURCE).read(0, start, start + 5)) for start in range(0, 30, 5)]
     assert whole == fresh
     found = [number for numbers in whole for number in numbers]
     assert found[:10] == list(range(10))
@@ -172,13 +162,13 @@ def test_what_a_damage_costs_does_not_depend_on_where_reading_began(kind: str, t
 def test_a_lost_row_names_its_shard_and_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_tar(tmp_path / "a.tar", range(30))
     damage(path)
-    lost = ShardReader([Shard(str(path), 0, 30)], []).read(0, 20, 22)
+    lost = ShardReader([Shard(str(path), 0, 30)], SOURCE).read(0, 20, 22)
     assert len(lost) == 2
     assert str(lost[0]).startswith(f"shard {path} cannot be read from row 20 on: ReadError")
     assert str(lost[0]) in caplog.text
 
 
-def test_a_damaged_header_is_no_end_of_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The standard library takes it for one, in silence."""
     path = write_tar(tmp_path / "a.tar", range(30))
     content = bytearray(path.read_bytes())
@@ -189,8 +179,8 @@ def test_a_damaged_header_is_no_end_of_a_tar(tmp_path: Path, caplog: pytest.LogC
     good = write_tar(tmp_path / "b.tar", range(30, 33))
     assert count_shards([str(path), str(good)]) == [Shard(str(good), 0, 3)]
     assert "a.tar cannot be read and is left out" in caplog.text
-    lost = ShardReader([Shard(str(path), 0, 30)], []).read(0, 25, 30)
-    assert all(isinstance(record, str) and "no readable header" in record for record in lost)
+    lost = ShardReader([Shard(str(path), 0, 30)], SOURCE).read(0, 25, 30)
+    assert all(isinstance(row, str) and "the end marker is missing" in row for row in lost)
 
 
 def test_mostly_damaged_shards_are_refused(tmp_path: Path) -> None:
@@ -202,7 +192,7 @@ def test_mostly_damaged_shards_are_refused(tmp_path: Path) -> None:
 
 def test_a_shard_that_vanishes_stops_the_run(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", range(3))
-    reader = ShardReader([Shard(str(path), 0, 3)], [])
+    reader = ShardReader([Shard(str(path), 0, 3)], SOURCE)
     path.unlink()
     with pytest.raises(ValueError, match=r"a\.tar cannot be opened"):
         reader.read(0, 0, 3)
@@ -210,5 +200,7 @@ def test_a_shard_that_vanishes_stops_the_run(tmp_path: Path) -> None:
 
 def test_a_sample_too_large_for_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "a.tar", range(3))
-    monkeypatch.setattr(stream_formats, "_LARGEST_MEMBER", 40)
-    assert [record["image"] for record in read_rows(str(path), 0) if isinstance(record, dict)] == [None] * 3
+    monkeypatch.setattr(webdataset, "MOST_BYTES", 40)
+    rows = list(read_rows(str(path), 0, SOURCE))
+    assert all(isinstance(row, str) and "too_many_bytes" in row for row in rows)
+    assert len(rows) == 3

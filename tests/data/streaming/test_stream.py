@@ -1,10 +1,9 @@
-"""A stream from end to end: what a step holds, whoever reads it and wherever the reading began."""
+"""Streams from end to end: the batch of a step for any number of readers and after a restart."""
 
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils import ranks
-from mm_utils.data.batches import Collator, Pairs
-from mm_utils.data.order import BatchSizes
-from mm_utils.data.sources import DataArguments
-from mm_utils.data.stream.lanes import Reader
-from mm_utils.data.stream.loader import StreamBatches, StreamSteps, merge_parts
-from mm_utils.data.stream.stream import Stream, StreamingArguments, open_stream
-from mm_utils.data.tokens import caption_key, image_key, tokenize_captions
-from mm_utils.wordpiece import train_tokenizer
-from tests.data.stream.numbered_shards import (
+from mm_utils import distributed
+from mm_utils.data.loading.dataset import Collator, Pairs, TrainingTransform
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
+from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.loading.tokens import caption_key, image_key, tokenize_captions
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.streaming.loader import StreamBatches, StreamSteps, merge_parts, train_stream
+from mm_utils.data.streaming.order import Reader
+from mm_utils.data.streaming.stream import Stream, StreamingArguments, open_stream
+from mm_utils.data.training_data import load_validation_file
+from mm_utils.model.processor import train_tokenizer
+from tests.data.sources.reading import write_tar
+from tests.data.streaming import numbered_shards
+from tests.data.streaming.numbered_shards import (
     FEATURES,
     caption_of,
     image_of,
@@ -37,18 +40,12 @@ from tests.data.stream.numbered_shards import (
 )
 
 disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_cache")
 KINDS = ["parquet", "arrow", "tar"]
 SIZES = [30, 22, 41, 9, 38, 20]
 ROWS = sum(SIZES)
 IMAGE_SIZE = 8
 SCHEDULE = BatchSizes((0, 5), (12, 20))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    return folder
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,9 +68,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: write_shards(folder / kind, kind, SIZES) for kind in KINDS}
 
 
-def open_source(source: str, sizes: BatchSizes = SCHEDULE, lanes: int = 4, **given: Any) -> Stream:
+def open_source(source: str, sizes: BatchSizes = SCHEDULE, groups: int = 4, **given: Any) -> Stream:
     given["dataset_name" if Path(source).is_dir() else "train_file"] = source
-    return open_stream(DataArguments(**given), StreamingArguments(True, lanes, 8), sizes, 3)
+    data = DataArguments(**given)
+    return open_stream(data, StreamingArguments(True, groups, 8), sizes, 3, load_validation_file(data))
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +82,8 @@ def streams(sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def steps_of(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> StreamSteps:
-    pairs = partial(Pairs, image_size=IMAGE_SIZE, train=True, min_crop_area=0.5, seed=stream.order.seed)
-    return StreamSteps(stream, tokenizer, 16, pairs, Collator(0, IMAGE_SIZE, longest_first=True))
+    transform = TrainingTransform(IMAGE_SIZE, seed=stream.order.seed, min_crop_area=0.5)
+    return StreamSteps(stream, tokenizer, 16, transform, Collator(0, IMAGE_SIZE, longest_first=True))
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -138,7 +136,7 @@ def test_every_image_comes_once_an_epoch_with_its_own_caption(
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_batch_of_a_step_does_not_depend_on_who_reads_it(
+def test_the_batch_of_a_step_does_not_depend_on_ranks_and_workers(
     world_size: int, workers: int, streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     steps = steps_of(streams["parquet"], tokenizer)
@@ -171,7 +169,7 @@ def straight(streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast) -> 
 
 @settings(max_examples=25)
 @given(kind=st.sampled_from(KINDS), start=st.integers(0, 28), world_size=st.integers(1, 4), workers=st.integers(1, 2))
-def test_a_stream_that_is_resumed_by_any_number_of_readers_goes_on_as_it_would_have(
+def test_a_stream_resumed_by_any_number_of_readers_gives_the_same_batches(
     kind: str,
     start: int,
     world_size: int,
@@ -197,16 +195,16 @@ def test_worker_processes_change_nothing(
     for _ in range(2):
         for found, expected in zip(loader, steps.batches(3, 9, Reader()), strict=True):
             assert_same(found, expected)
-    monkeypatch.setattr(ranks, "rank", lambda: 1)
-    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
     mine = list(StreamBatches(steps, 3, 9, workers))
     assert [content(batch) for batch in mine] == [content(batch) for batch in steps.batches(3, 9, Reader(1, 2))]
 
 
 def test_a_server_gives_the_same_batches_as_the_disk(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    here = steps_of(open_source(write_shards(tmp_path, "parquet", [20, 20]), lanes=2), tokenizer)
+    here = steps_of(open_source(write_shards(tmp_path, "parquet", [20, 20]), groups=2), tokenizer)
     with serve(tmp_path) as address:
-        there = steps_of(open_source(f"{address}/{{000..001}}.parquet", lanes=2), tokenizer)
+        there = steps_of(open_source(f"{address}/{{000..001}}.parquet", groups=2), tokenizer)
         for found, expected in zip(StreamBatches(there, 1, 4, 2), here.batches(1, 4, Reader()), strict=True):
             assert_same(found, expected)
 
@@ -217,7 +215,7 @@ def test_examples_are_those_of_a_data_set_on_disk(
     """Caption, crop, tokens and keys are a function of (seed, epoch, image id), however the row was read."""
     stream = streams["parquet"]
     rows = tokenize_captions(datasets.Dataset.from_list(rows_of(range(ROWS)), features=FEATURES), tokenizer, 16)
-    pairs = Pairs(rows, IMAGE_SIZE, train=True, min_crop_area=0.5, seed=stream.order.seed)
+    pairs = Pairs(rows, TrainingTransform(IMAGE_SIZE, seed=stream.order.seed, min_crop_area=0.5))
     step = SCHEDULE.step_of(stream.num_rows)  # it reaches over the end of the first epoch
     batch = next(steps_of(stream, tokenizer).batches(step, step + 1, Reader()))
     epoch = {slot.position: slot.epoch for slot in stream.order.batch(step)}
@@ -246,9 +244,9 @@ def test_another_row_of_its_block_takes_the_place_of_an_unusable_one(
     batches = list(steps_of(stream, tokenizer).batches(0, stream.num_rows, Reader()))
     assert {len(batch["rows"]) for batch in batches} == {13}
     reasons = [reason for batch in batches for reason in batch["skipped"]]
-    last_words = Counter("broken" if "image id-20: " in reason else reason.split(": ")[-1] for reason in reasons)
+    last_words = Counter("broken" if "image id-20: " in reason else reason.split(": ")[-2] for reason in reasons)
     # Steps of 13 rows, as many steps as rows: 13 epochs.
-    assert last_words == {"broken": 13, "the caption is empty": 13, "the image is not in the shard": 13}
+    assert last_words == {"broken": 13, "caption_empty": 13, "image_missing": 13}
     shard = f"shard {tmp_path / 'a.parquet'}, row"
     named = Counter(name for batch in batches for name in batch["skipped_ids"])
     assert named == {"id-20": 13, f"{shard} 21": 13, f"{shard} 22": 13}
@@ -270,7 +268,7 @@ def test_another_row_of_its_block_takes_the_place_of_an_unusable_one(
     start=st.integers(0, 12), world_size=st.integers(1, 4), workers=st.integers(1, 3), bad=st.sets(st.integers(0, 79))
 )
 @settings(max_examples=25)
-def test_stand_ins_of_a_stream_are_the_same_for_any_readers_and_after_a_restart(
+def test_replacement_rows_of_a_stream_are_the_same_for_any_readers_and_after_a_restart(
     start: int,
     world_size: int,
     workers: int,
@@ -329,14 +327,14 @@ def test_a_given_validation_file_is_read_and_nothing_is_held_out(suffix: str, tm
         (tmp_path / "100.png").write_bytes(image_of(100))
         path = tmp_path / "v.jsonl"
         path.write_text(json.dumps({"image": "100.png", "caption": "a picture"}) + "\n")
-    stream = open_source(source, lanes=2, validation_file=str(path), max_eval_samples=3)
+    stream = open_source(source, groups=2, validation_file=str(path), max_eval_samples=3)
     assert len(stream.validation) == (3 if suffix == "parquet" else 1)
     assert {"id", "image", "captions"} <= set(stream.validation.column_names)
     assert stream.num_rows == 40
 
 
 def test_shards_of_one_row_can_be_held_out(tmp_path: Path) -> None:
-    stream = open_source(write_shards(tmp_path, "tar", [1] * 20), BatchSizes((0,), (4,)), lanes=2)
+    stream = open_source(write_shards(tmp_path, "tar", [1] * 20), BatchSizes((0,), (4,)), groups=2)
     assert (len(stream.validation), stream.num_rows) == (1, 19)
 
 
@@ -379,13 +377,13 @@ def test_a_damaged_shard_costs_its_own_rows_only(tmp_path: Path, tokenizer: PreT
 
 def test_a_large_file_is_cut_into_shards_so_that_distant_rows_meet(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows_of(range(300)), 10)
-    stream = open_source(str(path), lanes=0)
-    assert stream.order.lanes == len(stream.shards) > 30
+    stream = open_source(str(path), groups=0)
+    assert stream.order.groups == len(stream.shards) > 30
     first = [stream.shards[slot.shard].first + slot.row for slot in stream.order.batch(0)]
     assert max(first) - min(first) > 100
 
 
-def test_what_the_tokenizer_is_trained_on_does_not_hold_validation(streams: dict[str, Stream]) -> None:
+def test_captions_for_the_tokenizer_leave_validation_out(streams: dict[str, Stream]) -> None:
     stream = streams["parquet"]
     captions = list(stream.captions())
     assert {caption.removesuffix(" so") for caption in captions} == {
@@ -396,7 +394,7 @@ def test_what_the_tokenizer_is_trained_on_does_not_hold_validation(streams: dict
     assert set(few) <= set(captions)
 
 
-def test_the_fingerprint_says_which_rows_there_are(
+def test_the_fingerprint_changes_with_the_rows(
     sources: dict[str, str], streams: dict[str, Stream], tmp_path: Path
 ) -> None:
     assert open_source(sources["parquet"]).fingerprint == streams["parquet"].fingerprint
@@ -404,8 +402,23 @@ def test_the_fingerprint_says_which_rows_there_are(
     assert open_source(other).fingerprint != streams["parquet"].fingerprint
 
 
+def test_the_fingerprint_changes_with_the_pairs_of_a_shard_of_as_many_rows(tmp_path: Path) -> None:
+    others = range(1000, 1000 + SIZES[2])
+    for kind in ("parquet", "tar"):
+        source = write_shards(tmp_path / kind, kind, SIZES)
+        before = open_source(source)
+        assert open_source(source).fingerprint == before.fingerprint
+        shard = tmp_path / kind / f"002.{kind}"
+        size = shard.stat().st_size
+        numbered_shards.write_tar(shard, others) if kind == "tar" else write_parquet(shard, rows_of(others))
+        after = open_source(source)
+        assert [each.rows for each in after.shards] == [each.rows for each in before.shards]
+        assert kind != "tar" or shard.stat().st_size == size
+        assert after.fingerprint != before.fingerprint
+
+
 def test_only_the_first_rows_are_streamed_on_request(sources: dict[str, str]) -> None:
-    assert open_source(sources["tar"], lanes=1, max_train_samples=33).num_rows == 33
+    assert open_source(sources["tar"], groups=1, max_train_samples=33).num_rows == 33
 
 
 @pytest.mark.parametrize(
@@ -419,49 +432,50 @@ def test_only_the_first_rows_are_streamed_on_request(sources: dict[str, str]) ->
         ({"dataset_dir": "somewhere"}, "--streaming is set; it needs shards"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         open_stream(DataArguments(**given), StreamingArguments(True), SCHEDULE, 0)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [({"stream_lanes": -1}, "stream_lanes"), ({"shuffle_block_size": 0}, "shuffle_block_size")]
+    ("given", "message"),
+    [({"stream_interleave": -1}, "stream_interleave"), ({"shuffle_block_size": 0}, "shuffle_block_size")],
 )
 def test_flags_are_checked(given: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StreamingArguments(True, **given)
 
 
-def test_what_needs_all_rows_is_refused() -> None:
-    StreamingArguments(False).check(length_bucket_window=8, look_alikes=2, cache_features=True)
-    StreamingArguments(True).check(length_bucket_window=1, look_alikes=1, cache_features=False)
-    with pytest.raises(ValueError, match="--length_bucket_window is 8; "):
-        StreamingArguments(True).check(8, 1, False)
-    with pytest.raises(ValueError, match="--look_alikes is 2; "):
-        StreamingArguments(True).check(1, 2, False)
+def test_a_stream_has_no_regions() -> None:
+    arguments = LoaderArguments(16, dataloader_num_workers="0")
+    loaders = Loaders(arguments, torch.device("cpu"), 0, IMAGE_SIZE, [0.5] * 3, [0.5] * 3, regions=True)
+    with pytest.raises(ValueError, match="--streaming reads none"):
+        train_stream(loaders, None, None, 0, 1)  # type: ignore[arg-type]
+
+
+def test_flags_that_need_all_rows_are_refused() -> None:
+    StreamingArguments(False).check(similar_captions_per_batch=2, cache_features=True)
+    StreamingArguments(True).check(similar_captions_per_batch=1, cache_features=False)
+    with pytest.raises(ValueError, match="--similar_captions_per_batch is 2; "):
+        StreamingArguments(True).check(2, False)
     with pytest.raises(ValueError, match="--cache_features is set; "):
-        StreamingArguments(True).check(1, 1, True)
-
-
-def test_more_processes_than_lanes_are_refused(
-    streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "world_size", lambda: 5)
-    with pytest.raises(ValueError, match="--stream_lanes is 4, and 5 processes train"):
-        next(iter(StreamBatches(steps_of(streams["tar"], tokenizer), 0, 1, 2)))
+        StreamingArguments(True).check(1, True)
 
 
 def test_shards_without_captions_are_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"image": b"x", "number": 1}] * 30).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="no caption column was recognised"):
         open_source(str(tmp_path / "a.parquet"))
+    members = [(f"{number}.png", image_of(number)) for number in range(30)]
+    with pytest.raises(ValueError, match=r"none of its first samples can be used .* has no caption among its members"):
+        open_source(write_tar(tmp_path / "a.tar", members))
 
 
 def test_a_data_set_of_shards_in_a_folder_has_its_splits(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-00000.parquet", rows_of(range(30)))
     write_parquet(tmp_path / "validation-00000.parquet", rows_of(range(40, 45)))
-    stream = open_source(str(tmp_path), lanes=1)
+    stream = open_source(str(tmp_path), groups=1)
     assert (stream.num_rows, len(stream.validation)) == (30, 5)
     write_shards(tmp_path / "tars", "tar", [20, 20])
-    assert open_source(str(tmp_path / "tars"), lanes=2).num_rows == 38
+    assert open_source(str(tmp_path / "tars"), groups=2).num_rows == 38

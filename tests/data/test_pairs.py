@@ -1,0 +1,446 @@
+"""Every source gives the same pairs in the same schema; raw ones are prepared once, bad ones are named."""
+
+import csv
+import io
+import json
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict, Features, Image, List, Value, disable_progress_bars
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image as PILImage
+
+from mm_utils.data import pairs as source_pairs
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.checks import CheckArguments, check_caption
+from mm_utils.data.scenes import load_scenes
+from mm_utils.data.sources.source import DataArguments
+
+COUNT = 8
+EMBEDDED = Features({"image": Image(decode=False), "captions": List(Value("string"))})
+disable_progress_bars()
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def offline_and_own_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of 8 images, `0.png` to `7.png`, each of its own colour."""
+    for index in range(COUNT):
+        PILImage.new("RGB", (4, 4), (index * 30, 0, 255 - index)).save(tmp_path / f"{index}.png")
+    return tmp_path
+
+
+def rows_of(indices: range = range(COUNT)) -> Rows:
+    """Two captions for each image, in one row."""
+    return [{"image": f"{index}.png", "captions": [f"scene {index}", f"view, {index}"]} for index in indices]
+
+
+def flat(rows: Rows) -> Rows:
+    """One caption per row, as in CSV files."""
+    return [{"image": row["image"], "caption": caption} for row in rows for caption in row["captions"]]
+
+
+def write(path: Path, rows: Rows) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    return str(path)
+
+
+def embedded(folder: Path, rows: Rows) -> Dataset:
+    """The rows with the images' bytes in place of their paths."""
+    contents = [(folder / row["image"]).read_bytes() for row in rows]
+    images = [{"bytes": content, "path": None} for content in contents]
+    return Dataset.from_list(
+        [{**row, "image": image} for row, image in zip(rows, images, strict=True)], features=EMBEDDED
+    )
+
+
+def pixels(image: dict[str, Any]) -> bytes:
+    """The pixels of a stored image; a file was left where it is."""
+    if image["bytes"] is None:
+        assert os.path.isabs(image["path"])
+        return PILImage.open(image["path"]).tobytes()
+    return PILImage.open(io.BytesIO(image["bytes"])).tobytes()
+
+
+def file_of(name: str, rows: Callable[[Path], Rows]) -> Callable[[Path], DataArguments]:
+    return lambda folder: DataArguments(train_file=write(folder / name, rows(folder)))
+
+
+def saved(folder: Path, dataset: Dataset | DatasetDict) -> DataArguments:
+    dataset.save_to_disk(folder / "saved")
+    return DataArguments(dataset_name=str(folder / "saved"))
+
+
+def local_repository(folder: Path) -> DataArguments:
+    (folder / "repo" / "data").mkdir(parents=True)
+    embedded(folder, rows_of()).to_parquet(folder / "repo" / "data" / "train-00000-of-00001.parquet")
+    return DataArguments(dataset_name=str(folder / "repo"), image_column="image")
+
+
+def image_folder(folder: Path) -> DataArguments:
+    write(folder / "metadata.jsonl", [{"file_name": row["image"], "text": row["captions"]} for row in rows_of()])
+    return DataArguments(dataset_dir=str(folder))
+
+
+def absolute_paths(folder: Path) -> DataArguments:
+    rows = [{**row, "image": str(folder / row["image"])} for row in rows_of()]
+    return DataArguments(train_file=write(folder / "elsewhere" / "p.jsonl", rows), allow_outside_root=True)
+
+
+def contents_of(folder: Path, **path: str) -> Rows:
+    contents = [(folder / row["image"]).read_bytes() for row in rows_of()]
+    images = [{"bytes": content, **path} if path else content for content in contents]
+    return [{**row, "image": image} for row, image in zip(rows_of(), images, strict=True)]
+
+
+SOURCES: dict[str, Callable[[Path], DataArguments]] = {
+    "lines": file_of("p.jsonl", lambda _: rows_of()),
+    "an array": file_of("p.json", lambda _: rows_of()),
+    "cells": file_of("p.csv", lambda _: flat(rows_of())),
+    "cells with tabs": file_of("p.tsv", lambda _: flat(rows_of())),
+    "Parquet of paths": file_of("p.parquet", lambda _: rows_of()),
+    "Parquet of bytes": file_of("p.parquet", contents_of),
+    "Parquet of structs": file_of("p.parquet", lambda folder: contents_of(folder, path="x.png")),
+    "a saved data set": lambda folder: saved(folder, embedded(folder, rows_of())),
+    "saved splits": lambda folder: saved(folder, DatasetDict({"train": embedded(folder, rows_of())})),
+    "a local repository": local_repository,
+    "an image folder": image_folder,
+    "absolute paths": absolute_paths,
+    "another image root": lambda folder: DataArguments(
+        train_file=write(folder / "elsewhere" / "p.jsonl", rows_of()), image_root=str(folder)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_gives_the_same_pairs_twice(kind: str, folder: Path) -> None:
+    args = SOURCES[kind](folder)
+    first, second = (load_pairs(args, need_train=False) for _ in range(2))
+    assert list(first) == ["train"]
+    assert first["train"].to_list() == second["train"].to_list()
+    assert len(set(first["train"]["id"])) == COUNT
+    assert list(first["train"]["captions"]) == [row["captions"] for row in rows_of()]
+    assert [pixels(row["image"]) for row in first["train"]] == [
+        PILImage.open(folder / row["image"]).tobytes() for row in rows_of()
+    ]
+
+
+def test_without_a_source_the_embedded_scenes_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenes = load_scenes(num_train=20, num_eval=4, cache_dir=tmp_path)
+    monkeypatch.setattr(source_pairs, "load_scenes", lambda: scenes)
+    loaded = load_pairs(DataArguments(max_train_samples=10, max_eval_samples=3))
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 10, "validation": 3, "test": 3}
+    assert loaded["train"].to_list() == scenes["train"].to_list()[:10]
+
+
+def test_splits_of_a_repository_are_renamed(folder: Path) -> None:
+    splits = {"train": embedded(folder, rows_of(range(4))), "dev": embedded(folder, rows_of(range(4, 8)))}
+    loaded = load_pairs(saved(folder, DatasetDict(splits)))
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 4, "validation": 4}
+
+
+def test_an_image_folder_may_have_one_metadata_file_per_split(folder: Path) -> None:
+    for split, indices in {"train": range(6), "val": range(6, 8)}.items():
+        rows = [{"file_name": f"{number}.png", "caption": f"{split} {number}"} for number in range(len(indices))]
+        write(folder / "set" / split / "metadata.csv", rows)
+        for number, index in enumerate(indices):
+            (folder / f"{index}.png").rename(folder / "set" / split / f"{number}.png")
+    loaded = load_pairs(DataArguments(dataset_dir=str(folder / "set")))
+    assert list(loaded["validation"]["id"]) == ["val/0.png", "val/1.png"]
+    assert list(loaded["train"]["captions"]) == [[f"train {number}"] for number in range(6)]
+
+
+def test_one_metadata_file_above_split_folders_is_divided_by_them(folder: Path) -> None:
+    rows = []
+    for index in range(COUNT):
+        split = "test" if index > 5 else "train"
+        (folder / split).mkdir(exist_ok=True)
+        (folder / f"{index}.png").rename(folder / split / f"{index}.png")
+        rows.append({"file_name": f"{split}/{index}.png", "caption": f"scene {index}"})
+    write(folder / "metadata.jsonl", rows)
+    loaded = load_pairs(DataArguments(dataset_dir=str(folder)), need_train=False)
+    assert {split: len(images) for split, images in loaded.items()} == {"train": 6, "test": 2}
+
+
+def test_an_image_column_is_found_by_its_type_and_others_are_refused(folder: Path) -> None:
+    unusual = embedded(folder, rows_of()).rename_column("image", "x").add_column("y", list(range(COUNT)))
+    args = saved(folder, unusual)
+    assert len(load_pairs(args)["train"]) == COUNT - 1
+    with pytest.raises(ValueError, match=r"the image column y holds .*int64.*, not paths or images"):
+        load_pairs(DataArguments(dataset_name=args.dataset_name, image_column="y"))
+
+
+def test_languages_and_regions_stay_beside_their_captions(folder: Path) -> None:
+    box, other = {"box": [0.0, 0.0, 1.25, 1.0], "phrase": "a"}, {"box": [1.0, 1.0, 2.0, 2.0], "phrase": "b"}
+    rows = [{**row, "languages": ["en", "de"], "regions": [box], "x": 1} for row in rows_of()]
+    rows[0].update(captions=["", "Bild"])
+    rows[1].update(captions=["same", "same"])
+    rows.append({"image": "1.png", "captions": ["image"], "languages": ["fr"], "regions": [other]})
+    loaded = load_pairs(DataArguments(train_file=write(folder / "p.jsonl", rows)), need_train=False)["train"]
+    assert (loaded[0]["captions"], loaded[0]["languages"]) == (["Bild"], ["de"])
+    assert (loaded[1]["captions"], loaded[1]["languages"]) == (["same", "image"], ["en", "fr"])
+    assert loaded[1]["regions"] == [box, other]
+    assert "x" not in loaded.column_names
+
+
+@pytest.mark.parametrize("one_a_row", [True, False])
+def test_languages_may_be_in_a_column_of_another_name(folder: Path, one_a_row: bool) -> None:
+    rows = [{**row, "lang": "vi" if one_a_row else ["vi", "en"]} for row in rows_of()]
+    args = DataArguments(train_file=write(folder / "p.jsonl", rows), language_column="lang")
+    loaded = load_pairs(args, need_train=False)["train"]
+    assert list(loaded["languages"]) == [["vi", "vi" if one_a_row else "en"]] * COUNT
+
+
+def test_files_that_datasets_itself_found_are_used_wherever_they_lie(folder: Path) -> None:
+    rows = [{"file_name": row["image"], "text": row["captions"][0]} for row in rows_of()]
+    write(folder / "set" / "train" / "metadata.jsonl", rows)
+    for index in range(COUNT):
+        (folder / f"{index}.png").rename(folder / "set" / "train" / f"{index}.png")
+    args = DataArguments(dataset_name=str(folder / "set"), image_root=str(folder))
+    assert len(load_pairs(args, need_train=False)["train"]) == COUNT
+
+
+# Prepared data sets
+
+PREPARED = Features(
+    {
+        **{"id": Value("string"), "image": Image(decode=False), "captions": List(Value("string"))},
+        **{"source": Value("string"), "content_id": Value("string")},
+    }
+)
+
+
+def write_prepared(folder: Path, sizes: dict[str, int]) -> str:
+    splits = {}
+    for split, count in sizes.items():
+        row = {"source": "s", "content_id": "c", "image": {"bytes": b"no image at all"}, "captions": ["", "same"]}
+        rows = [{**row, "id": f"{split}-{index}"} for index in range(count)]
+        splits[split] = Dataset.from_list(rows, features=PREPARED)
+    DatasetDict(splits).save_to_disk(folder / "prepared")
+    (folder / "prepared" / "report.json").write_text(json.dumps({"format": "tandem-pairs"}))
+    return str(folder / "prepared")
+
+
+def test_a_prepared_data_set_is_given_as_it_is(tmp_path: Path) -> None:
+    name = write_prepared(tmp_path, {"test": 3, "train": 9, "validation": 4})
+    loaded = load_pairs(DataArguments(dataset_name=name))
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 9, "validation": 4, "test": 3}
+    assert loaded["train"].to_list() == DatasetDict.load_from_disk(name)["train"].to_list()
+    limited = load_pairs(DataArguments(dataset_name=name, max_train_samples=5, max_eval_samples=20))
+    assert {split: len(rows) for split, rows in limited.items()} == {"train": 5, "validation": 4, "test": 3}
+    assert list(limited["train"]["id"]) == [f"train-{index}" for index in range(5)]
+
+
+def test_validation_is_held_out_of_a_prepared_data_set_that_has_none(tmp_path: Path) -> None:
+    name = write_prepared(tmp_path, {"train": 60})
+    loaded, again = (load_pairs(DataArguments(dataset_name=name)) for _ in range(2))
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 57, "validation": 3}
+    assert sorted([*loaded["train"]["id"], *loaded["validation"]["id"]]) == sorted(f"train-{at}" for at in range(60))
+    assert list(loaded["validation"]["id"]) == list(again["validation"]["id"])
+    assert list(load_pairs(DataArguments(dataset_name=name), need_train=False)) == ["train"]
+
+
+def test_a_prepared_data_set_that_is_damaged_or_too_small_is_named(tmp_path: Path) -> None:
+    name = write_prepared(tmp_path, {"test": 2})
+    with pytest.raises(ValueError, match="there is no train split, only test"):
+        load_pairs(DataArguments(dataset_name=name))
+    name = write_prepared(tmp_path / "small", {"train": 2})
+    with pytest.raises(ValueError, match="train has 1 pairs, and contrastive training needs at least 2"):
+        load_pairs(DataArguments(dataset_name=name))
+    (Path(name) / "report.json").write_text("{")
+    with pytest.raises(ValueError, match=r"report\.json is not valid JSON"):
+        load_pairs(DataArguments(dataset_name=name))
+
+
+# Rows of one image
+
+
+def test_rows_of_one_image_are_merged_in_order(folder: Path) -> None:
+    rows = [
+        {"id": 1, "image_id": 7, "image": "0.png", "caption": "b"},
+        {"id": 2, "image_id": 8, "image": "1.png", "caption": "c"},
+        {"id": 3, "image_id": 7, "image": "0.png", "caption": "a"},
+        {"id": 4, "image_id": 7, "image": "./0.png", "caption": "b"},
+    ]
+    loaded = load_pairs(DataArguments(train_file=write(folder / "p.csv", rows)), need_train=False)["train"]
+    assert dict(zip(loaded["id"], loaded["captions"], strict=True)) == {"7": ["b", "a"], "8": ["c"]}
+
+
+def test_equal_paths_are_one_image_whatever_their_ids(folder: Path) -> None:
+    rows = [{"id": index, "image": f"{index % 4}.png", "caption": f"{index}"} for index in range(COUNT)]
+    loaded = load_pairs(DataArguments(train_file=write(folder / "p.jsonl", rows)), need_train=False)["train"]
+    assert list(loaded["id"]) == ["0", "1", "2", "3"]
+    assert list(loaded["captions"]) == [["0", "4"], ["1", "5"], ["2", "6"], ["3", "7"]]
+
+
+def test_equal_files_of_two_names_are_two_images(folder: Path) -> None:
+    (folder / "1.png").write_bytes((folder / "0.png").read_bytes())
+    loaded = load_pairs(DataArguments(train_file=write(folder / "p.jsonl", rows_of())), need_train=False)["train"]
+    assert list(loaded["id"]) == [f"{index}.png" for index in range(COUNT)]
+
+
+def test_equal_embedded_images_without_an_id_are_one_image(folder: Path) -> None:
+    args = saved(folder, embedded(folder, [*rows_of(), {"image": "2.png", "captions": ["again"]}]))
+    loaded = load_pairs(args, need_train=False)["train"]
+    assert len(loaded) == COUNT
+    assert loaded[2]["captions"] == ["scene 2", "view, 2", "again"]
+
+
+def test_one_id_for_two_images_is_refused(folder: Path) -> None:
+    rows = [{"id": index % 7, "image": f"{index}.png", "caption": "a"} for index in range(COUNT)]
+    file = write(folder / "p.jsonl", rows)
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 8: line 1 gives id 0 to another image\. .*id column"):
+        load_pairs(DataArguments(train_file=file))
+    assert len(load_pairs(DataArguments(train_file=file, id_column="image"), need_train=False)["train"]) == COUNT
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    captions=st.lists(
+        st.lists(st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=6), min_size=1, max_size=4),
+        min_size=3,
+        max_size=COUNT,
+    ),
+    seed=st.integers(0, 2**16),
+    suffix=st.sampled_from([".jsonl", ".csv", ".tsv", ".parquet"]),
+)
+def test_each_image_keeps_exactly_its_captions(
+    folder: Path, captions: list[list[str]], seed: int, suffix: str
+) -> None:
+    table = [
+        {"image": f"{index}.png", "caption": f"{index}:{caption}"}
+        for index, texts in enumerate(captions)
+        for caption in texts
+    ]
+    random.Random(seed).shuffle(table)
+    loaded = load_pairs(DataArguments(train_file=write(folder / f"table{suffix}", table)))
+    found = {row["id"]: row["captions"] for split in loaded.values() for row in split}
+    expected: dict[str, list[str]] = {}
+    for row in table:
+        expected.setdefault(row["image"], []).append(check_caption(row["caption"], CheckArguments())[0])
+    assert found == {image: list(dict.fromkeys(texts)) for image, texts in expected.items()}
+    assert sum(map(len, loaded.values())) == len(captions)
+
+
+# Splits
+
+
+def test_the_holdout_depends_on_the_ids_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        first = load_pairs(DataArguments(train_file=write(folder / "p.jsonl", rows_of())))
+    second = load_pairs(DataArguments(train_file=write(folder / "q.jsonl", rows_of()[::-1])))
+    assert {split: len(rows) for split, rows in first.items()} == {"train": 7, "validation": 1}
+    assert list(first["validation"]["id"]) == list(second["validation"]["id"])
+    assert set(first["train"]["id"]) == set(second["train"]["id"])
+    assert "no validation split; 1 images are held out" in caplog.text
+
+
+@pytest.mark.parametrize("make", ["lines", "saved"])
+def test_a_split_column_divides_the_rows(folder: Path, make: str) -> None:
+    names = ["train", "train", "restval", "val", "dev", "Validation", "test", "nowhere"]
+    if make == "lines":
+        rows = [{**row, "split": name} for row, name in zip(rows_of(), names, strict=True)]
+        args = DataArguments(train_file=write(folder / "p.jsonl", rows))
+    else:
+        args = saved(folder, DatasetDict({"test": embedded(folder, rows_of()).add_column("split", names)}))
+    loaded = load_pairs(args)
+    assert {split: len(images) for split, images in loaded.items()} == {"train": 3, "validation": 3, "test": 1}
+    assert pixels(loaded["test"][0]["image"]) == PILImage.open(folder / "6.png").tobytes()
+
+
+def test_a_split_column_is_ignored_beside_a_validation_file(folder: Path) -> None:
+    train = write(folder / "t.jsonl", [{**row, "split": "test"} for row in rows_of(range(5))])
+    validation = write(folder / "v.jsonl", rows_of(range(5, 8)))
+    loaded = load_pairs(DataArguments(train_file=train, validation_file=validation))
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 5, "validation": 3}
+
+
+def test_limits_take_the_first_images_after_merging(folder: Path) -> None:
+    train = write(folder / "t.csv", flat(rows_of(range(5))))
+    other = write(folder / "v.csv", flat(rows_of(range(5, 8))))
+    loaded = load_pairs(
+        DataArguments(
+            train_file=train, validation_file=other, test_file=other, max_train_samples=3, max_eval_samples=2
+        )
+    )
+    assert list(loaded["train"]["id"]) == ["0.png", "1.png", "2.png"]
+    assert list(loaded["validation"]["id"]) == list(loaded["test"]["id"]) == ["5.png", "6.png"]
+    assert all(len(row["captions"]) == 2 for split in loaded.values() for row in split)
+
+
+def test_images_in_two_splits_are_named_and_stay(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = write(folder / "t.jsonl", rows_of(range(6)))
+    args = DataArguments(train_file=train, validation_file=write(folder / "v.jsonl", rows_of(range(4, 8))))
+    for _ in range(2):  # from the cache, too
+        caplog.clear()
+        assert {split: len(rows) for split, rows in load_pairs(args).items()} == {"train": 6, "validation": 4}
+        assert "2 rows have an image that is in another split too (2 the very same), such as line 5 of" in caplog.text
+
+
+def test_evaluation_needs_no_train_split(folder: Path) -> None:
+    args = DataArguments(test_file=write(folder / "p.jsonl", rows_of()))
+    assert list(load_pairs(args, need_train=False)) == ["test"]
+    with pytest.raises(ValueError, match=r"--test_file is .*; there is no train split, only test"):
+        load_pairs(args)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_training_needs_two_pairs(folder: Path, count: int) -> None:
+    file = write(folder / "p.jsonl", rows_of(range(count)))
+    with pytest.raises(ValueError, match=rf"train has {count - 1} pairs, and contrastive training needs at least 2"):
+        load_pairs(DataArguments(train_file=file))
+
+
+# Places that do not exist
+
+BAD_PLACES = [
+    ({"train_file": "absent.jsonl"}, r"--train_file is absent\.jsonl; there is no such file"),
+    ({"train_file": "absent"}, r"--train_file is absent; there is no such file"),
+    ({"train_file": "0.png"}, r"its format is not known by '\.png'\. Known are \.jsonl, \.json, \.csv, \.tsv"),
+    (
+        {"train_file": "p.jsonl", "caption_column": "captoin"},
+        r"--caption_column is captoin; .*Did you mean 'captions'",
+    ),
+    ({"dataset_dir": "absent"}, r"--dataset_dir is absent; there is no such folder"),
+    ({"dataset_dir": "."}, r"--dataset_dir is \.; neither it nor .* metadata\.jsonl"),
+    ({"train_file": "p.jsonl", "image_root": "absent"}, r"--image_root is absent; there is no such folder"),
+    ({"dataset_name": "0.png"}, r"--dataset_name is 0\.png; that is a file\. Give it as --train_file"),
+    ({"dataset_name": "nobody/nothing"}, r"--dataset_name is nobody/nothing; it could not be loaded .*local folder"),
+    ({"dataset_name": "saved"}, r"its splits are challenge\. Name them train, validation and test"),
+]
+
+
+@pytest.mark.parametrize(("given_args", "message"), BAD_PLACES)
+def test_a_place_or_column_that_does_not_exist_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given_args: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    write(Path("p.jsonl"), rows_of())
+    DatasetDict({"challenge": embedded(folder, rows_of())}).save_to_disk("saved")
+    with pytest.raises(ValueError, match=message) as error:
+        load_pairs(DataArguments(**given_args))
+    assert "\n" not in str(error.value)

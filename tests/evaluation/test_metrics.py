@@ -1,0 +1,140 @@
+"""Intervals against a bootstrap over images, and by hand; the health of embeddings against full matrices."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mm_utils.evaluation import metrics
+from mm_utils.evaluation.embeddings import Embeddings
+from mm_utils.evaluation.metrics import embedding_health, mean_interval, share_with_interval, wilson_interval
+from tests.truthful_model import split_of
+
+
+def test_wilson_interval_by_hand() -> None:
+    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Brown, Cai and DasGupta's formula
+    assert wilson_interval(0, 20)[0] == 0
+    assert wilson_interval(20, 20)[1] == 1
+    low, high = wilson_interval(1, 4)
+    assert share_with_interval("x", torch.tensor([0, 1, 0, 0]) == 1) == {"x": 0.25, "x_low": low, "x_high": high}
+
+
+@pytest.mark.parametrize("captions", [1, 5])
+def test_mean_interval_agrees_with_a_bootstrap_over_images(captions: int) -> None:
+    """Captions of an image are mostly right or wrong together, so that they count for little more than one."""
+    generator = torch.Generator().manual_seed(captions)
+    ease_M = torch.rand(200, 1, generator=generator).round() * 0.8 + 0.1
+    hit_MC = (torch.rand(200, captions, generator=generator) < ease_M).double()
+    key_Q = (7 * torch.arange(200)).repeat_interleave(captions)
+    shuffled = torch.randperm(len(key_Q), generator=generator)
+    mean, half_width = mean_interval(hit_MC.flatten()[shuffled], key_Q[shuffled])
+    drawn = torch.randint(0, 200, (20_000, 200), generator=generator)
+    deviation = hit_MC.mean(1)[drawn].mean(1).std().item()
+    assert mean == pytest.approx(hit_MC.mean().item())
+    assert half_width == pytest.approx(1.96 * deviation, rel=0.03)
+    if captions == 5:
+        assert half_width > 1.5 * 1.96 * math.sqrt(mean * (1 - mean) / len(key_Q))
+
+
+def test_images_with_more_captions_count_more() -> None:
+    """The mean of 3 captions of one image and 1 of another, and the variance of a ratio: by hand."""
+    mean, half_width = mean_interval(torch.tensor([1, 1, 0, 0]), torch.tensor([5, 5, 5, 9]))
+    assert mean == 0.5
+    assert half_width == pytest.approx(1.959964 * math.sqrt((0.5**2 + 0.5**2) * 2 / 4**2))
+
+
+def test_differences_have_intervals_too() -> None:
+    value_Q = torch.tensor([1.0, 0, -1, 1])
+    mean, half_width = mean_interval(value_Q, torch.arange(4))
+    assert mean == 0.25
+    assert half_width == pytest.approx(1.959964 * value_Q.double().std().item() / 2)
+
+
+def test_equal_values_have_the_interval_of_the_rule_of_three() -> None:
+    assert mean_interval(torch.ones(600), torch.arange(300).repeat(2)) == (1.0, 0.01)
+    assert mean_interval(torch.zeros(1), torch.tensor([4])) == (0.0, 1.0)
+
+
+# -- health of the embeddings -------------------------------------------------------------------------------------------
+
+
+def random_split(images: int, captions: int, width: int, same_image: bool = False) -> Embeddings:
+    """Unit embeddings of uneven variance; with `same_image`, the split holds one image twice."""
+    generator = torch.Generator().manual_seed(images)
+    variance = torch.linspace(0.1, 1.0, width) ** 2
+
+    def rows(count: int) -> Tensor:
+        return normalize(torch.randn(count, width, generator=generator) * variance + 0.2, dim=1)
+
+    owner = torch.randint(0, images, (captions,), generator=generator).tolist()
+    split = split_of(rows(images), rows(captions), owner)
+    if same_image:
+        split.image_key_M[1] = split.image_key_M[0]
+    return split
+
+
+def plain_health(split: Embeddings) -> dict[str, float]:
+    """The definitions, by singular values and the full matrix of cosines."""
+    found = {}
+    image_ME, text_TE = split.image_ME.double(), split.text_TE.double()
+    for name, rows in (("image", image_ME), ("text", text_TE)):
+        centred = rows - rows.mean(0)
+        values = torch.linalg.svdvals(centred)[: min(rows.shape[1], len(rows) - 1)]
+        shares = values / values.sum()
+        found[f"{name}_effective_rank"] = math.exp(-(shares * shares.log()).sum())
+        found[f"{name}_rank_share"] = found[f"{name}_effective_rank"] / len(values)
+        found[f"{name}_spread"] = centred.square().sum(1).mean().item()
+    cosines = text_TE @ image_ME.T
+    true = split.caption_key_T[:, None] == split.image_key_M
+    found["margin"] = (cosines[true].mean() - cosines[~true].mean()).item()
+    found["modality_gap"] = (image_ME.mean(0) - text_TE.mean(0)).norm().item()
+    return found
+
+
+@pytest.mark.parametrize(("images", "captions", "width"), [(50, 120, 16), (12, 12, 40), (2, 5, 3), (7, 3, 2)], ids=str)
+@pytest.mark.parametrize("same_image", [False, True])
+def test_health_is_what_full_matrices_give(
+    images: int, captions: int, width: int, same_image: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "BLOCK", 5)
+    split = random_split(images, captions, width, same_image)
+    assert embedding_health(split) == pytest.approx(plain_health(split), rel=1e-5, abs=1e-7)
+
+
+def test_health_of_hand_made_embeddings() -> None:
+    """Corners of a simplex, of which the centre takes one direction; and captions that lie on their images."""
+    found = embedding_health(split_of(torch.eye(8), torch.eye(8), list(range(8))))
+    assert found["image_effective_rank"] == pytest.approx(7)
+    assert found["image_rank_share"] == pytest.approx(1)
+    assert found["image_spread"] == pytest.approx(7 / 8)
+    assert found["margin"] == pytest.approx(1)
+    assert found["modality_gap"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_single_point_has_one_direction_though_rounding_has_many(rows: int) -> None:
+    point = normalize(torch.full((rows, 64), 0.3) + 1e-8 * torch.randn(rows, 64), dim=1)
+    found = embedding_health(split_of(point, -point, list(range(rows))))
+    assert found["text_effective_rank"] == found["image_effective_rank"] == 1
+    assert found["image_spread"] < 1e-12
+    assert found["modality_gap"] == pytest.approx(2)
+
+
+def test_no_matrix_of_all_pairs_is_held() -> None:
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(part.numel() for part in (out,) if isinstance(part, Tensor))])
+            return out
+
+    split = random_split(600, 900, 8)
+    with Sizes():
+        embedding_health(split)
+    assert 0 < largest <= 900 * 8

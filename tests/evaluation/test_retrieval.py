@@ -1,0 +1,314 @@
+"""Recalls and ranks against sorting, by hand, and against the `evaluate` metric; order accuracy against a loop."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import evaluate
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+import mm_utils
+from mm_utils.data import pairs
+from mm_utils.data.scenes import load_scenes
+from mm_utils.evaluation import embeddings
+from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
+from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, summarise_ranks, wilson_interval
+from mm_utils.evaluation.reranking import rank_directions
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.model.processor import train_tokenizer
+from tests.test_distributed import run_on_ranks
+from tests.truthful_model import ACCELERATOR, TruthfulModel, in_languages, ranks_by_sorting, split_of
+
+DIRECTIONS = ("text_to_image", "image_to_text")
+FIGURES = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
+NAN = float("nan")
+
+
+def metrics_of(split: Embeddings) -> dict[str, float]:
+    return retrieval_metrics(split, rank_directions(split))
+
+
+def split_with_scores(scores: list[list[float]], owner: list[int]) -> Embeddings:
+    """A split whose text t has a similarity of `scores[t][i]` to image i."""
+    return split_of(torch.eye(len(scores[0])), torch.tensor(scores), owner)
+
+
+def by_definition(split: Embeddings) -> dict[str, float]:
+    scores = split.text_TE @ split.image_ME.T
+    right = split.caption_key_T[:, None] == split.image_key_M
+    found: dict[str, float] = {"text_to_image_chance@1": 1 / len(split.image_ME)}
+    for direction, cosine, is_right in (("text_to_image", scores, right), ("image_to_text", scores.T, right.T)):
+        ranks = sorted(ranks_by_sorting(cosine, is_right))
+        middle = len(ranks) // 2
+        found |= {f"{direction}_recall@{k}": sum(rank <= k for rank in ranks) / len(ranks) for k in (1, 5, 10)}
+        found[f"{direction}_mean_rank"] = sum(ranks) / len(ranks)
+        found[f"{direction}_median_rank"] = (ranks[middle] + ranks[~middle]) / 2
+    return found
+
+
+def random_split(images: int, most_captions: int, width: int, seed: int, levels: int | None = None) -> Embeddings:
+    """With `levels`, coordinates are small integers, so that scores tie."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [int(torch.randint(1, most_captions + 1, (), generator=generator)) for _ in range(images)]
+    owner = [image for image, count in enumerate(counts) for _ in range(count)]
+    image, text = (torch.randn(count, width, generator=generator) for count in (images, len(owner)))
+    if levels:
+        return split_of((image * levels / 3).round(), (text * levels / 3).round(), owner)
+    return split_of(normalize(image, dim=1), normalize(text + image[torch.tensor(owner)], dim=1), owner)
+
+
+# -- ranks by cosine ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 25),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(0, 2**20),
+    st.sampled_from([None, 1, 2]),
+    st.integers(1, 9),
+)
+@settings(max_examples=80)
+def test_ranks_equal_the_definition(
+    images: int, captions: int, width: int, seed: int, levels: int | None, block: int
+) -> None:
+    split = random_split(images, captions, width, seed, levels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embeddings, "BLOCK", block)
+        assert metrics_of(split) == pytest.approx(by_definition(split))
+
+
+@pytest.mark.parametrize("captions", [1, 5])
+def test_a_perfect_model_scores_one(captions: int) -> None:
+    image = normalize(torch.randn(30, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    owner = [place for place in range(30) for _ in range(captions)]
+    found = metrics_of(split_of(image, image[torch.tensor(owner)], owner))
+    for direction in DIRECTIONS:
+        assert [found[f"{direction}_{figure}"] for figure in FIGURES] == [1.0] * 5
+
+
+def test_metrics_by_hand() -> None:
+    scores = [[0.9, 0.1, 0.2], [0.8, 0.7, 0.6], [0.3, 0.2, 0.1], [0.1, 0.5, 0.4]]
+    found = metrics_of(split_with_scores(scores, [0, 1, 2, 2]))
+    # Texts find their image at rank 1, 2, 3, 2; images their first text at 1, 1, 2.
+    assert [found[f"text_to_image_{figure}"] for figure in FIGURES] == [0.25, 1, 1, 2, 2]
+    assert [found[f"image_to_text_{figure}"] for figure in FIGURES] == pytest.approx([2 / 3, 1, 1, 4 / 3, 1])
+
+
+def test_ties_count_against_the_model() -> None:
+    constant = metrics_of(split_with_scores([[0.5] * 4] * 4, [0, 1, 2, 3]))
+    for direction in DIRECTIONS:
+        assert (constant[f"{direction}_recall@1"], constant[f"{direction}_mean_rank"]) == (0, 4)
+    one_tie = metrics_of(split_with_scores([[0.5, 0.5], [0.1, 0.9]], [0, 1]))
+    assert one_tie["text_to_image_recall@1"] == 0.5
+
+
+def test_nan_counts_against_the_model() -> None:
+    for scores in ([[NAN] * 3] * 3, [[1.0, 0.0, 0.0], [0.0, NAN, 0.0], [0.0, 0.0, 1.0]]):
+        found = metrics_of(split_with_scores(scores, [0, 1, 2]))
+        assert found["text_to_image_recall@1"] < 1
+        assert found["image_to_text_recall@1"] < 1
+    assert metrics_of(split_with_scores([[NAN] * 3] * 3, [0, 1, 2]))["text_to_image_mean_rank"] == 3
+
+
+def test_both_copies_of_an_image_are_right() -> None:
+    split = split_with_scores([[0.2, 0.9, 0.1], [0.9, 0.2, 0.1], [0.0, 0.1, 0.5]], [0, 1, 2])
+    split.image_key_M[1] = split.caption_key_T[1] = split.image_key_M[0]
+    assert metrics_of(split)["text_to_image_recall@1"] == 1
+
+
+def test_summary_of_ranks() -> None:
+    found = summarise_ranks(torch.tensor([1, 2, 5, 6, 10, 11]), "x_")
+    assert found == pytest.approx(
+        {"x_recall@1": 1 / 6, "x_recall@5": 0.5, "x_recall@10": 5 / 6, "x_mean_rank": 35 / 6, "x_median_rank": 5.5}
+    )
+
+
+def test_the_evaluate_metric_agrees() -> None:
+    metric = evaluate.load(str(Path(mm_utils.__file__).with_name("retrieval_recall")))
+    for seed in (0, 1):
+        split = random_split(30 + seed, 3, 4, seed)
+        found = metrics_of(split)
+        scores = split.text_TE @ split.image_ME.T
+        owner = (split.caption_key_T[:, None] == split.image_key_M).long().argmax(1)
+        texts = [(owner == image).nonzero()[:, 0].tolist() for image in range(len(split.image_ME))]
+        rankings = (scores.argsort(1, descending=True), scores.T.argsort(1, descending=True))
+        for direction, ranking, right in zip(DIRECTIONS, rankings, (owner[:, None].tolist(), texts), strict=True):
+            by_metric = metric.compute(predictions=ranking, references=right)
+            assert by_metric == pytest.approx({figure: found[f"{direction}_{figure}"] for figure in FIGURES})
+    found = metric.compute(predictions=[[3, 1, 2], [2, 3, 1], [5]], references=[[1], [1, 3], [9]], k=[1, 2])
+    assert found == pytest.approx({"recall@1": 0, "recall@2": 2 / 3, "mean_rank": 2, "median_rank": 2})
+
+
+# -- by language --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**20), st.sampled_from([None, 1]), st.data())
+@settings(max_examples=60)
+def test_a_language_is_measured_as_a_split_of_its_own(
+    images: int, captions: int, seed: int, levels: int | None, data: st.DataObject
+) -> None:
+    split = random_split(images, captions, 4, seed, levels)
+    texts = len(split.text_TE)
+    codes = data.draw(st.lists(st.sampled_from(["en", "de", ""]), min_size=texts, max_size=texts))
+    found = metrics_of(in_languages(split, codes))
+    languages = set(codes) - {""} if len(set(codes) - {""}) > 1 else set()
+    assert {name.partition("recall_")[2].partition("@")[0] for name in found if "recall_" in name} == languages
+    for language in languages:
+        is_in_T = torch.tensor([code == language for code in codes])
+        alone = random_split(images, captions, 4, seed, levels)
+        alone.text_TE, alone.caption_key_T = split.text_TE[is_in_T], split.caption_key_T[is_in_T]
+        expected = {"text_to_image": metrics_of(alone)}
+        has_text = torch.isin(alone.image_key_M, alone.caption_key_T)
+        alone.image_ME, alone.image_key_M = alone.image_ME[has_text], alone.image_key_M[has_text]
+        expected["image_to_text"] = metrics_of(alone)
+        for direction, metrics in expected.items():
+            for k in (1, 5, 10):
+                assert found[f"{direction}_recall_{language}@{k}"] == metrics[f"{direction}_recall@{k}"]
+
+
+def test_only_the_ten_most_frequent_languages_are_measured() -> None:
+    languages = [f"l{number:02d}" for number in range(15) for _ in range(15 - number)]
+    split = in_languages(random_split(len(languages), 1, 4, 0), languages)
+    assert list(split.languages) == [f"l{number:02d}" for number in range(10)]
+    assert [int(mask.sum()) for mask in split.languages.values()] == list(range(15, 5, -1))
+
+
+def test_language_names_suit_every_tracker() -> None:
+    split = in_languages(random_split(4, 1, 4, 0), ["zh_Hant", "a/b c", "é" * 100, ""])
+    assert list(split.languages) == ["-" * 35, "a-b-c", "zh_Hant"]
+
+
+# -- through a loader ---------------------------------------------------------------------------------------------------
+
+
+def test_the_evaluator_embeds_what_the_loader_yields() -> None:
+    model: Any = TruthfulModel()
+    evaluator = RetrievalEvaluator()
+    found = evaluator(model, model.batches(5), ACCELERATOR)
+    assert found == pytest.approx(metrics_of(model.split()) | embedding_health(model.split()))
+    assert not any(name.startswith("rerank") for name in found)
+    split = evaluator.split
+    assert split is not None
+    assert split.keys_values is None
+    assert torch.equal(split.image_ME, model.image)
+    assert torch.equal(split.text_TE, model.text)
+    assert split.rows_M.tolist() == list(range(23))
+    assert split.texts.input_ids[:, :3].tolist() == [[1, text, image] for text, image in enumerate(model.owner)]
+    assert split.texts.attention_mask.sum(1).tolist() == [3 + text % 9 for text in range(len(model.owner))]
+    assert split.skipped == []
+    assert list(split.languages) == ["en", "de-DE", "zh-Hant"]
+    for name, mask in split.languages.items():
+        texts = [model.language_of(text).replace("/", "-") == name for text in range(len(model.owner))]
+        assert mask.tolist() == texts
+
+
+def test_unreadable_images_are_left_out_with_their_captions() -> None:
+    model: Any = TruthfulModel()
+    split = embed_split(model, model.batches(4, unreadable=(0, 5, 6, 7, 8)), ACCELERATOR)
+    kept = [number for number in range(23) if number not in (0, 5, 6, 7, 8)]
+    assert split.rows_M.tolist() == kept
+    assert torch.equal(split.image_ME, model.image[kept])
+    assert (split.caption_key_T - 10**12).tolist() == [image for image in model.owner if image in kept]
+    assert split.skipped == [f"image {number}: broken" for number in (0, 5, 6, 7, 8)]
+    with pytest.raises(ValueError, match=r"no image .* could be decoded; .* image 0: broken"):
+        embed_split(model, model.batches(4, unreadable=tuple(range(23))), ACCELERATOR)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("rerank_top_k", -1),
+        ("rerank_weight", -0.5),
+        ("rerank_weight", NAN),
+        ("rerank_cache_gb", 0.0),
+        ("rerank_score", "likelihood"),
+    ],
+)
+def test_impossible_flags_are_refused(flag: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"--{flag} is {value}; "):
+        EvaluationArguments(**{flag: value})
+
+
+# -- word order ---------------------------------------------------------------------------------------------------------
+
+IMAGES = 23
+
+
+def probes_of(model: Any) -> Texts:
+    """Of image i, its first caption as the true one, and the first of the next image as the false one."""
+    first = [model.owner.index(image) for image in range(IMAGES)]
+    rows = [[1, first[image], image] for image in range(IMAGES)]
+    ids = [row for image in range(IMAGES) for row in (rows[image], rows[(image + 1) % IMAGES])]
+    return Texts(torch.tensor(ids), torch.ones(2 * IMAGES, 3, dtype=torch.long))
+
+
+def measured(top_k: int = 4, unreadable: tuple[int, ...] = (), with_probes: bool = True) -> dict[str, float]:
+    model = TruthfulModel.with_noise(4, IMAGES)
+    evaluator = RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), probes_of(model) if with_probes else None)
+    return evaluator(model, model.batches(5, unreadable), ACCELERATOR)
+
+
+@pytest.mark.parametrize("unreadable", [(), (0, 7, 8)])
+def test_order_accuracy_equals_a_loop(unreadable: tuple[int, ...]) -> None:
+    found = measured(unreadable=unreadable)
+    model = TruthfulModel.with_noise(4, IMAGES)
+    for prefix, scores in (("", model.image @ model.text.T), ("rerank_", model.logits)):
+        right = []
+        for image in range(IMAGES):
+            true, false = model.owner.index(image), model.owner.index((image + 1) % IMAGES)
+            if image not in unreadable:
+                right.append(bool(scores[image, true] > scores[image, false]))
+        assert found[f"{prefix}order_accuracy"] == pytest.approx(sum(right) / len(right))
+        low, high = wilson_interval(sum(right), len(right))
+        assert (found[f"{prefix}order_accuracy_low"], found[f"{prefix}order_accuracy_high"]) == (low, high)
+
+
+def test_probes_change_no_other_metric() -> None:
+    assert {name: value for name, value in measured().items() if "order" not in name} == measured(with_probes=False)
+
+
+def test_without_a_head_the_towers_alone_are_measured() -> None:
+    names = {name for name in measured(top_k=0) if "order" in name}
+    assert names == {"order_accuracy", "order_accuracy_low", "order_accuracy_high"}
+
+
+def test_ties_and_nan_count_against_the_model() -> None:
+    model: Any = TruthfulModel(IMAGES)
+    evaluator = RetrievalEvaluator(EvaluationArguments(rerank_top_k=2), probes_of(model))
+    model.text[:] = model.text[0]
+    model.logits = torch.full((IMAGES, len(model.owner)), torch.nan)
+    found = evaluator(model, model.batches(5), ACCELERATOR)
+    assert found["order_accuracy"] == found["rerank_order_accuracy"] == 0
+
+
+def measured_several() -> list[dict[str, float]]:
+    return [measured(), measured(unreadable=(0, 7, 8)), measured(unreadable=tuple(range(12))), measured(top_k=0)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_number_of_processes_changes_nothing(world: int) -> None:
+    assert run_on_ranks(world, measured_several) == [measured_several()] * world
+
+
+def test_scenes_have_probes(tmp_path: Any) -> None:
+    rows = load_scenes(num_train=1, num_eval=6, cache_dir=tmp_path)["validation"]
+    tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
+    probes = word_order_probes(rows, tokenizer, 64)
+    assert probes is not None
+    ids = [row[mask.bool()].tolist() for row, mask in zip(probes.input_ids, probes.attention_mask, strict=True)]
+    assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
+    assert word_order_probes(rows.remove_columns("order_pair"), tokenizer, 64) is None
+    assert word_order_probes(datasets.Dataset.from_dict({"order_pair": ["something else"]}), tokenizer, 64) is None
+
+
+def test_loading_for_training_keeps_the_probes(monkeypatch: Any, tmp_path: Any) -> None:
+    scenes = load_scenes(num_train=20, num_eval=6, cache_dir=tmp_path)
+    monkeypatch.setattr(pairs, "load_scenes", lambda: scenes)
+    rows = pairs.load_pairs(pairs.DataArguments(max_eval_samples=5))["validation"]
+    assert list(rows["order_pair"]) == list(scenes["validation"]["order_pair"])[:5]
+    assert list(rows["captions"]) == list(scenes["validation"]["captions"])[:5]

@@ -1,0 +1,112 @@
+"""The table, `reranking.json` and the picture, for a model that looks up its answers."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mm_utils.evaluation import retrieval_report
+from mm_utils.evaluation.metrics import mean_interval
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.evaluation.retrieval_report import direction_figures, draw_examples, report_retrieval, scoring_costs
+from mm_utils.model.flops import FlopCounts, Quadratic
+from mm_utils.reports.plots import RetrievalExample
+from tests.truthful_model import ACCELERATOR, MAIN_PROCESS, TruthfulModel
+
+FLOPS = FlopCounts(
+    10**9, 3 * 10**9, Quadratic(0, 10**9, 0), Quadratic(0, 2 * 10**9, 0), vision_trained=True, text_trained=True
+)
+
+
+def evaluated(top_k: int = 6) -> tuple[RetrievalEvaluator, dict[str, float]]:
+    model = TruthfulModel.with_noise(0)
+    evaluator = RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k))
+    return evaluator, evaluator(model, model.batches(5), ACCELERATOR)
+
+
+def test_files_hold_what_was_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    evaluator, metrics = evaluated()
+    with caplog.at_level(logging.INFO, "mm_utils"):
+        report_retrieval(MAIN_PROCESS, evaluator, FLOPS, str(tmp_path))
+    found = json.loads((tmp_path / "reranking.json").read_text())
+    for direction in ("text_to_image", "image_to_text"):
+        figures = found[direction]
+        for name in ("recall@1", "recall@5", "recall@10"):
+            before, after = metrics[f"{direction}_{name}"], metrics[f"rerank_{direction}_{name}"]
+            assert figures["dual_encoder"][name]["value"] == before
+            assert figures["reranked"][name]["value"] == after
+            assert figures["difference"][name]["value"] == pytest.approx(after - before)
+            curve = {row["candidates"]: row[name]["value"] for row in figures["curve"]}
+            assert list(curve) == [1, 2, 4, 6]
+            assert (curve[1], curve[6]) == (before, after)
+        ceilings = [row["ceiling"]["value"] for row in figures["curve"]]
+        assert ceilings == sorted(ceilings)
+        assert ceilings[0] == metrics[f"{direction}_recall@1"]
+        shown = figures["reranked"]["recall@5"]
+        assert f"{shown['value']:.3f} ± {shown['half_width_95']:.3f}" in caplog.text
+        assert f"{figures['difference']['recall@1']['value']:+.3f} ±" in caplog.text
+    assert (tmp_path / "reranking.png").stat().st_size > 10_000
+    assert "pairs at" in caplog.text
+
+
+@pytest.mark.parametrize("top_k", [6, 0])
+def test_examples_are_in_the_order_that_was_measured(
+    top_k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, _ = evaluated(top_k)
+    split, ranks = evaluator.split, evaluator.directions["text_to_image"]
+    assert split is not None
+    captions = [int((split.caption_key_T == key).sum()) for key in split.image_key_M]
+    images = [Image.new("RGB", (8, 8)) for _ in captions]
+    rows = [{"image": image, "captions": ["a"] * count} for image, count in zip(images, captions, strict=True)]
+    drawn: list[RetrievalExample] = []
+    monkeypatch.setattr(retrieval_report, "open_image", lambda image, side: image)
+    monkeypatch.setattr(retrieval_report, "draw_retrieval", lambda examples, path: drawn.extend(examples))
+    draw_examples(rows, evaluator, tmp_path / "retrieval.png")  # type: ignore[arg-type]
+    rank_Q = ranks.reranked_Q if top_k else ranks.cosine_Q
+    queries = [len(split.text_TE) * place // 6 for place in range(6)]
+    assert len(drawn) == 6
+    for query, example in zip(queries, drawn, strict=True):
+        rank = int(rank_Q[query])
+        assert example.correct == [place == rank for place in range(1, 6)]
+        assert example.scores == sorted(example.scores, reverse=True)
+        assert f"right image: place {rank}" in example.note
+        assert example.note.endswith(f"{int(ranks.cosine_Q[query])} of {len(images)}")
+
+
+def test_the_interval_of_a_difference_is_that_of_paired_queries() -> None:
+    ranks = evaluated(2)[0].directions["text_to_image"]
+    paired = mean_interval((ranks.reranked_Q <= 1).double() - (ranks.cosine_Q <= 1).double(), ranks.image_key_Q)
+    difference = direction_figures(ranks)["difference"]["recall@1"]
+    assert (difference["value"], difference["half_width_95"]) == paired
+
+
+def test_costs() -> None:
+    evaluator, _ = evaluated()
+    assert evaluator.scores is not None
+    costs = scoring_costs(evaluator.scores, FLOPS)
+    assert costs["pairs"] == len(evaluator.scores.pairs)
+    assert costs["pairs_per_second"] == pytest.approx(costs["pairs"] / costs["seconds"])
+    assert costs["keys_values_bytes_per_image"] == 8
+    assert 3 <= costs["text_tokens"] <= 11
+    assert costs["gflop_per_pair"] == 2 * round(costs["text_tokens"])
+    assert costs["gflop_per_text"] == round(costs["text_tokens"])
+    assert costs["gflop_per_image"] == 3
+
+
+def test_without_a_head_there_is_the_table_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    evaluator, metrics = evaluated(0)
+    with caplog.at_level(logging.INFO, "mm_utils"):
+        report_retrieval(MAIN_PROCESS, evaluator, FLOPS, str(tmp_path))
+    assert f"{metrics['text_to_image_recall@1']:.3f} ±" in caplog.text
+    assert "re-ranked" not in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_processes_are_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mm_utils"):
+        report_retrieval(ACCELERATOR, evaluated()[0], FLOPS, str(tmp_path))
+    assert not caplog.text
+    assert not list(tmp_path.iterdir())

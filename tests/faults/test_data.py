@@ -1,0 +1,347 @@
+"""Sources full of faults: every good row comes out with its own picture and captions, every bad one is named.
+
+`prepare_data` reads the whole zoo once; training from raw files reads it by the same readers.
+"""
+
+import json
+import re
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import disable_progress_bars, load_from_disk
+from PIL import Image
+
+from mm_utils.data.images import open_image
+from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.loading.tokens import global_order, tokenize_splits
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
+from scripts.prepare_data import main
+from tests.data.numbered_rows import loaders, new_tokenizer
+from tests.data.prepare.fault_corpus import Corpus, Pair, write_table
+from tests.data.prepare.fault_images import Make, draw, jpeg, png
+from tests.data.prepare.fault_layouts import add_member
+from tests.data.prepare.fault_rows import CAPTION, TOKENS_GOOD, Row, line
+from tests.faults.conftest import Record
+
+AREAS = {"images": "images", "odd": "images", "paths": "paths", "shards": "containers"}  # others: captions
+CLOSE = 12  # levels of 255; pictures of two numbers differ by 50 and more
+FLAGS = ["--num_proc", "2", "--max_bad_fraction", "1", "--on_leakage", "drop", "--near_duplicates", "drop"]
+disable_progress_bars()
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def quarantine_of(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(text) for text in (folder / "quarantine.jsonl").read_text().splitlines()]
+
+
+def pixels_apart(image: Image.Image, other: Image.Image) -> float:
+    """Mean difference in levels of 255."""
+    return float(np.abs(np.asarray(image, np.float32) - np.asarray(other, np.float32)).mean())
+
+
+def check_pairs(wanted: list[Pair], rows: list[dict[str, Any]]) -> None:
+    """All of these came out, each with its own picture, and nothing else."""
+    found = {tuple(row["captions"]): row for row in rows}
+    assert {pair.kind for pair in wanted if pair.captions not in found} == set()
+    assert set(found) == {pair.captions for pair in wanted}
+    apart = {pair.kind: _apart(pair, found[pair.captions]) for pair in wanted}
+    assert {kind: value for kind, value in apart.items() if value > CLOSE} == {}
+
+
+def _apart(pair: Pair, row: dict[str, Any]) -> float:
+    return pixels_apart(open_image(row["image"]).resize(pair.picture.size), pair.picture)
+
+
+# -- the whole zoo ------------------------------------------------------------------------------------------------------
+
+
+def test_every_good_row_comes_out_with_its_own_picture(zoo: Corpus, prepared: Path, fault: Record) -> None:
+    rows = [row for split in load_from_disk(str(prepared)).values() for row in split]
+    for source in {pair.source for pair in zoo.pairs}:
+        pairs = [pair for pair in zoo.pairs if pair.source == source]
+        for kind in {pair.kind for pair in pairs} - {loss.kind for loss in zoo.losses}:
+            fault(AREAS.get(source, "captions"), f"odd, {source}: {kind}")
+        check_pairs(pairs, [row for row in rows if row["source"] == source])
+
+
+def test_every_bad_row_is_in_the_quarantine_and_nothing_else_is(zoo: Corpus, prepared: Path, fault: Record) -> None:
+    kinds = {(loss.source, loss.where, loss.reason): loss.kind for loss in zoo.losses}
+    for source, kind in {(loss.source, loss.kind) for loss in zoo.losses}:
+        fault(AREAS.get(source, "captions"), f"{source}: {kind}")
+    found = Counter((fault["source"], fault["where"], fault["reason"]) for fault in quarantine_of(prepared))
+    wanted = Counter((loss.source, loss.where, loss.reason) for loss in zoo.losses)
+    assert {key: kinds[key] for key in wanted - found} == {}
+    assert found - wanted == Counter()
+    assert len({loss.kind for loss in zoo.losses}) >= 240
+
+
+def test_the_report_counts_the_rows(zoo: Corpus, prepared: Path) -> None:
+    report, pairs = report_of(prepared), load_from_disk(str(prepared))
+    kept = Counter(pair.source for pair in zoo.pairs)
+    assert {source["name"]: source["rows"] for source in report["sources"]} == zoo.rows
+    assert {source["name"]: source["kept"] for source in report["sources"]} == {name: kept[name] for name in zoo.rows}
+    assert {split: found["images"] for split, found in report["splits"].items()} == {
+        split: len(rows) for split, rows in pairs.items()
+    }
+    reasons = Counter(loss.reason for loss in zoo.losses)
+    assert {reason: found["count"] for reason, found in report["quarantined"].items()} == reasons
+    assert {name: count for name, count in report["notes"].items() if count} == zoo.notes
+    assert report["duplicates"]["merged_rows"] == 1
+    assert (report["leakage"]["exact"], report["leakage"]["near"], report["leakage"]["by_id"]) == (1, 2, 1)
+
+
+def test_training_on_the_prepared_zoo_skips_no_row(zoo: Corpus, prepared: Path) -> None:
+    pairs = tokenize_splits(load_pairs(DataArguments(dataset_name=str(prepared))), new_tokenizer(), 16)
+    seen = []
+    for split, rows in pairs.items():
+        batches = list(loaders().evaluation(rows, 8))
+        if split == "train":
+            order = global_order(rows, BatchSizes((0,), (8,)), 0, 1)
+            trained = list(loaders().train(rows, order, 0, len(rows) // 8))
+            assert all(len(batch["image_ids"]) == 8 for batch in trained)
+            batches += trained
+        assert [reason for batch in batches for reason in batch["skipped"]] == []
+        seen += [key for batch in batches for key in batch["image_ids"]]
+    assert len(set(seen)) == len(zoo.pairs)
+
+
+def test_nothing_outside_was_read_and_nothing_was_unpacked(zoo: Corpus, prepared: Path) -> None:
+    secret = (zoo.folder / "outside" / "secret.png").read_bytes()
+    rows = [row for split in load_from_disk(str(prepared)).values() for row in split]
+    assert all(row["image"]["bytes"] != secret for row in rows)
+    hostile = ("a member that leads out", "a member with an absolute name")
+    names = [loss.where.removeprefix("000.tar, member ") for loss in zoo.losses if loss.kind in hostile]
+    assert len(names) == 2
+    for name in names:
+        assert not (zoo.folder / "shards" / "data" / f"{name}.png").exists()
+        assert not Path(f"{name}.png").exists()
+
+
+# -- training from raw files --------------------------------------------------------------------------------------------
+
+
+RAW = {
+    **dict.fromkeys(("lines", "captions", "regions", "odd"), "pairs.jsonl"),
+    **{"csv": "pairs.csv", "tsv": "pairs.tsv", "flickr30k": "results.token", "flickr8k": "captions.txt"},
+    **{"parquet": "pairs.parquet", "saved": "folder", "paths": "data/pairs.jsonl"},
+}
+
+
+@pytest.mark.parametrize("source", RAW)
+def test_training_from_raw_files_finds_the_same(source: str, fault: Record, zoo: Corpus, own_cache: Path) -> None:
+    fault(AREAS.get(source, "captions"), f"trained on: {source}")
+    path = str(zoo.folder / source / RAW[source])
+    pairs = load_pairs(DataArguments(dataset_name=path) if source == "saved" else DataArguments(train_file=path))
+    check_pairs(
+        [pair for pair in zoo.pairs if pair.source == source], [row for split in pairs.values() for row in split]
+    )
+    [quarantine] = own_cache.glob("tandem_pairs/*/quarantine.jsonl")
+    found = Counter((fault["where"], fault["reason"]) for fault in quarantine_of(quarantine.parent))
+    no_download = {"private_address": "url_not_allowed", "download_failed": "url_not_allowed"}
+    wanted = [(loss.where, no_download.get(loss.reason, loss.reason)) for loss in zoo.losses if loss.source == source]
+    assert found == Counter(wanted)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("images", r"images/pairs.jsonl; \d+ of \d+ rows are bad"),
+        ("ids", r"line \d+: line \d+ gives id twice to another"),
+    ],
+)
+def test_training_refuses_a_hopeless_file_in_one_line(
+    source: str, message: str, fault: Record, zoo: Corpus, own_cache: Path
+) -> None:
+    fault("captions", f"trained on: {source}")
+    with pytest.raises(ValueError, match=message) as caught:
+        load_pairs(DataArguments(train_file=str(zoo.folder / source / "pairs.jsonl")))
+    assert "\n" not in str(caught.value)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def reasons_of(folder: Path, rows: list[str]) -> list[str]:
+    """Reasons in the quarantine when `rows` lie between good ones."""
+    corpus = Corpus(folder)
+    table = [Row(f"row {at}", row, "?") for at, row in enumerate(rows)]
+    write_table(corpus, "rows", corpus.add("rows", "pairs.jsonl"), table, line())
+    main(["--sources", *corpus.sources, "--output_dir", str(folder / "out"), *FLAGS])
+    return [fault["reason"] for fault in quarantine_of(folder / "out")]
+
+
+def test_an_address_is_not_looked_at_unless_downloads_are_allowed(fault: Record, tmp_path: Path) -> None:
+    fault("paths", "prepared: addresses")
+    rows = [line(image=address) for address in ("http://127.0.0.1:1/a.png", "https://example.org/a.png")]
+    assert reasons_of(tmp_path, rows) == ["url_not_allowed"] * 2
+
+
+BOXES = {
+    "of no number": [float("nan"), 2, 3, 4],
+    "beyond the image": [900, 900, 20, 20],
+    "without width": [4, 4, 0, 20],
+    "of negative width": [40, 4, -9, 20],
+}
+
+
+def test_a_box_lies_in_its_image(fault: Record, tmp_path: Path) -> None:
+    for kind in BOXES:
+        fault("captions", f"a box {kind}")
+    rows = [line(regions=[{"box": box, "phrase": "a dog"}]) for box in BOXES.values()]
+    assert reasons_of(tmp_path, rows) == ["bad_regions"] * len(BOXES)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [("pairs.jsonl", line(), '["{image}", "{caption}"]'), ("results.token", TOKENS_GOOD, "{image}\t{caption}")],
+)
+def test_a_bad_first_line_is_one_bad_row(name: str, good: str, bad: str, fault: Record, tmp_path: Path) -> None:
+    fault("captions", f"a bad first line of {name}")
+    corpus = Corpus(tmp_path)
+    path = corpus.add("rows", name)
+    write_table(corpus, "rows", path, [Row("bad", bad, "?"), *[Row("good", good, "", CAPTION)] * 5], good=None)
+    main(["--sources", *corpus.sources, "--output_dir", str(tmp_path / "out"), *FLAGS])
+    assert [fault["where"] for fault in quarantine_of(tmp_path / "out")] == ["line 1"]
+
+
+def test_equal_file_names_of_two_sources_are_two_images(fault: Record, tmp_path: Path) -> None:
+    fault("captions", "equal file names in two sources")
+    numbers, sources = iter(range(20)), []
+    for name, split in {"left": "train", "right": "validation"}.items():
+        (tmp_path / name).mkdir()
+        for at in range(5):
+            draw(next(numbers)).save(tmp_path / name / f"{at}.png")
+        rows = [line(image=f"{at}.png", caption=f"{name} {at}", split=split) for at in range(5)]
+        (tmp_path / name / "pairs.jsonl").write_text("\n".join(rows))
+        sources.append(f"{tmp_path / name / 'pairs.jsonl'},name={name}")
+    main(["--sources", *sources, "--output_dir", str(tmp_path / "out"), *FLAGS])
+    assert quarantine_of(tmp_path / "out") == []
+
+
+def test_an_archive_made_on_a_mac_is_read(fault: Record, tmp_path: Path) -> None:
+    fault("containers", "tar: macOS's files beside files")
+    with tarfile.open(tmp_path / "mac.tar", "w") as archive:
+        for number in range(5):
+            texts = {f"{number}.png": png(draw(number)), f"{number}.txt": b"a picture of %d" % number}
+            for name, content in texts.items():
+                add_member(archive, f"./._{name}", b"\0\5\x16\7" + bytes(80))
+                add_member(archive, f"./{name}", content)
+    main(["--sources", str(tmp_path / "mac.tar"), "--output_dir", str(tmp_path / "out"), *FLAGS])
+    assert report_of(tmp_path / "out")["sources"][0]["kept"] == 5
+
+
+@pytest.mark.parametrize("make", [png, jpeg], ids=["the same file", "the same picture, saved anew"])
+def test_a_picture_in_two_splits_stops_the_preparation(make: Make, fault: Record, tmp_path: Path) -> None:
+    fault("captions", "prepared: a picture in train and in validation")
+    rows = []
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(png(draw(number)))
+        rows.append(line(image=f"{number}.png", caption=f"picture {number}", split="train"))
+    (tmp_path / "again.image").write_bytes(make(draw(2)))
+    rows.append(line(image="again.image", caption="another", split="validation"))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=r"line 3 of .* in train and line 7 of .* in validation"):
+        main(["--sources", str(tmp_path / "pairs.jsonl"), "--output_dir", str(tmp_path / "out"), "--num_proc", "1"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_line_of_the_log_and_of_the_quarantine_is_made_by_a_caption(
+    fault: Record, tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault("captions", "line breaks and terminal escapes in captions, paths and ids")
+    rows = []
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(png(draw(number)))
+        rows.append(line(image=f"{number}.png", caption=f"picture {number}", id=f"{number}\n12:00:00 ERROR forged"))
+    rows.append(line(image="gone\n12:00:00 ERROR forged\x1b[2J.png", caption="a dog", id="x"))
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(rows))
+    with caplog.at_level("INFO"):
+        main(["--sources", str(path), "--output_dir", str(tmp_path / "out"), *FLAGS])
+        load_pairs(DataArguments(train_file=str(path)))
+    assert [each["reason"] for each in quarantine_of(tmp_path / "out")] == ["image_missing"]
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "gone" in said
+    assert not any(text.startswith("12:00:00 ERROR forged") for text in said.splitlines())
+    assert "\x1b" not in said
+    rows[1] = line(image="2.png", caption="another", id="0\n12:00:00 ERROR forged")
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=r"^[^\n\x1b]+$"):
+        load_pairs(DataArguments(train_file=str(path)))
+    with pytest.raises(ValueError, match=r"^[^\n\x1b]+$"):
+        main(["--sources", str(path), "--output_dir", str(tmp_path / "2"), "--num_proc", "1"])
+
+
+# -- sources that cannot be read as a whole -----------------------------------------------------------------------------
+
+HEADER, WHOLE = b"image,caption\n", b"image,caption\n0.png,a dog\n1.png,a cat\n"
+LINES = b'{"image": "0.png", "caption": "a dog"}\n{"image": "1.png", "caption": "a cat"}\n'
+GONE = b'{"image": "none.png", "caption": "a dog"}\n'
+UTF16_LINES, UTF16_CELLS = (text.decode().encode("utf-16") for text in (LINES, WHOLE))
+REFUSED = {  # kind: file, its content (None: there is none), further keys and flags, and a part of the message
+    "UTF-16 lines": ("a.jsonl", UTF16_LINES, "", "a.jsonl, line 1 is UTF-16 text. The text is not UTF-8. Save"),
+    "UTF-16 cells": ("a.csv", UTF16_CELLS, "", "a.csv, line 1 is UTF-16 text."),
+    "a UTF-16 document": (
+        "a.json",
+        '{"images": []}'.encode("utf-16"),
+        ",format=coco",
+        "UTF-16 text. Save it as UTF-8",
+    ),
+    "binary lines": ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
+    "an empty file of lines": ("a.jsonl", b"", "", "holds no rows. Give a file"),
+    "blank lines": ("a.jsonl", b"\n \n\n", "", "holds no rows. Give a file"),
+    "an empty table": ("a.csv", b"", "", "holds no rows. Give a file"),
+    "a table of a header": ("a.csv", HEADER, "", "holds no rows. Give a file"),
+    "an empty array": ("a.json", b"[]", "", "holds no rows. Give a file"),
+    "an array that is cut": ("a.json", b'[{"image": "0.png",\n"cap', "", "a.json, line 2 is not valid JSON"),
+    "a file that is not there": ("a.jsonl", None, "", "there is no such file or folder. Check the path"),
+    "an archive that is not there": ("{000..002}.tar", None, "", "000.tar. Check the path and the range"),
+    "an unknown suffix": ("a.xlsx", LINES, "", "its format is not known by '.xlsx'. Known are .jsonl"),
+    "an unknown format": ("a.jsonl", LINES, ",format=jsonlines", "Did you mean"),
+    "an unknown key": ("a.jsonl", LINES, ",caption=x", "--sources has the key caption; known are"),
+    "no such column": ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),
+    "no column of captions": ("a.csv", b"image,words\n0.png,a dog\n", "", "no caption column was recognised"),
+    "a column twice": (
+        "a.csv",
+        b"image,caption,caption\n",
+        "",
+        "two columns caption; only one can be read. Rename one",
+    ),
+    "a header in Latin-1": ("a.csv", b"image,l\xe9gende\n", "", "a.csv, line 1 is not UTF-8 text"),
+    "a header cut in quotes": ("a.csv", b'"image,caption\n', "", "a.csv, line 1 is a row that cannot be read"),
+    "Parquet that is none": ("a.parquet", LINES, "", "cannot be read as Parquet"),
+    "Parquet that is cut": ("a.parquet", b"PAR1" + bytes(50), "", "cannot be read as Parquet"),
+    "COCO that is cut": ("a.json", b'{"images": [{"id": 1', ",format=coco", "Copy or repair the file"),
+    "COCO of objects": ("a.json", b'{"images": [], "categories": []}', ",format=coco", "no list 'annotations'"),
+    "only images that are missing": ("a.jsonl", GONE * 20, "", "20 of 20 rows are bad"),
+    "every tenth image missing": ("a.jsonl", (LINES * 9 + GONE * 2) * 3, "", "6 of 60 rows are bad, more than"),
+    "no good row, though all may be bad": ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left"),
+    "a single pair": ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "at least 2. Add some"),
+    "captions of nowhere": ("a.txt", b"0.png\n", ",format=parallel", "Set captions="),
+    "a split of another name": ("a.jsonl", LINES, ",split=dev2", "Name one of them"),
+    "an image root that is none": ("a.jsonl", LINES, ",image_root=/nowhere", "Give the folder of the images"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_source_that_cannot_be_read_is_refused_in_one_line(kind: str, fault: Record, tmp_path: Path) -> None:
+    fault("captions", f"prepared: {kind}")
+    name, content, more, message = REFUSED[kind]
+    for number in range(2):
+        draw(number).save(tmp_path / f"{number}.png")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    keys, *flags = more.split(" ")
+    output = str(tmp_path / "out")
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        main(["--sources", f"{tmp_path / name}{keys}", "--output_dir", output, "--num_proc", "1", *flags])
+    assert "\n" not in str(caught.value)
+    assert not Path(output).exists()

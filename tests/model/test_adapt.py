@@ -1,0 +1,267 @@
+"""Adapters and their checkpoints; unused parameters are frozen, and patches are dropped in training alone."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config, ViTConfig
+
+from mm_utils.model.adapt import (
+    LoraArguments,
+    add_adapters,
+    attention_layers,
+    drop_patches,
+    load_weights,
+    merged,
+    save_adapters,
+    switch_off_dropout,
+)
+from mm_utils.model.build import ModelArguments, build_model, freeze_unreached, load_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, probe_input
+from mm_utils.model.processor import train_tokenizer
+from tests.model.test_processor import CAPTIONS
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def tiny(seed: int = 0, vision: str = "vit") -> FusionDualEncoderModel:
+    torch.manual_seed(seed)
+    shape: dict[str, dict[str, Any]] = {
+        "vit": {**SMALL, "image_size": 16, "patch_size": 8},
+        "resnet": {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]},
+    }
+    return FusionDualEncoderModel.from_backbones(
+        AutoModel.from_config(AutoConfig.for_model(vision, **shape[vision])),
+        AutoModel.from_config(AutoConfig.for_model("bert", **SMALL, vocab_size=50)),
+        fusion_layers=1,
+    ).eval()
+
+
+def stirred(model: FusionDualEncoderModel) -> FusionDualEncoderModel:
+    """The model as after some training: the adapters have an effect."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(7)
+    ids = torch.randint(5, 50, (2, 6))
+    with torch.no_grad():
+        return model(input_ids=ids, pixel_values=torch.randn(2, 3, 16, 16)).match_logits
+
+
+def test_linear_layers_of_attention_are_found() -> None:
+    model = tiny()
+    assert attention_layers(model.text_model) == [
+        *(f"encoder.layer.0.attention.self.{name}" for name in ("query", "key", "value")),
+        "encoder.layer.0.attention.output.dense",
+    ]
+    assert len(attention_layers(model.vision_model)) == 4
+    assert not attention_layers(tiny(vision="resnet").vision_model)
+
+
+def test_adapters_of_the_given_towers_are_trained_and_start_without_effect() -> None:
+    model = tiny()
+    before = outputs(model)
+    add_adapters(model, LoraArguments(lora_rank=2, lora_towers="text"))
+    torch.testing.assert_close(outputs(model), before)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if name.startswith("text_model.")} == {
+        f"text_model.{layer}.lora_{side}.default.weight"
+        for layer in attention_layers(tiny().text_model)
+        for side in "AB"
+    }
+    assert {name for name, _ in model.vision_model.named_parameters(prefix="vision_model")} <= trained
+    add_adapters(model, LoraArguments())  # a rank of 0 is none
+
+
+def test_merged_weights_load_into_a_model_without_adapters() -> None:
+    model = tiny()
+    add_adapters(model, LoraArguments(lora_rank=2))
+    stock = tiny(seed=1)
+    stock.load_state_dict(merged(stirred(model).state_dict()))
+    torch.testing.assert_close(outputs(stock), outputs(model), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(outputs(model), outputs(tiny()), atol=1e-3)
+    plain = stock.state_dict()
+    assert all(value is plain[name] for name, value in merged(plain).items())
+
+
+def test_a_checkpoint_is_loaded_with_its_adapters(tmp_path: Path) -> None:
+    model = tiny()
+    add_adapters(model, LoraArguments(lora_rank=2))
+    stirred(model).save_pretrained(tmp_path, state_dict=merged(model.state_dict()))
+    save_adapters(model.state_dict(), tmp_path)
+    torch.testing.assert_close(
+        outputs(FusionDualEncoderModel.from_pretrained(tmp_path).eval()), outputs(model), rtol=1e-5, atol=1e-5
+    )
+    again = tiny()
+    add_adapters(again, LoraArguments(lora_rank=2))
+    load_weights(again, tmp_path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+    (tmp_path / "adapters.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no adapters.safetensors; it was written without --lora_rank"):
+        load_weights(again, tmp_path)
+    load_weights(tiny(), tmp_path)  # without adapters the merged weights are all there is
+
+
+def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"--lora_towers is vision; a resnet has no attention to adapt. Leave vision out"
+    ):
+        add_adapters(tiny(vision="resnet"), LoraArguments(lora_rank=2, lora_towers="vision"))
+    with pytest.raises(ValueError, match=r"--lora_towers is 'audio'"):
+        LoraArguments(lora_towers="audio")
+    with pytest.raises(ValueError, match=r"--lora_rank is -1"):
+        LoraArguments(lora_rank=-1)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        ValueError, match=r"--lora_rank is 2; adapters need peft, which is not installed. Run pip install"
+    ):
+        add_adapters(tiny(), LoraArguments(lora_rank=2))
+
+
+# -- towers in training -------------------------------------------------------------------------------------------------
+
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+IMAGE = {"image_size": 32, "patch_size": 8}
+
+
+def join(vision, **config) -> FusionDualEncoderModel:
+    torch.manual_seed(0)
+    text = AutoModel.from_config(BertConfig(**TOWER, vocab_size=100))
+    return FusionDualEncoderModel.from_backbones(AutoModel.from_config(vision), text, **config)
+
+
+def trained(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_parameters_without_a_gradient_are_frozen_and_no_others(training):
+    model = join(Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **IMAGE))
+    model.train(training)
+    before = trained(model)
+    number = freeze_unreached(model)
+    unused = {
+        "mask_token": "vision_model.embeddings.",
+        "weight": "text_model.pooler.dense.",
+        "bias": "text_model.pooler.dense.",
+    }
+    assert before - trained(model) == {prefix + name for name, prefix in unused.items()}
+    assert number == sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    assert model.training == training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    ids = torch.randint(0, 100, (3, 6))
+    output = model.train()(input_ids=ids, pixel_values=torch.randn(3, 3, 32, 32), return_loss=True)
+    (output.loss + output.match_logits.sum()).backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
+    assert freeze_unreached(model) == 0
+
+
+def test_models_without_a_head_or_with_frozen_towers_have_unused_parameters_too():
+    model = join(ViTConfig(**TOWER, image_size=[32, 48], patch_size=8), fusion_layers=0, vision_pooling="cls")
+    model.freeze("text")
+    freeze_unreached(model)
+    names = trained(model)
+    assert {"logit_scale", "visual_projection.weight", "text_projection.weight"} <= names
+    assert not any("pooler" in name or name.startswith("text_model") for name in names)
+    model.requires_grad_(False)
+    assert freeze_unreached(model) == 0
+
+
+@pytest.mark.parametrize("kind", ["vit", "dinov2", "siglip_vision_model", "clip_vision_model"])
+def test_patches_are_dropped_in_training_alone(kind):
+    model = join(AutoConfig.for_model(kind, **TOWER, **IMAGE), fusion_layers=1)
+    drop_patches(model.vision_model, 0.75)
+    seen = []
+    layers = getattr(model.vision_model, "encoder", model.vision_model)
+    first_layer = next(iter(getattr(layers, "layer", None) or layers.layers))
+    first_layer.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
+    images = torch.randn(3, 3, 32, 32)
+    whole = model.eval().vision_model.embeddings(images)
+    special = whole.shape[1] - 16
+    for training in (True, True, False):
+        model.train(training).encode_image(images)
+    first, second, evaluated = seen
+    assert evaluated.shape[1] == whole.shape[1]
+    assert first.shape == (3, special + 4, 32)
+    if kind not in ("clip_vision_model", "dinov2"):  # a norm follows, or dropout of its own
+        torch.testing.assert_close(first[:, :special], whole[:, :special])
+        places = (first[:, special:, None] - whole[:, None, special:]).abs().sum(-1).argmin(-1)
+        kept = whole[:, special:].gather(1, places[..., None].expand(-1, -1, 32))
+        torch.testing.assert_close(first[:, special:], kept)
+        assert all(len(set(row)) == 4 for row in places.tolist())
+    assert not torch.equal(first, second)
+
+
+DROPOUT = {
+    "vit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
+    "beit": {"drop_path_rate": 0.3, "attention_probs_dropout_prob": 0.2},
+    "convnext": {
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "num_stages": 2,
+        "drop_path_rate": 0.5,
+        "layer_scale_init_value": 1.0,
+    },
+    "data2vec-vision": {"attention_probs_dropout_prob": 0.4},  # reads its config in every forward
+    "dinov3_vit": {"pos_embed_rescale": 2.0, "attention_dropout": 0.2},  # moves positions at random
+    "bert": {},
+    "deberta-v2": {},
+    "gpt_neo": {"attention_types": [[["global"], 1]], "attention_dropout": 0.4, "num_layers": 1, "num_heads": 2},
+    "xlnet": {"n_layer": 1, "n_head": 2, "d_inner": 32, "d_model": 16},
+}
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+def test_dropout_of_backbones_is_switched_off_and_stays_in_their_configs(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_vision = kind in ("vit", "beit", "convnext", "data2vec-vision", "dinov3_vit")
+    torch.manual_seed(0)
+    sizes = {} if kind in ("convnext", "xlnet") else SMALL
+    shape = {"image_size": 16, "patch_size": 8} if is_vision and kind != "convnext" else {}
+    shape |= {} if is_vision else {"vocab_size": 50}
+    own = AutoModel.from_config(AutoConfig.for_model(kind, **{**sizes, **shape, **DROPOUT[kind]}))
+    model = tiny()
+    setattr(model, "vision_model" if is_vision else "text_model", own)
+    given = own.config.to_dict()
+    inputs = probe_input(own, "vision" if is_vision else "text")
+    own.train()
+    assert len({own(**inputs).last_hidden_state.square().sum().item() for _ in range(9)}) > 1
+    with caplog.at_level(logging.INFO):
+        switch_off_dropout(model)
+    assert own.training
+    assert torch.equal(own(**inputs).last_hidden_state, own.eval()(**inputs).last_hidden_state)
+    assert own.config.to_dict() == given
+    [line] = [record.message for record in caplog.records if record.name.startswith("mm_utils")]
+    assert line.startswith("Backbones train without their own dropout (")
+
+
+def test_a_backbone_that_stays_random_in_training_is_refused() -> None:
+    model = tiny()
+    model.vision_model.embeddings.register_forward_hook(
+        lambda module, given, found: found + torch.rand(1) if module.training else found
+    )
+    with pytest.raises(ValueError, match="--backbone_dropout is off; a vit draws random numbers in training all the"):
+        switch_off_dropout(model)
+
+
+def test_dropout_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", **SMALL}))
+    tokenizer = train_tokenizer(CAPTIONS, 200)
+    shares = {}
+    for wanted in ("off", "keep"):
+        args = ModelArguments(text_config=str(tmp_path / "bert.json"), backbone_dropout=wanted)
+        model = build_model(args, tokenizer)
+        shares[wanted] = {module.p for module in model.text_model.modules() if isinstance(module, nn.Dropout)}
+        model.save_pretrained(tmp_path / wanted)
+        assert load_model(str(tmp_path / wanted)).text_model.embeddings.dropout.p == 0.1
+    assert shares == {"off": {0.0}, "keep": {0.1}}

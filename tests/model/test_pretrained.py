@@ -1,0 +1,129 @@
+"""Pretrained backbones: random encoders, missing poolers, missing weights."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AutoConfig,
+    AutoModel,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
+    ViTModel,
+)
+
+from mm_utils.model import modeling_fusion_dual_encoder as modeling
+from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.pretrained import load_tower
+from mm_utils.model.processor import train_tokenizer
+from tests.model.test_processor import CAPTIONS
+
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+IMAGE = {"image_size": 32, "patch_size": 8}
+DECODER = {f"decoder_{name}": value for name, value in TOWER.items()}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(CAPTIONS, 200)
+
+
+def test_a_masked_autoencoder_is_loaded_as_a_vit_that_sees_all_patches(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    whole = ViTMAEForPreTraining(ViTMAEConfig(**TOWER, **IMAGE, **DECODER)).eval()
+    whole.save_pretrained(tmp_path)
+    model = build_model(ModelArguments(vision_model_name_or_path=str(tmp_path)), tokenizer).eval()
+    whole.config.mask_ratio = 0.0
+    images = torch.randn(3, 3, 32, 32)
+    in_order = torch.arange(16.0).expand(3, -1)
+    with torch.no_grad():
+        expected = whole.vit(images, noise=in_order).last_hidden_state
+        torch.testing.assert_close(model.vision_model(images).last_hidden_state, expected)
+    assert model.config.vision_pooling == "mean"
+
+
+def test_an_encoder_that_is_random_in_evaluation_is_refused(tmp_path: Path) -> None:
+    vision = AutoModel.from_config(ViTMAEConfig(**TOWER, **IMAGE))
+    text = AutoModel.from_config(AutoConfig.for_model("bert", **TOWER, vocab_size=50))
+    with pytest.raises(
+        ValueError, match=r"ViTMAEModel gives other outputs for the same input each time.*as a ViTModel"
+    ):
+        FusionDualEncoderModel.from_backbones(vision, text)
+    text.get_input_embeddings().register_forward_hook(lambda module, given, found: found * torch.rand_like(found))
+    vit = AutoModel.from_config(ViTConfig(**TOWER, **IMAGE))
+    with pytest.raises(ValueError, match=r"BertModel gives other outputs.*draws random numbers"):
+        FusionDualEncoderModel.from_backbones(vit, text)
+
+
+@pytest.mark.parametrize(("kind", "place"), [("pixtral", "other images"), ("fnet", "padding")])
+def test_a_backbone_that_mixes_the_rows_of_a_batch_is_refused(kind: str, place: str) -> None:
+    """Pixtral returns all images as one row; FNet mixes the tokens of padding into the text."""
+    sizes = {**TOWER, **(IMAGE if kind == "pixtral" else {"vocab_size": 50})}
+    own = AutoModel.from_config(AutoConfig.for_model(kind, **sizes))
+    vit, bert = ViTConfig(**TOWER, **IMAGE), AutoConfig.for_model("bert", **TOWER, vocab_size=50)
+    vision, text = (own, bert) if kind == "pixtral" else (vit, own)
+    towers = [tower if tower is own else AutoModel.from_config(tower) for tower in (vision, text)]
+    with pytest.raises(ValueError, match=f"does not keep the rows of a batch apart: .* depends on .*{place}"):
+        FusionDualEncoderModel.from_backbones(*towers)
+
+
+def test_a_saved_model_with_a_random_encoder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = AutoModel.from_config(ViTMAEConfig(**TOWER, **IMAGE, mask_ratio=0.75))
+    text = AutoModel.from_config(AutoConfig.for_model("bert", **TOWER, vocab_size=50))
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling, "_close", lambda one, other: True)
+        FusionDualEncoderModel.from_backbones(vision, text, fusion_layers=0).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="ViTMAEModel gives other outputs"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_pooler_without_weights_is_not_used(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, frozen: bool
+) -> None:
+    ViTModel(ViTConfig(**TOWER, **IMAGE), add_pooling_layer=False).save_pretrained(tmp_path)
+    args = ModelArguments(vision_model_name_or_path=str(tmp_path), freeze_vision=frozen)
+    with caplog.at_level(logging.INFO):
+        model = build_model(args, tokenizer)
+    assert model.config.vision_pooling == "mean"
+    assert not any(parameter.requires_grad for parameter in model.vision_model.pooler.parameters())
+    assert "it holds no weights of a pooler, so its outputs are pooled by their mean" in caplog.text
+    args.vision_pooling = "pooler"
+    with pytest.raises(ValueError, match=r"--vision_pooling is pooler; .* holds no weights of a pooler"):
+        build_model(args, tokenizer)
+    args.vision_pooling = "cls"
+    assert build_model(args, tokenizer).config.vision_pooling == "cls"
+
+
+@pytest.mark.parametrize("pooling", ["auto", "pooler"])
+def test_the_same_holds_for_texts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, pooling: str) -> None:
+    """ALBERT's pooler is not of BERT's kind, which would be passed over with or without weights."""
+    sizes = {**TOWER, "embedding_size": 16, "vocab_size": len(tokenizer)}
+    AlbertForMaskedLM(AlbertConfig(**sizes)).save_pretrained(tmp_path / "without")
+    AutoModel.from_config(AlbertConfig(**sizes)).save_pretrained(tmp_path / "with")
+    assert load_tower(str(tmp_path / "with"), "text", pooling)[1] == pooling
+    if pooling == "auto":
+        assert load_tower(str(tmp_path / "without"), "text", pooling, frozen=True)[1] == "mean"
+    else:
+        with pytest.raises(ValueError, match="--text_pooling is pooler"):
+            load_tower(str(tmp_path / "without"), "text", pooling)
+
+
+def test_other_missing_weights_are_named_and_never_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shallow = ViTModel(ViTConfig(**TOWER, **IMAGE))
+    shallow.save_pretrained(tmp_path)
+    ViTConfig(**{**TOWER, "num_hidden_layers": 3}, **IMAGE).save_pretrained(tmp_path)
+    model, pooling = load_tower(str(tmp_path), "vision")
+    assert pooling == "auto"
+    assert len(model.layers) == 3
+    [line] = [record.message for record in caplog.records if record.name.startswith("mm_utils")]
+    assert "it lacks 16 weights of a vit (layers.2." in line
+    with pytest.raises(ValueError, match=r"frozen they would stay random. Drop --freeze_vision"):
+        load_tower(str(tmp_path), "vision", frozen=True)

@@ -1,0 +1,167 @@
+"""Skipped rows are listed once and counted over ranks and restarts; too many end the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_utils import distributed
+from mm_utils.data.loading.order import SHOWN_IN_VALIDATION
+from mm_utils.files import append_rows
+from mm_utils.reliability.skipped_samples import SKIPPED_FILE, SkippedSamples
+from mm_utils.training.arguments import TrainingArguments
+from tests.reliability.runs import FakeTrainer, use_ranks
+from tests.test_distributed import run_on_ranks
+
+
+class Run(FakeTrainer):
+    """Steps of `batch` rows, of which some are skipped for the given reasons."""
+
+    def __init__(self, folder: Path, max_corrupt_share: float = 0.01, batch: int = 100, step: int = 0):
+        self.skipped = SkippedSamples()
+        super().__init__(self.skipped)
+        self.args: Any = TrainingArguments(str(folder), global_batch_size=batch, max_corrupt_share=max_corrupt_share)
+        self.state.global_step = step
+        self.event("on_train_begin")
+
+    def step(self, *reasons: str, first: int = 0) -> None:
+        self.state.global_step += 1
+        ids = [f"id-{first + place}" for place in range(len(reasons))]
+        skipped = [f"image {name}: {why}" for name, why in zip(ids, reasons, strict=True)]
+        self.event("on_step_end", batch={"skipped_ids": ids, "skipped": skipped})
+
+    def resumed(self) -> "Run":
+        """Return the run as a checkpoint of this one restores it."""
+        self.event("on_save_begin")
+        state = json.loads(json.dumps(self.skipped.state()))
+        args = self.args
+        other = Run(Path(args.output_dir), args.max_corrupt_share, args.global_batch_size, self.state.global_step)
+        for name, value in state["attributes"].items():
+            setattr(other.skipped, name, value)
+        return other
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / SKIPPED_FILE).read_text().splitlines()]
+
+
+def test_a_run_that_skips_nothing_writes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(3):
+        run.step()
+        assert "skipped_images" not in run.log()
+    assert not list(tmp_path.iterdir())
+
+
+def test_skipped_rows_are_written_once_and_the_first_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, 0.5)
+    for step in range(1, 16):
+        run.step("it has 0 bytes", first=step)
+        if step % 5 == 0:
+            assert run.log()["skipped_images"] == step
+            evaluated = {"eval_loss": 1.0}
+            run.event("on_log", logs=evaluated)
+            assert "skipped_images" not in evaluated
+    assert lines(tmp_path) == [
+        {"step": step, "image_id": f"id-{step}", "reason": f"image id-{step}: it has 0 bytes"} for step in range(1, 16)
+    ]
+    said = [record.message for record in caplog.records]
+    assert said[0] == "Step 1 skipped image id-1: it has 0 bytes"
+    assert len(said) == 11
+    assert said[-1] == f"From here on, skipped rows are listed in {tmp_path / SKIPPED_FILE} only"
+
+
+def test_a_resumed_run_continues_the_count_and_repeats_no_line(tmp_path: Path) -> None:
+    before = Run(tmp_path)
+    for _ in range(10):
+        before.step()
+    before.step(*["broken"] * 19)
+    before.event("on_save_begin")
+    append_rows(tmp_path / SKIPPED_FILE, [{"step": 12}])  # of a step after the checkpoint, which is taken again
+    after = before.resumed()
+    assert len(lines(tmp_path)) == 19
+    assert after.skipped.state() == {"args": {}, "attributes": {"count": 19, "pairs": 1100, "in_succession": 0}}
+    after.step("broken", first=19)
+    with pytest.raises(ValueError, match="20 of 1,200 rows could not be read"):
+        after.log()
+    assert len(lines(tmp_path)) == 20
+
+
+@pytest.mark.parametrize(("corrupt", "pairs", "stops"), [(19, 20, False), (20, 2000, False), (20, 1999, True)])
+def test_too_large_a_share_stops_the_run(corrupt: int, pairs: int, stops: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path, batch=pairs)
+    run.step(*["broken"] * corrupt)
+    if stops:
+        with pytest.raises(ValueError, match=f"--max_corrupt_share is 0.01; {corrupt} of {pairs:,} rows"):
+            run.log()
+    else:
+        assert run.log()["skipped_images"] == corrupt
+
+
+def test_a_lost_disk_stops_the_run_long_before_its_share(tmp_path: Path) -> None:
+    run = Run(tmp_path, batch=60, step=20_000)
+    run.step()
+    run.log()
+    run.step(*["read error"] * 60)
+    run.log()
+    run.step(*["read error"] * 59)  # one of 60 was read
+    run.log()
+    run.step(*["read error"] * 60)
+    run.log()
+    again = run.resumed()
+    again.step(*["read error"] * 60)
+    with pytest.raises(ValueError, match="the training data is out of reach; 120 rows one after the other"):
+        again.log()
+
+
+def test_a_step_without_a_skipped_row_ends_the_succession(tmp_path: Path) -> None:
+    run = Run(tmp_path, batch=60, step=20_000)
+    for number in range(8):
+        run.step(*["read error"] * (60 if number % 2 else 0))
+        run.log()
+    assert run.skipped.count == 240
+
+
+def test_the_error_names_the_most_frequent_reasons_the_file_and_the_remedy(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    kinds = {"truncated ({} bytes missing)": 9, "cannot identify image file": 6, "it has 0 bytes": 4, "odd": 2}
+    run.step(*[f"/data/{n}.jpg: {kind.format(n)}" for kind, times in kinds.items() for n in range(times)])
+    with pytest.raises(ValueError, match="max_corrupt_share") as caught:
+        run.log()
+    message = str(caught.value)
+    assert "9 x truncated (N bytes missing); 6 x cannot identify image file; 4 x it has N bytes. " in message
+    assert str(tmp_path / SKIPPED_FILE) in message
+    assert "scripts/prepare_data.py" in message
+    assert "\n" not in message
+
+
+def test_rows_that_validation_has_are_listed_but_not_counted(tmp_path: Path) -> None:
+    run = Run(tmp_path, batch=200)
+    run.step(*[f"shard a, row 3: {SHOWN_IN_VALIDATION}"] * 200)
+    assert "skipped_images" not in run.log()
+    assert len(lines(tmp_path)) == 200
+
+
+def three_steps(folder: Path) -> list[Any]:
+    """Return the logged counts, or errors, of steps in which only rank 1 has unreadable rows."""
+    use_ranks()
+    run = Run(folder, 0.1, batch=50)
+    seen: list[Any] = []
+    for step in (1, 2, 3):
+        run.step(*["broken"] * (9 * distributed.rank()), first=100 * step)
+        try:
+            seen.append(run.log()["skipped_images"])
+        except ValueError as error:
+            seen.append(str(error))
+    return [*seen, run.skipped.state()]
+
+
+def test_all_ranks_have_the_same_count_and_stop_at_the_same_step(tmp_path: Path) -> None:
+    one, other = run_on_ranks(2, three_steps, tmp_path)
+    assert one == other
+    assert one[:2] == [9, 18]
+    assert one[2].startswith("--max_corrupt_share is 0.1; 27 of 150 rows could not be read, most often: 27 x broken.")
+    assert len(lines(tmp_path)) == 27

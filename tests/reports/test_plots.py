@@ -1,0 +1,196 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from mm_utils.reports import plots
+from mm_utils.reports.plots import RetrievalExample, draw_confusion, draw_retrieval, plot_training
+
+TRAINING = {
+    "loss": 2.0,
+    "contrastive_loss": 1.5,
+    "matching_loss": 0.5,
+    "learning_rate": 1e-3,
+    "temperature": 0.07,
+    "pairs_per_second": 100.0,
+    "data_wait": 0.1,
+    "grad_norm": 1.0,
+}
+EVALUATION = {f"eval_{way}_recall@{k}": k / 20 for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)}
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn, instead of files."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
+    return drawn
+
+
+def write_lines(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_picture_has_every_panel_and_leaves_global_state_alone(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    rows = [{"step": step, **TRAINING, **(EVALUATION if step % 50 == 0 else {})} for step in range(1, 201)]
+    rows.append({"step": 200, "eval_rerank_text_to_image_recall@1": 0.9})
+    panels = plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
+    assert panels == [
+        "Loss",
+        "Recall",
+        "Learning rate",
+        "Temperature",
+        "Pairs per second",
+        "Waiting for data",
+        "Gradient norm",
+    ]
+    assert dict(matplotlib.rcParams) == before
+    with Image.open(tmp_path / "training.png") as image:
+        assert image.width > image.height > 800
+        assert len(image.convert("RGB").getcolors(1 << 24)) > 50
+
+
+def test_a_legend_covers_neither_curve_nor_title(tmp_path: Path, figures: list[Figure]) -> None:
+    terms = {f"{name}_loss": 1.0 for name in ("contrastive", "matching", "masked_lm", "self_distillation")}
+    reranked = {name.replace("eval_", "eval_rerank_"): value for name, value in EVALUATION.items()}
+    accuracy = {"train_accuracy": 0.5, "eval_accuracy": 0.4, "eval_macro_f1": 0.3}
+    rows = [{"step": step, **TRAINING, **terms, **EVALUATION, **reranked, **accuracy} for step in range(20)]
+    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
+    [figure] = figures
+    figure.savefig(tmp_path / "drawn.png")  # lays the figure out
+    legends = 0
+    for ax in figure.axes:
+        if (legend := ax.get_legend()) is not None:
+            box = legend.get_window_extent()
+            assert box.y0 >= ax.bbox.y1 - 1
+            assert box.x0 > ax._left_title.get_window_extent().x1
+            legends += 1
+    assert legends == 3
+
+
+def test_recalls_of_one_evaluation_are_points_beside_each_other(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_training(write_lines(tmp_path / "metrics.jsonl", {"step": 9, **EVALUATION}), tmp_path / "training.png")
+    [ax] = figures[0].axes
+    points = {
+        (line.get_xdata()[0], line.get_marker()): line.get_ydata()[0] for line in ax.lines if len(line.get_xdata())
+    }
+    assert points == {(way, marker): k / 20 for way in (0, 1) for k, marker in ((1, "o"), (5, "s"), (10, "^"))}
+    assert ax.get_ylabel() == "@1 ●, @5 ■, @10 ▲"
+
+
+@pytest.mark.parametrize("value", [0.070394, 5e-4, 12345.678, -3.21e-5, 0.0])
+def test_a_constant_has_short_labels(tmp_path: Path, figures: list[Figure], value: float) -> None:
+    rows: list[Any] = [{"step": step, "temperature": value * (1 + 1e-5 * (step % 3))} for step in range(50)]
+    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
+    [ax] = figures[0].axes
+    labels = [ax.yaxis.get_major_formatter()(tick, None) for tick in ax.get_yticks()]
+    for label in labels:
+        digits = label.partition("e")[0].lstrip("-0.,").rstrip("0").replace(".", "").replace(",", "")
+        assert len(digits) <= 3, label
+
+
+def test_panels_without_values_are_left_out(tmp_path: Path) -> None:
+    metrics = write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0, "logit_scale": 14.3, "grad_norm": None})
+    assert plot_training(metrics, tmp_path / "training.png") == ["Loss", "Logit scale"]
+    nothing = write_lines(tmp_path / "empty.jsonl", {"step": 1, "epoch": 0.5})
+    assert plot_training(nothing, tmp_path / "none.png") == []
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_infinite_and_zero_values_are_no_obstacle(tmp_path: Path) -> None:
+    metrics = write_lines(
+        tmp_path / "metrics.jsonl",
+        '{"step": 1, "loss": NaN, "grad_norm": Infinity, "pairs_per_second": 0.0, "learning_rate": 0.0}',
+    )
+    assert plot_training(metrics, tmp_path / "training.png") == ["Learning rate", "Pairs per second"]
+
+
+def test_the_later_of_two_lines_counts_and_broken_lines_are_skipped(tmp_path: Path, figures: list[Figure]) -> None:
+    metrics = write_lines(
+        tmp_path / "metrics.jsonl",
+        {"step": 10, "loss": 3.0},
+        {"step": 20, "loss": 2.0},
+        {"step": 30, "loss": 9.0},
+        '{"step": 40, "lo',  # killed here, resumed from step 10
+        {"step": 20, "loss": 2.5},
+        {"step": 20, "eval_loss": 4.0},
+        {"step": 30, "loss": 1.0},
+        "[1, 2]",
+        {"loss": 7.0},
+        '{"step": 40, "loss": 0.',
+    )
+    plot_training(metrics, tmp_path / "training.png")
+    lines = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in figures[0].axes[0].lines}
+    assert lines == {"total": (10, 20, 30, 3.0, 2.5, 1.0), "eval": (20, 4.0)}
+
+
+def example(caption: str, hit: int | None, count: int = 5) -> RetrievalExample:
+    images = [Image.new(mode, size) for mode, size in zip(("RGB", "L", "RGBA", "P", "1"), SIZES, strict=True)][:count]
+    return RetrievalExample(caption, images, [0.5] * count, [rank == hit for rank in range(count)])
+
+
+SIZES = [(30, 20), (20, 30), (1, 900), (64, 64), (5, 5)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_retrieval_grid_shows_any_caption(tmp_path: Path) -> None:
+    captions = [
+        "costs $5 or \\frac{1 or $10",
+        "Một con mèo đen",
+        "桌子上的红色圆圈 😀",
+        "line\nbreak\x00\ud800",
+        "word " * 90,
+        "",
+    ]
+    draw_retrieval([example(caption, rank) for rank, caption in enumerate(captions)], tmp_path / "retrieval.png")
+    with Image.open(tmp_path / "retrieval.png") as image:
+        assert image.height > 1000
+
+
+def test_only_the_true_image_is_framed_in_green(tmp_path: Path) -> None:
+    def green(name: str, hit: int | None) -> list[int]:
+        draw_retrieval([example("a caption", hit)], tmp_path / name)
+        with Image.open(tmp_path / name) as image:
+            pixels = image.convert("RGB").load()
+            return [x for x in range(image.width) if pixels[x, 30] == (22, 163, 74)]
+
+    assert green("none.png", None) == []
+    first, third = green("first.png", 0), green("third.png", 2)
+    assert first
+    assert third
+    assert max(first) < min(third)
+
+
+def test_retrieval_refuses_what_does_not_match(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="queries is empty"):
+        draw_retrieval([], tmp_path / "retrieval.png")
+    with pytest.raises(ValueError, match="zip"):
+        draw_retrieval([RetrievalExample("a", [], [0.5], [True])], tmp_path / "retrieval.png")
+    draw_retrieval([example("three images", 1, count=3)], tmp_path / "retrieval.png")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("classes", [2, 50, 60])
+def test_confusions_are_a_matrix_of_at_most_50_classes(classes: int, tmp_path: Path) -> None:
+    names = ["costs $5 or $10", "桌子 😀", "a" * 90, "line\nbreak"] * 15
+    counts = {(0, 0): 1, (0, 1): 3, (1, 0): 2}
+    draw_confusion(counts, names[:classes], tmp_path / "confusion.png")
+    with Image.open(tmp_path / "confusion.png") as image:
+        assert image.width == image.height == round(150 * max(4.0, 2.4 + 0.26 * min(classes, 50)))
+
+
+def test_the_most_frequent_mistakes_decide_which_classes_are_shown(tmp_path: Path, figures: list[Figure]) -> None:
+    counts = {**{(number, number): 4 for number in range(60)}, (59, 58): 3, (58, 58): 1}
+    draw_confusion(counts, [f"class {number}" for number in range(60)], tmp_path / "confusion.png")
+    [ax] = figures[0].axes
+    shown = [label.get_text() for label in ax.get_yticklabels()]
+    assert shown == [f"class {number}" for number in (*range(48), 58, 59)]
+    numbers = {text.get_position(): text.get_text() for text in ax.texts}
+    assert (numbers[48, 49], numbers[49, 49], numbers[48, 48]) == ("43", "57", "100")
+    assert "the 50 most confused of 60 classes" in ax.get_title(loc="left")

@@ -1,0 +1,51 @@
+"""Child processes of a test: fork one, read what it reports, wait for it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 90.0  # seconds, for a busy machine
+
+
+def fork(children: list[int], body: Callable[[Callable[[str], Any]], Any]) -> tuple[int, int]:
+    """Call `body(report)` in a child, which then sleeps; return its pid and the pipe of its reports."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            os.close(reading)
+            body(lambda text: os.write(writing, f"{text}\n".encode()))
+            time.sleep(2 * PATIENCE)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    children.append(pid)
+    return pid, reading
+
+
+def read_report(reading: int) -> str:
+    """Return a child's next report; empty once no process can write another."""
+    return os.read(reading, 1000).decode()
+
+
+def wait_until(holds: Callable[[], bool]) -> bool:
+    """Wait until a condition holds, and return whether it does."""
+    late = time.monotonic() + PATIENCE
+    while time.monotonic() < late:
+        if holds():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

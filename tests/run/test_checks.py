@@ -1,0 +1,299 @@
+"""Faults that are found at the start: ranks that differ, devices that are too old, launchers that have ended."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from mm_utils import distributed
+from mm_utils.run import checks
+from tests.run.processes import PATIENCE, fork, is_alive, read_report, wait_until
+from tests.test_distributed import run_on_ranks
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl and /proc are of Linux")
+ROOT = Path(__file__).parents[2]
+
+
+# -- ranks that differ --------------------------------------------------------------------------------------------------
+
+
+def join_ranks() -> None:
+    rank, world = str(distributed.rank()), str(distributed.world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    PartialState(cpu=True)
+
+
+def message_of(check: Any, *args: Any) -> str | None:
+    try:
+        check(*args)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def disagreements() -> list[str | None]:
+    """On each of three ranks, the messages of several checks."""
+    join_ranks()
+    rank = distributed.rank()
+    alike = {"learning_rate": 1e-3, "seed": 1, "output_dir": f"of-{rank}", "dataloader_num_workers": str(rank)}
+    found = [message_of(checks.check_equal_start, alike)]
+    found.append(message_of(checks.check_equal_start, {**alike, "learning_rate": 1e-3 if rank != 1 else 2e-3}))
+    found.append(message_of(checks.check_equal_start, alike if rank else {**alike, "extra": 1}))
+    packages = {"torch": "2.9" if rank else "2.8"}
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(checks, "versions", lambda: packages)
+    found.append(message_of(checks.check_equal_start, alike))
+    packages.clear()
+    monkeypatch.setattr(checks, "code_digest", lambda: f"digest {rank // 2}")
+    found.append(message_of(checks.check_equal_start, alike))
+    monkeypatch.undo()
+    found.append(message_of(distributed.check_equal_on_all_ranks, {"the data's fingerprint": "abc"}))
+    found.append(
+        message_of(distributed.check_equal_on_all_ranks, {"the data's fingerprint": "abc" if rank else "abd"})
+    )
+    found.append(message_of(distributed.raise_everywhere, "disk is full" if rank == 2 else None))
+    return found
+
+
+def test_ranks_that_differ_all_stop_with_the_difference() -> None:
+    [found, *others] = run_on_ranks(3, disagreements)
+    assert all(other == found for other in others)
+    alike, rate, extra, version, code, agreed, data, full = found
+    assert alike is None
+    assert agreed is None
+    assert "--learning_rate is 0.001 on ranks 0, 2 and 0.002 on rank 1; it differs between processes. " in rate
+    assert "--extra is 1 on rank 0 and missing on ranks 1, 2;" in extra
+    assert 'torch is "2.8" on rank 0 and "2.9" on ranks 1, 2;' in version
+    assert 'the code of mm_utils is "digest 0" on ranks 0, 1 and "digest 1" on rank 2;' in code
+    assert 'the data\'s fingerprint is "abd" on rank 0' in data
+    assert full == "disk is full"
+    assert all("\n" not in message for message in found if message)
+
+
+def test_a_single_process_agrees_with_itself() -> None:
+    checks.check_equal_start({"path": Path("a"), "rate": float("nan")})
+
+
+def warn_on_ranks(folder: str) -> None:
+    join_ranks()
+    logging.basicConfig(filename=f"{folder}/{distributed.rank()}.log")
+    distributed.raise_everywhere(
+        None, ["one machine is small"] if distributed.rank() else ["one machine is small", "another"]
+    )
+
+
+def test_a_warning_of_several_ranks_is_given_once(tmp_path: Path) -> None:
+    run_on_ranks(2, warn_on_ranks, str(tmp_path))
+    said = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert said.count("one machine is small") == said.count("another") == 1
+
+
+# -- devices ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--mixed_precision is fp16; fp16 needs a GPU. Use bf16"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8 needs a GPU"),
+        (
+            {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "CUDA_VISIBLE_DEVICES is 0,1; .* sees no GPU",
+        ),
+        ({"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "0"}, None),
+        ({"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, None),
+    ],
+)
+def test_precisions_that_a_machine_without_gpus_refuses(
+    variables: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in ({"ACCELERATE_USE_CPU": "true"} | variables).items():
+        monkeypatch.setenv(name, value)
+    if message is None:
+        checks.check_precision()
+    else:
+        with pytest.raises(ValueError, match=message):
+            checks.check_precision()
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "message"),
+    [
+        ("bf16", (7, 5), "Old GPU computes none. Use fp16"),
+        ("fp8", (8, 0), "Old GPU computes none. Use bf16"),
+        ("bf16", (8, 0), None),
+        ("fp8", (9, 0), None),
+        ("fp16", (7, 0), None),
+    ],
+)
+def test_precisions_that_an_old_gpu_refuses(
+    precision: str, capability: tuple[int, int], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
+    if message is None:
+        checks.check_precision()
+    else:
+        with pytest.raises(ValueError, match=message):
+            checks.check_precision()
+
+
+def test_gpus_of_two_kinds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    checks.check_devices(torch.device("cpu"))
+    assert not caplog.text
+    monkeypatch.setattr(checks, "gather_object", lambda names: [*names, "H100", "A100", "H100"])
+    checks.check_devices(torch.device("cpu"))
+    assert "Devices are A100, H100, cpu; every step takes as long as on the slowest" in caplog.text
+
+
+# -- launchers that end -------------------------------------------------------------------------------------------------
+
+
+@LINUX
+def test_a_child_ends_with_its_parent(children: list[int]) -> None:
+    def parent(report: Callable[[str], Any]) -> None:
+        me, child = os.getpid(), os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, lambda *_: (report("SIGTERM"), os._exit(0)))
+            checks.end_with(me)
+            report(str(os.getpid()))
+            time.sleep(2 * PATIENCE)
+
+    pid, reading = fork(children, parent)
+    children.append(int(read_report(reading)))
+    os.kill(pid, signal.SIGKILL)
+    assert read_report(reading) == "SIGTERM\n"
+
+
+@LINUX
+def test_a_parent_that_ended_before_is_noticed(children: list[int]) -> None:
+    def orphan(report: Callable[[str], Any]) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: report("SIGTERM"))
+        checks.end_with(2**22 + 1)  # no process has this number
+
+    assert read_report(fork(children, orphan)[1]) == "SIGTERM\n"
+
+
+@LINUX
+def test_launchers_are_known_by_their_command(tmp_path: Path, children: list[int]) -> None:
+    for name, known in (("torchrun", True), ("accelerate", True), ("pretrain.py", False), ("accelerate.sh", False)):
+        (tmp_path / name).write_text("import time\ntime.sleep(600)\n")
+        process = subprocess.Popen([sys.executable, str(tmp_path / name), "launch"])
+        children.append(process.pid)
+        command = Path(f"/proc/{process.pid}/cmdline")
+        assert wait_until(partial(_mentions, command, name))
+        assert checks._is_launcher(process.pid) == known
+    assert not checks._is_launcher(2**22 + 1)
+
+
+@LINUX
+def test_a_process_that_lost_its_launcher_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(checks, "_command", lambda _: ["/sbin/init"])
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    checks.end_with_launcher()  # started by hand, whose shell has ended
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    with pytest.raises(ValueError, match="launcher of this process has ended"):
+        checks.end_with_launcher()
+    monkeypatch.setattr(checks, "_command", lambda _: ["/usr/bin/python3", "my_launcher.py"])
+    checks.end_with_launcher()  # of a container
+
+
+def _mentions(path: Path, word: str) -> bool:
+    return word in path.read_text()
+
+
+def test_forked_processes_tokenize_with_one_thread(children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    checks.fork_without_tokenizer_threads()
+    _, reading = fork(children, lambda report: report(os.environ["TOKENIZERS_PARALLELISM"]))
+    assert read_report(reading) == "false\n"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+@LINUX
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launched_process_ends_with_the_launcher(
+    number: signal.Signals, tmp_path: Path, children: list[int]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, time\nfrom mm_utils.run.start import make_accelerator\n"
+        f"make_accelerator()\nopen('{tmp_path}/pid', 'w').write(f'{{os.getpid()}}.')\ntime.sleep(600)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", str(script)]
+    launcher = subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL)
+    children.append(launcher.pid)
+    pid_file = tmp_path / "pid"
+    assert wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
+    child = int(pid_file.read_text()[:-1])
+    children.append(child)
+    launcher.send_signal(number)
+    assert wait_until(lambda: not is_alive(child))
+
+
+# -- the model that is named --------------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, **values: object) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("outputs/mien", "there is no such folder. Did you mean outputs/mine[?] Give the folder of a run"),
+        ("./nowhere/at/all", "there is no such folder. Give the folder of a run, or a Hub id such as owner/name"),
+        ("mine", "there is no such folder"),
+        ("outputs/mine/config.json", "there is no such folder"),
+        (
+            "outputs/stopped",
+            "this folder holds no model. Give a checkpoint in it, such as outputs/stopped/checkpoint-12",
+        ),
+        ("outputs", "this folder holds no model. Give the folder of a run that has ended"),
+        ("a vit", "that is a vit, .* give scripts/pretrain.py --vision_model_name_or_path 'a vit'"),
+        ("bert", "that is a bert, .* give scripts/pretrain.py --text_model_name_or_path bert"),
+        ("clip", "that is a clip, .* --vision_model_name_or_path clip and --text_model_name_or_path clip"),
+    ],
+)
+def test_a_model_that_is_none_is_answered_with_what_to_give(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "outputs/mine", model_type="fusion-dual-encoder")
+    for step in (2, 12):
+        (tmp_path / f"outputs/stopped/checkpoint-{step}").mkdir(parents=True)
+    for kind in ("vit", "bert", "clip"):
+        write_config(tmp_path / ("a vit" if kind == "vit" else kind), model_type=kind)
+    with pytest.raises(ValueError, match=rf"^--model_name_or_path is {name}; {message}"):
+        checks.check_model(name)
+
+
+@pytest.mark.parametrize("kind", ["fusion-dual-encoder", "vision-text-dual-encoder"])
+def test_a_whole_model_is_accepted(kind: str, tmp_path: Path) -> None:
+    towers = {"vision_config": {"model_type": "vit"}, "text_config": {"model_type": "bert"}}
+    write_config(tmp_path / "mine", model_type=kind, **towers)
+    checks.check_model(str(tmp_path / "mine"))

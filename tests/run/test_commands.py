@@ -1,0 +1,256 @@
+"""Every command and every line of code that a run prints or writes runs as pasted, in a folder whose name has a space."""
+
+import importlib
+import json
+import logging
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from PIL import Image
+
+from mm_utils.arguments import launch_command
+from mm_utils.run.commands import command_without_dry_run, evaluation_command, longer_command
+from scripts import eval_retrieval, finetune, prepare_data, pretrain
+from tests.conftest import COLOURS, draw
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["--max_steps", "2", "--global_batch_size", "8", "--dataloader_num_workers", "0", "--logging_steps", "1"]
+
+
+class Finished(NamedTuple):
+    """A run: the arguments, the folder of the model, what it logged, and its metrics."""
+
+    argv: list[str]
+    folder: Path
+    log: str
+    metrics: dict[str, float]
+
+
+def write_pictures(place: Path) -> None:
+    """Write pictures with a table whose columns have unusual names, and questions on the pictures."""
+    (place / "my photos").mkdir()
+    noise, rows, questions = random.Random(0), [], []
+    for number in range(60):
+        colour, shape = list(COLOURS)[number % 4], ("circle", "square")[number // 4 % 2]
+        image = draw(colour, shape)
+        spot = (noise.randrange(30), noise.randrange(30))
+        image.paste(Image.effect_noise((16, 16), noise.uniform(20, 90)).convert("RGB"), spot)
+        image.save(place / f"my photos/{number}.png")
+        rows.append(f'{number}.png,"a {colour} {shape}, number {number}"')
+        questions.append(
+            json.dumps({"image": f"my photos/{number}.png", "question": "which colour?", "answer": colour})
+        )
+    (place / "odd pairs.csv").write_text("\n".join(["Bild,Text", *rows]) + "\n")
+    (place / "my questions.jsonl").write_text("\n".join(questions) + "\n")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working folder, with pictures, in a process that was not started by a script, such as a notebook."""
+    folder = tmp_path_factory.mktemp("a") / "my work"
+    folder.mkdir()
+    write_pictures(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["/usr/lib/ipykernel_launcher.py", "-f", "kernel.json"])
+        yield folder
+
+
+def run(module: object, argv: list[str], folder: str) -> Finished:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mm_utils")
+    logger.addHandler(handler)
+    try:
+        metrics = module.main(argv)  # type: ignore[attr-defined]
+    finally:
+        logger.removeHandler(handler)
+    return Finished(argv, Path(folder), "\n".join(lines), metrics)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Finished:
+    columns = ["--image_column", "Bild", "--caption_column", "Text", "--image_root", "my photos"]
+    model = ["--image_size", "32", "--fusion_layers", "1", "--rerank_top_k", "2"]
+    flags = ["--train_file", "odd pairs.csv", *columns, *model, *SHORT]
+    return run(pretrain, [*flags, "--output_dir", "out/my model"], "out/my model")
+
+
+@pytest.fixture(scope="module")
+def tuned(trained: Finished) -> Finished:
+    flags = ["--model_name_or_path", "out/my model", "--train_file", "my questions.jsonl", *SHORT]
+    return run(finetune, [*flags, "--output_dir", "out/my classes"], "out/my classes")
+
+
+def next_commands(found: Finished) -> list[str]:
+    return found.log.partition("Next:\n")[2].strip().splitlines()
+
+
+def parsed(command: str) -> tuple[str, list[str]]:
+    """The script of a command, which exists, and its arguments."""
+    words = shlex.split(command)
+    assert words[:2] == ["accelerate", "launch"]
+    given = launch_command_parser().parse_args(words[2:])
+    assert Path(given.training_script).is_file()
+    return Path(given.training_script).stem, given.training_script_args
+
+
+def paste(command: str, *more: str) -> dict[str, float]:
+    script, argv = parsed(command)
+    found: dict[str, float] = importlib.import_module(f"scripts.{script}").main([*argv, *more])
+    return found
+
+
+def card_blocks(folder: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)\n```", (folder / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_evaluation_measures_the_rows_that_training_held_out(trained: Finished) -> None:
+    command = next_commands(trained)[0]
+    again = paste(command, "--rerank_top_k", "2")
+    assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(trained.metrics, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_shell_takes_the_evaluation_as_printed(trained: Finished) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        ["bash", "-c", next_commands(trained)[0].strip()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "validation: 3 images" in done.stderr
+
+
+def test_the_longer_run_trains_for_twice_as_many_steps(trained: Finished) -> None:
+    paste(next_commands(trained)[1])
+    lines = Path("out/my model-longer/metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["step"] for line in lines) == 4
+
+
+def test_a_run_of_epochs_gets_more_epochs(place: Path) -> None:
+    command = longer_command("pretrain", Path("out"), {"max_steps": -1, "num_train_epochs": 1.5})
+    assert parsed(command)[1][-4:] == ["--output_dir", "out-longer", "--num_train_epochs", "3"]
+
+
+def test_the_first_line_of_the_config_repeats_the_run_beside_it(trained: Finished) -> None:
+    first = (trained.folder / "config.yaml").read_text().splitlines()[0]
+    script, argv = parsed(first.removeprefix("# "))
+    assert (script, argv) == (
+        "pretrain",
+        ["--config", "out/my model/config.yaml", "--output_dir", "out/my model-again"],
+    )
+
+
+def test_the_commands_of_the_cards_are_what_was_run(trained: Finished, tuned: Finished) -> None:
+    for found, script in ((trained, "pretrain"), (tuned, "finetune")):
+        [command] = card_blocks(found.folder, "bash")
+        assert parsed(command) == (script, found.argv)
+
+
+def test_the_code_of_the_cards_and_the_pipelines_run_in_any_folder(
+    trained: Finished, tuned: Finished, tmp_path: Path
+) -> None:
+    [search], [classify] = card_blocks(trained.folder, "python"), card_blocks(tuned.folder, "python")
+    pipelines = f"""
+from transformers import pipeline
+width = model.config.projection_dim
+for task, given in (("feature-extraction", "a dog"), ("image-feature-extraction", pictures[0])):
+    [found] = pipeline(task, model={str(trained.folder.resolve())!r}, trust_remote_code=True)(given)
+    assert len(found) == width, task
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([search, pipelines, classify])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^-?\d\.\d{3}  picture \d$", done.stdout, re.MULTILINE)
+    assert re.search(r"^re-ranked: \[\d, \d, \d\]$", done.stdout, re.MULTILINE)
+    assert all(re.search(rf"^\d\.\d{{3}}  {colour}$", done.stdout, re.MULTILINE) for colour in COLOURS)
+    front = [yaml.safe_load((found.folder / "README.md").read_text().split("---")[1]) for found in (trained, tuned)]
+    assert [each.get("pipeline_tag") for each in front] == ["feature-extraction", None]
+
+
+def test_after_fine_tuning_a_longer_run_is_named(tuned: Finished) -> None:
+    [command] = next_commands(tuned)
+    assert paste(command).keys() == tuned.metrics.keys()
+
+
+def test_preparing_names_the_next_command(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = "odd pairs.csv,image_column=Bild,caption_column=Text,image_root=my photos"
+    with caplog.at_level(logging.INFO):
+        prepare_data.main(["--sources", source, "--output_dir", "my data", "--on_leakage", "drop"])
+    [command] = re.findall("Train on it: (.*)", caplog.text)
+    assert parsed(command) == ("pretrain", ["--dataset_name", "my data"])
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["--dry_run", "--seed", "1"], ["--seed", "1"]),
+        (["--seed", "1", "--dry_run", "True"], ["--seed", "1"]),
+        (["--seed", "1", "--dry-run"], ["--seed", "1"]),
+        (["--dry_run=true"], []),
+        (["--config", "my c.yaml"], ["--config", "my c.yaml", "--dry_run", "false"]),
+    ],
+)
+def test_the_command_after_a_dry_run_lacks_the_flag(words: list[str], kept: list[str], place: Path) -> None:
+    assert parsed(command_without_dry_run("pretrain", words)) == ("pretrain", kept)
+
+
+def test_a_script_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["scripts/pretrain.py", "--seed", "1"])
+    assert launch_command("eval_retrieval", ["a b"]) == "accelerate launch scripts/eval_retrieval.py 'a b'"
+    monkeypatch.chdir(ROOT.parent)
+    monkeypatch.setattr(sys, "argv", [f"{ROOT.name}/scripts/pretrain.py"])
+    assert launch_command("finetune", []) == f"accelerate launch {ROOT.name}/scripts/finetune.py"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dataset_name": "a b", "dataset_config_name": "c"}, ["--dataset_name", "a b", "--dataset_config_name", "c"]),
+        ({"train_file": "t.csv", "validation_file": "v.csv"}, ["--train_file", "t.csv", "--validation_file", "v.csv"]),
+        ({"max_seq_length": 32, "max_train_samples": 9}, ["--max_seq_length", "32"]),
+        ({"rerank_score": "caption", "rerank_weight": 0.5}, ["--rerank_score", "caption", "--rerank_weight", "0.5"]),
+        ({"streaming": True, "train_file": "t.tar", "validation_file": "v.csv"}, ["--validation_file", "v.csv"]),
+        ({"streaming": True, "train_file": "t.tar", "validation_file": "v.tar"}, None),
+        ({"streaming": True, "train_file": "t.tar"}, None),
+    ],
+)
+def test_the_evaluation_reads_the_data_of_the_run(settings: dict[str, object], words: list[str] | None) -> None:
+    command = evaluation_command(Path("m"), {"max_seq_length": 64, **settings}, "validation")
+    if words is None:
+        assert command is None
+    else:
+        assert command is not None
+        assert shlex.split(command)[3:] == ["--model_name_or_path", "m", *words, "--split", "validation"]
+
+
+def test_raw_pairs_have_the_same_held_out_rows_in_every_evaluation(trained: Finished) -> None:
+    data = ["--train_file", "odd pairs.csv", "--image_column", "Bild", "--caption_column", "Text"]
+    flags = ["--model_name_or_path", "out/my model", *data, "--image_root", "my photos", "--rerank_top_k", "0"]
+    held, kept = (eval_retrieval.main([*flags, "--split", split]) for split in ("validation", "train"))
+    assert (held["text_to_image_chance@1"], kept["text_to_image_chance@1"]) == (1 / 3, 1 / 57)

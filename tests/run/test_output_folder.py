@@ -1,0 +1,183 @@
+"""The output folder of a run: one run at a time writes to it, and folders that hold other things are refused."""
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_utils.run import output_folder
+from mm_utils.training.arguments import TrainingArguments
+from tests.run.processes import PATIENCE, fork, is_alive, read_report
+
+if sys.platform == "win32":
+    pytest.skip("POSIX processes", allow_module_level=True)
+
+
+def lock_and_report(folder: Path) -> Callable[[Callable[[str], Any]], None]:
+    return lambda report: report(output_folder.lock_folder(folder, 0) or "locked")
+
+
+def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, children: list[int]) -> None:
+    pid, reading = fork(children, lock_and_report(tmp_path))
+    assert read_report(reading) == "locked\n"
+    problem = output_folder.lock_folder(tmp_path, 0.1)
+    assert problem is not None
+    assert (
+        f"--output_dir is {tmp_path}; a run is writing there: process {pid} on {os.uname().nodename}, since" in problem
+    )
+    assert "\n" not in problem
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert output_folder.lock_folder(tmp_path, 0) is None
+    assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+
+
+def test_a_run_waits_for_the_one_that_is_ending(tmp_path: Path, children: list[int]) -> None:
+    def hold(report: Callable[[str], Any]) -> None:
+        report(output_folder.lock_folder(tmp_path, 0) or "locked")
+        time.sleep(0.7)
+        os._exit(0)
+
+    _, reading = fork(children, hold)
+    assert read_report(reading) == "locked\n"
+    begin = time.monotonic()
+    assert output_folder.lock_folder(tmp_path, PATIENCE) is None
+    assert time.monotonic() - begin > 0.2
+
+
+def test_the_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path: Path, children: list[int]) -> None:
+    def run(report: Callable[[str], Any]) -> None:
+        output_folder.lock_folder(tmp_path, 0)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(2 * PATIENCE)
+        report(str(worker))
+
+    pid, reading = fork(children, run)
+    worker = int(read_report(reading))
+    children.append(worker)
+    assert output_folder.lock_folder(tmp_path, 0) is not None
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert is_alive(worker)
+    assert output_folder.lock_folder(tmp_path, 0) is None
+
+
+def test_a_process_keeps_its_lock_until_it_locks_another_folder(tmp_path: Path, children: list[int]) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    assert output_folder.lock_folder(first, 0) is None
+    assert output_folder.lock_folder(first, 0) is None
+    assert "a run is writing there" in read_report(fork(children, lock_and_report(first))[1])
+    assert output_folder.lock_folder(second, 0) is None
+    assert read_report(fork(children, lock_and_report(first))[1]) == "locked\n"
+    assert "a run is writing there" in read_report(fork(children, lock_and_report(second))[1])
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(output_folder.fcntl, "lockf", refuse)
+    assert output_folder.lock_folder(tmp_path, 0) is None
+
+
+# -- whose files they are -----------------------------------------------------------------------------------------------
+
+RUNS_OWN = ("metrics.jsonl", "model.safetensors", "README.md", "config.yaml", "retrieval.png", "tokenizer.json",
+            "dual_encoder/config.json", "checkpoint-4/run.json", "checkpoint-2.damaged/run.json")  # fmt: skip
+FOREIGN = ("thesis.txt", "checkpoint-notes/thesis.txt", "checkpoint-4b", "my.model", "photos/README.md")
+
+
+def write_files(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
+
+
+def claim(folder: Path, **given: Any) -> output_folder.Claim:
+    args = TrainingArguments(output_dir=str(folder), **given)
+    return output_folder.claim_folder("pretrain", args, {}, [])
+
+
+def test_overwriting_removes_all_files_of_a_run_and_no_other(tmp_path: Path) -> None:
+    write_files(tmp_path, [*RUNS_OWN, *FOREIGN])
+    assert "already holds a run" in (claim(tmp_path).problem or "")
+    assert files_in(tmp_path) == {*RUNS_OWN, *FOREIGN}
+    assert claim(tmp_path, overwrite_output_dir=True).problem is None
+    assert files_in(tmp_path) == set(FOREIGN)
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "config.yaml", "config.json", "tokenizer.json", "dual_encoder/notes.txt"]
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_with_files_of_others_that_a_run_would_replace_is_refused(
+    name: str, overwrite: bool, tmp_path: Path
+) -> None:
+    write_files(tmp_path, [name])
+    problem = claim(tmp_path, overwrite_output_dir=overwrite).problem or ""
+    assert (
+        f"--output_dir is {tmp_path}; it holds {name.partition('/')[0]}, which no run of this project wrote" in problem
+    )
+    assert files_in(tmp_path) == {name}
+
+
+def test_a_folder_with_files_that_no_run_writes_is_used(tmp_path: Path) -> None:
+    write_files(tmp_path, FOREIGN)
+    assert claim(tmp_path).problem is None
+    assert files_in(tmp_path) == set(FOREIGN)
+
+
+def test_the_newest_run_is_resumed_if_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path / "outputs", ["pretrain-2/environment.json", "pretrain-10/environment.json"])
+    write_files(
+        tmp_path / "outputs", ["pretrain-11/notes.txt", "finetune-12/environment.json", "pretrain-x/environment.json"]
+    )
+    resumed = TrainingArguments(resume_from_checkpoint="latest")
+    assert output_folder.claim_folder("pretrain", resumed, {}, []).folder == "outputs/pretrain-10"
+    assert output_folder.claim_folder("pretrain", TrainingArguments(), {}, []).folder == "outputs/pretrain-1"
+    assert output_folder.claim_folder("other", resumed, {}, []).folder == "outputs/other-1"
+
+
+# -- what may be an output folder ---------------------------------------------------------------------------------------
+
+
+def test_folders_that_hold_other_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+
+    def why(folder: str, **config: Any) -> str:
+        return output_folder.misplaced(Path(folder), config) or ""
+
+    assert "it is the root of a disk. Give a folder of its own" in why("/")
+    assert "it is your home folder" in why(str(tmp_path / "home"))
+    assert "--train_file is data/pairs.jsonl, and" in why("data", train_file="data/pairs.jsonl")
+    assert "--train_file is pairs.jsonl, and" in why(".", train_file="pairs.jsonl")
+    assert "--validation_file is data/v.csv" in why("data/v.csv", validation_file="data/v.csv")
+    assert "--dataset_dir is images" in why("images", dataset_dir="images")
+    assert "--dataset_dir is images" in why("images/run", dataset_dir="images")
+    assert "--dataset_name is images" in why("other/../images", dataset_name="images")
+    assert "--model_name_or_path is images" in why("images", model_name_or_path="images")
+
+
+def test_folders_that_are_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    settings = {"train_file": "data/pairs.jsonl", "model_name_or_path": "model", "dataset_name": "user/set", "seed": 1}
+    for folder in ("outputs/mine", "data/run", "model/finetuned"):
+        assert output_folder.misplaced(Path(folder), settings) is None
+    assert output_folder.misplaced(Path("data"), {"train_file": "hf://data/x.parquet", "dataset_dir": None}) is None

@@ -13,7 +13,7 @@ quality:  ## What the continuous integration checks besides tests.
 	mypy
 
 test:  ## The quick tests.
-	python -m pytest -n 2 -m "not slow"
+	python -m pytest -n 2
 
 test-slow:  ## The long ones.
 	python -m pytest -n 2 -m slow

@@ -1,8 +1,11 @@
 """A tiny corpus on disk, and the flags that make a run take seconds."""
 
+import ctypes
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,28 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests and their processes
 import pytest
 from hypothesis import settings
 from PIL import Image, ImageDraw
+from tqdm import tqdm
 
 from tests.faults.conftest import leave_long_tests_out, pytest_configure  # noqa: F401
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)  # python -m pytest --hypothesis-profile=explore
 settings.load_profile("repeatable")
+
+# Forked processes share the lock of progress bars with this one: one that is killed may take it along, for ever.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
+
+_MYSELF = os.getpid()
+
+
+def _end_with_the_tests() -> None:
+    """Kill this fork when its parent ends: it would hold the pipe that says that the parent is gone."""
+    if sys.platform == "linux" and os.getppid() == _MYSELF:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+os.register_at_fork(after_in_child=_end_with_the_tests)
 
 LONGEST = ("test_signature.py", "test_feature_cache.py", "test_watchdog.py", "test_pretrain.py", "test_checkpoints.py")
 

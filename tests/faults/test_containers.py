@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import tarfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,10 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import pytest
 from datasets import disable_progress_bars, load_from_disk
-from tqdm.auto import tqdm
 
 from mm_utils.data.images import open_image
 from mm_utils.data.loading.tokens import tokenize_captions
@@ -125,7 +122,6 @@ def run_until(flags: list[str], work: Path, moment: Callable[[Path], bool], dela
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        tqdm.set_lock(threading.RLock())  # forks share its own, and a killed one may die with it
         try:
             main(flags)
         finally:
@@ -211,11 +207,6 @@ def in_a_fork(work: Callable[[], object]) -> int:
         code = 4
         try:
             signal.alarm(120)
-            for bars in (
-                tqdm,
-                datasets.utils.tqdm,
-            ):  # whose lock processes share, and one that is killed does not give back
-                bars.set_lock(threading.RLock())
             work()
             code = 0
         except ValueError as error:

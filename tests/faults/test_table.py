@@ -67,6 +67,8 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "faults"
     folder.mkdir()
     shutil.copy(Path(__file__).with_name("conftest.py"), folder)
+    with (folder / "conftest.py").open("a") as file:
+        file.write("\n\npytest_collection_modifyitems = leave_long_tests_out\n")
     (folder / "test_inner.py").write_text(INNER)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    faults\n")
     return folder

@@ -46,6 +46,7 @@ from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.diagnosis import CollapseWarning
 from mm_utils.training.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.projection_start import ProjectionStartArguments, start_projections
 from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,19 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     parsed = parse_args(
-        *(DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments, ModelArguments),
+        *(
+            DataArguments,
+            StreamingArguments,
+            LoaderArguments,
+            FeatureCacheArguments,
+            ModelArguments,
+            ProjectionStartArguments,
+        ),
         *(ObjectiveArguments, OptimizerArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
         argv=argv,
         doc=__doc__,
     )
-    data_args, stream_args, loader_args, cache_args, model_args, *others = parsed
+    data_args, stream_args, loader_args, cache_args, model_args, start_args, *others = parsed
     objective_args, optimizer_args, args, eval_args, hub_args, run_args = others
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
@@ -82,6 +90,9 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
     logger.info("%s parameters, %s of them trained", *counts)
     flops = measure_flops(model, data.loaders.image_size, data.max_seq_length, not cache_args.cache_features)
+    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    if resume_from is None:
+        start_projections(start_args, model_args, data, model, run.accelerator)
     cache_features(cache_args, data, objective, run.accelerator)
 
     # 4. Train.
@@ -102,7 +113,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
             *callbacks,
         ],
     )
-    metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
+    metrics = trainer.train(resume_from, has_baseline=start_args.has_baseline(model_args, data))
 
     # 5. Finish: pictures, model card, push, and the next commands.
     report_pointing(run.accelerator, pointing, data.splits["validation"], run.output_dir)

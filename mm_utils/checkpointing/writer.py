@@ -101,7 +101,8 @@ class CheckpointWriter:
                 logger.error("%s. Older checkpoints are intact; training goes on", self.problem)
         else:
             self.failures = 0
-            self._saved.append(step)
+            if step:  # callbacks are not told of weights that were not trained
+                self._saved.append(step)
 
     def _write(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         bad = snapshot.not_finite()

@@ -58,11 +58,14 @@ def mean_interval(value_Q: Tensor, image_key_Q: Tensor) -> tuple[float, float]:
 def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) -> dict[str, float]:
     """Return recalls and ranks, by the towers and, if there are such ranks, after re-ranking.
 
+    `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints.
     Of single languages, re-ranking is measured from text to image only: a language's captions alone would be other candidates.
     """
     metrics: dict[str, float] = {}
     for direction, ranks in directions.items():
         metrics |= summarise_ranks(ranks.cosine_Q, f"{direction}_")
+    recalls = [metrics[f"{direction}_recall@{k}"] for direction in directions for k in CUTOFFS]
+    metrics["mean_recall"] = sum(recalls) / len(recalls)
     metrics["text_to_image_chance@1"] = 1 / len(split.image_ME)
     metrics |= _text_recalls_by_language(split, directions["text_to_image"].cosine_Q, "text_to_image_")
     metrics |= _image_recalls_by_language(split)

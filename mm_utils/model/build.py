@@ -129,6 +129,11 @@ class ModelArguments:
         """Whether any part starts from trained weights."""
         return any((self.model_name_or_path, self.vision_model_name_or_path, self.text_model_name_or_path))
 
+    @property
+    def joins_pretrained(self) -> bool:
+        """Whether new projections join two pretrained towers."""
+        return not self.model_name_or_path and bool(self.vision_model_name_or_path and self.text_model_name_or_path)
+
 
 # -- models -----------------------------------------------------------------------------------------------------------
 

@@ -253,7 +253,7 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     steps = args.total_steps(total["train"])
     model, loader = last.pairs / last.seconds, probe.images_per_second
     rate = min(model, loader) if data.loaders.workers else 1 / (1 / model + 1 / loader)
-    evaluations = -(-steps // args.eval_steps) if args.eval_steps else 1
+    evaluations = -(-steps // args.eval_steps) if args.eval_steps > 0 else 1
     checkpoints = -(-steps // args.save_steps) if args.save_steps > 0 else 0
     kept = checkpoints
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay

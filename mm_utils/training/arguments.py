@@ -37,20 +37,24 @@ class TrainingArguments:
     num_train_epochs: float = arg(6.0, "Passes over the training images.")
     max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
     logging_steps: int = arg(10, "Log every N steps.")
-    eval_steps: int = arg(0, "Evaluate every N steps; 0 = only at the end.")
+    eval_steps: int = arg(
+        -1,
+        "Evaluate every N steps; 0 = only at the end; -1 = before the first step and five times, if the run starts from "
+        "a closed form or a whole model, else only at the end.",
+    )
     save_steps: int = arg(500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.")
     save_minutes: float = arg(0.0, "Save one every N minutes too; 0 = by steps alone.")
     save_total_limit: int | None = arg(2, "Keep this many checkpoints, in addition to the best ones.")
     save_best_limit: int = arg(0, "Save after an evaluation that is among the best N so far, and keep those N.")
-    metric_for_best_model: str = arg(
-        "text_to_image_recall@1", "The metric of early stopping and of the best checkpoint."
-    )
+    metric_for_best_model: str = arg("mean_recall", "The metric of early stopping and of the best checkpoint.")
     greater_is_better: bool = arg(True, "A higher value of that metric is better.")
     peak_tflops: float | None = arg(
         None,
         "Peak of one device at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
     )
-    load_best_model_at_end: bool = arg(False, "Keep the best evaluated weights instead of the last.")
+    load_best_model_at_end: bool = arg(
+        True, "Keep the best evaluated weights instead of the last, if there was an evaluation on the way."
+    )
     max_nonfinite_steps: int = arg(
         10, "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing."
     )
@@ -69,7 +73,7 @@ class TrainingArguments:
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
 
     def __post_init__(self) -> None:
-        self.eval_strategy = "steps" if self.eval_steps else "no"  # transformers' callbacks read it
+        self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it
         if self.max_steps <= 0 and self.num_train_epochs <= 0:
             raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
         size = self.micro_batch_size
@@ -92,12 +96,8 @@ class TrainingArguments:
             raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
-        if (
-            self.early_stopping_patience or self.load_best_model_at_end or self.save_best_limit
-        ) and not self.eval_steps:
-            raise ValueError(
-                "--early_stopping_patience, --load_best_model_at_end and --save_best_limit need evaluations: set --eval_steps."
-            )
+        if (self.early_stopping_patience or self.save_best_limit) and self.eval_steps <= 0:
+            raise ValueError("--early_stopping_patience and --save_best_limit need evaluations: set --eval_steps.")
 
     @property
     def resume_command(self) -> str:
@@ -111,6 +111,12 @@ class TrainingArguments:
         if self.batch_size_schedule is not None:
             return BatchSizes.parse(self.batch_size_schedule)
         return BatchSizes((0,), (self.global_batch_size,))
+
+    def eval_interval(self, steps: int, has_baseline: bool) -> int:
+        """Return the steps between two evaluations of a run of `steps`; 0 for one at the end alone."""
+        if self.eval_steps >= 0:
+            return self.eval_steps
+        return -(-steps // 5) if has_baseline else 0
 
     def total_steps(self, num_rows: int) -> int:
         """Return the number of steps of the whole run, for a training split of `num_rows` images."""

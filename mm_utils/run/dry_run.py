@@ -257,7 +257,7 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     checkpoints = -(-steps // args.save_steps) if args.save_steps > 0 else 0
     kept = checkpoints
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
-        kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, bool(args.load_best_model_at_end)))
+        kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, args.keeps_best))
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
     growth = total["validation"] / len(data.splits["validation"])

@@ -53,7 +53,8 @@ class TrainingArguments:
         "Peak of one device at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
     )
     load_best_model_at_end: bool = arg(
-        True, "Keep the best evaluated weights instead of the last, if there was an evaluation on the way."
+        True,
+        "Keep the best evaluated weights instead of the last, if there are evaluations and checkpoints on the way.",
     )
     max_nonfinite_steps: int = arg(
         10, "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing."
@@ -112,11 +113,15 @@ class TrainingArguments:
             return BatchSizes.parse(self.batch_size_schedule)
         return BatchSizes((0,), (self.global_batch_size,))
 
-    def eval_interval(self, steps: int, has_baseline: bool) -> int:
-        """Return the steps between two evaluations of a run of `steps`; 0 for one at the end alone."""
-        if self.eval_steps >= 0:
-            return self.eval_steps
-        return -(-steps // 5) if has_baseline else 0
+    @property
+    def keeps_best(self) -> bool:
+        """True if the best evaluated weights are saved on the way, and kept."""
+        return self.load_best_model_at_end and self.eval_steps > 0 and bool(self.save_steps or self.save_minutes)
+
+    def settle_eval_steps(self, steps: int, has_baseline: bool) -> None:
+        """Replace an `eval_steps` of -1, for a run of `steps`."""
+        if self.eval_steps < 0:
+            self.eval_steps = -(-steps // 5) if has_baseline else 0
 
     def total_steps(self, num_rows: int) -> int:
         """Return the number of steps of the whole run, for a training split of `num_rows` images."""

@@ -98,7 +98,8 @@ def paired_features(
         ValueError: if no image can be decoded.
     """
     was_training, home, device = model.training, model.logit_scale.device, accelerator.device
-    model.eval().to(device)  # type: ignore[arg-type]
+    model.eval()
+    model.to(device)  # type: ignore[arg-type]
     images = [torch.empty(0, model.config.vision_pooled_width, device=device)]
     texts, seen = ([torch.empty(0, model.config.text_width, device=device)] for _ in range(2))
     owners, number = [torch.empty(0, dtype=torch.long, device=device)], 0
@@ -115,7 +116,8 @@ def paired_features(
             texts.append(model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)[0].float())
             owners.append(batch["caption_image"] + number)
             number += len(batch["rows"])
-    model.train(was_training).to(home)
+    model.to(home)  # type: ignore[arg-type]
+    model.train(was_training)
     sizes, caption_sizes = (distributed.gather_sizes(sum(map(len, each)), device) for each in (images, texts))
     if not sum(sizes):
         raise ValueError("no training image of the sample for --closed_form_images could be decoded; 0 leaves it out.")

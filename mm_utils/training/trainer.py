@@ -95,7 +95,6 @@ class Trainer:
             accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
         )
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
-        self.eval_every, self.keeps_best = 0, False  # `train` sets them
         self._evaluated_step, self._saved_step, self._saved_at = -1, 0, time.monotonic()
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -103,17 +102,13 @@ class Trainer:
     def train(self, resume_from: Path | None = None, has_baseline: bool = False) -> dict[str, float]:
         """Train to the last step, or until a callback stops the run; save the model; return the metrics of what is saved.
 
-        Args:
-            resume_from: the checkpoint to continue from.
-            has_baseline: whether the weights before the first step are a model already. They are evaluated then, and kept if
-                no later evaluation is better.
+        With `has_baseline`, the first weights are evaluated too, and kept if no later ones are better.
 
         Raises:
             Interrupted: if a signal stopped the run (`mm_utils.reliability.signals`); the checkpoint is written then.
             distributed.RunError: if checkpoints cannot be written any more.
         """
-        self.eval_every = self.args.eval_interval(self.state.max_steps, has_baseline) if self.evaluate_model else 0
-        self.keeps_best = self.args.load_best_model_at_end and self.eval_every > 0
+        self.args.settle_eval_steps(self.state.max_steps, has_baseline)
         with ExitStack() as stack:
             self.signals = stack.enter_context(Interruption())
             for callback in self.callbacks.callbacks:
@@ -121,7 +116,7 @@ class Trainer:
                     stack.enter_context(callback)
             try:
                 self._begin(resume_from)
-                metrics = self._evaluate_if_due(has_baseline and self.eval_every > 0)
+                metrics = self._evaluate_if_due(has_baseline)
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics
                 if self.evaluate_model and self._evaluated_step != self.state.global_step:
@@ -129,7 +124,7 @@ class Trainer:
                 if self.saves and self._saved_step != self.state.global_step:
                     self.save_checkpoint()
                 complete = self._finish_writing()
-                if self.keeps_best and self.state.best_model_checkpoint:
+                if self.args.keeps_best and self.state.best_model_checkpoint:
                     metrics = self._load_best(metrics)
             except _StopRequested as stop:
                 self._save_and_exit(stop.signal)
@@ -179,7 +174,7 @@ class Trainer:
                 truncate_rows(self.output_dir / name, self.state.global_step)
         if self.saves:
             limit = self.args.save_total_limit
-            kept = None if limit is None else limit + self.args.save_best_limit
+            kept = None if limit is None else limit + max(self.args.save_best_limit, self.args.keeps_best)
             check_room(self.output_dir, self.captured.nbytes, kept)
         self.callbacks.call("on_train_begin")
 
@@ -188,7 +183,7 @@ class Trainer:
         step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
         self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
         self.callbacks.control.should_evaluate = self.evaluate_model is not None and (
-            last or _due(step, self.eval_every)
+            last or _due(step, self.args.eval_steps)
         )
         waited = time.monotonic() - self._saved_at
         self.callbacks.control.should_save = (
@@ -271,7 +266,7 @@ class Trainer:
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation that is due before the first step, or was when a signal stopped the run that is resumed."""
         step = self.state.global_step
-        due = at_start if step == 0 else self.evaluate_model is not None and _due(step, self.eval_every)
+        due = self.evaluate_model is not None and _due(step, self.args.eval_steps) and (at_start or step > 0)
         if not due or self._is_evaluated():
             return {}
         metrics = self.evaluate()
@@ -288,7 +283,7 @@ class Trainer:
         """Return the steps whose checkpoints are kept because their evaluations are the best."""
         name, sign = f"eval_{self.args.metric_for_best_model}", 1 if self.args.greater_is_better else -1
         evaluated = {int(row["step"]): sign * row[name] for row in self.state.log_history if name in row}
-        limit = max(self.args.save_best_limit, int(self.keeps_best))
+        limit = max(self.args.save_best_limit, int(self.args.keeps_best))
         return sorted(evaluated, key=lambda step: (-evaluated[step], step))[:limit]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

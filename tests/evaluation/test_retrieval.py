@@ -47,6 +47,7 @@ def by_definition(split: Embeddings) -> dict[str, float]:
         found |= {f"{direction}_recall@{k}": sum(rank <= k for rank in ranks) / len(ranks) for k in (1, 5, 10)}
         found[f"{direction}_mean_rank"] = sum(ranks) / len(ranks)
         found[f"{direction}_median_rank"] = (ranks[middle] + ranks[~middle]) / 2
+    found["mean_recall"] = sum(value for name, value in found.items() if "_recall@" in name) / 6
     return found
 
 

@@ -74,7 +74,7 @@ def test_disk_and_parameters_are_those_of_a_real_run(forecast, tiny_flags, tmp_p
     model = FusionDualEncoderModel.from_pretrained(tmp_path)
     assert found["dry_run_parameters"] == sum(parameter.numel() for parameter in model.parameters())
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoint-1").rglob("*"))
-    assert found["dry_run_checkpoints_gb"] == pytest.approx(3 * size / 1e9, rel=0.02)
+    assert found["dry_run_checkpoints_gb"] == pytest.approx(4 * size / 1e9, rel=0.02)  # two, one in writing, the best
     rest = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) - size
     assert found["dry_run_model_gb"] == pytest.approx(rest / 1e9, rel=0.1)
 

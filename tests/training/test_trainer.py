@@ -34,7 +34,7 @@ def rows_of(folder: Path, name: str) -> dict[int, float]:
 
 
 def test_checkpoints_are_saved_by_the_clock_and_at_the_end(tmp_path: Path) -> None:
-    arguments = {"save_steps": 0, "save_minutes": 1.0, "save_total_limit": None}
+    arguments = {"save_steps": 0, "save_minutes": 1.0, "save_total_limit": None, "load_best_model_at_end": False}
     status, _ = alone(train, TinyRun(tmp_path, strike=Hurrying((3, 7)), arguments=arguments))
     assert status == 0
     assert [step_of(path) for path in checkpoint_folders(tmp_path)] == [3, 7, 10]

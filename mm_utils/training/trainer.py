@@ -344,6 +344,8 @@ class Trainer:
     def _load_best(self, metrics: dict[str, float]) -> dict[str, float]:
         """Load the weights of the best checkpoint; return the metrics that were logged when it was evaluated."""
         best = self.writer.path(int(self.state.best_global_step or 0))
+        if not best.is_dir():  # a run that goes on in another folder than it began
+            best = Path(self.state.best_model_checkpoint or best)
         if not best.is_dir():
             logger.warning("%s could not be written, so the last weights are kept in place of the best", best)
             return metrics

@@ -181,7 +181,8 @@ def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path, monkeypatch):
 
 def test_parts_of_the_batch_learn_what_the_whole_learns(finished, tiny_flags, tmp_path):
     folder, _ = finished
-    pretrain.main([*tiny_flags, "--micro_batch_size", "3", "--output_dir", str(tmp_path)])
+    evaluated = ("--save_steps", "2", "--eval_steps", "2")  # the best of which is kept
+    pretrain.main([*tiny_flags, "--micro_batch_size", "3", *evaluated, "--output_dir", str(tmp_path)])
     assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
     for name, value in weights(folder).items():
         torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-4, atol=ROUNDED)

@@ -27,6 +27,9 @@ RISE = 0.2  # share of chance by which a diverging run is above its best
 IDLE_LIFT = 0.005  # nats below the prior's entropy; an idle head's lift varies by 0.0025
 FEW_DIRECTIONS = 0.02  # effective rank as a share of what width and rows allow
 ONE_DIRECTION, ONE_POINT = 1.5, 0.01  # effective rank; spread, which is a mean cosine of 0.99
+FORGOTTEN = (
+    0.1  # share of the best mean recall by which a later one is lower; that of 165 photographs varies by half of it
+)
 FLAT_MARGIN = 0.1  # in logits: true pairs are 10 % more likely than others
 
 
@@ -64,6 +67,7 @@ class CollapseWarning(TrainerCallback):
         self.head_lines = max(MIN_ROWS, int(min(HEAD_SHARE * state.max_steps, HEAD_MAX_STEPS) / every))
         self.rows: list[Row] = []
         self.evaluation: Row = {}
+        self.best: Row = {}
         self.lowest = math.inf
         self.said: set[str] = set()
         for row in state.log_history:
@@ -81,6 +85,8 @@ class CollapseWarning(TrainerCallback):
         judged = row["step"] > self.warmup_ratio * state.max_steps
         window = self.rows[-self.lines :] if len(self.rows) >= self.lines else []
         if "eval_image_effective_rank" in row:
+            yield from _of_recall(row, self.best, bool(args.keeps_best))
+            self.best = max(self.best or row, row, key=lambda each: each.get("eval_mean_recall", 0.0))
             if judged:
                 yield from _of_rank(row, self.evaluation, "image")
                 yield from _of_rank(row, self.evaluation, "text")
@@ -195,6 +201,20 @@ def _of_rank(row: Row, before: Row, modality: str) -> Iterator[Finding]:
             f"{modality} rank halved",
             f"{name} is {rank:.1f} at step {step} and was {before[name]:.1f} at step {before['step']}; the embeddings of "
             f"{modality}s collapse. Go on from the earlier checkpoint with a lower --learning_rate.",
+        )
+
+
+def _of_recall(row: Row, best: Row, is_kept: bool) -> Iterator[Finding]:
+    found, before = row.get("eval_mean_recall", math.nan), best.get("eval_mean_recall", 0.0)
+    if found < (1 - FORGOTTEN) * before:
+        kept = (
+            f"the weights of step {best['step']} are kept" if is_kept else "set --eval_steps to keep the best weights"
+        )
+        yield Finding(
+            "recall",
+            f"eval_mean_recall is {found:.3f} at step {row['step']} and was {before:.3f} at step {best['step']}; the run "
+            f"forgets what carries over to other images. Lower --learning_rate, freeze the backbones, or train on more pairs; "
+            f"{kept}.",
         )
 
 

@@ -289,6 +289,17 @@ def test_a_rank_that_falls_by_half(said: Said) -> None:
     assert len(said()) == 2
 
 
+@pytest.mark.parametrize(("eval_steps", "remedy"), [(10, "the weights of step 20 are kept"), (0, "set --eval_steps")])
+def test_recall_that_falls_is_named_once_with_the_best_before(eval_steps: int, remedy: str, said: Said) -> None:
+    run = Run(eval_steps=eval_steps)
+    run.evaluate(mean_recall=0.46).log().evaluate(mean_recall=0.45).log().evaluate(mean_recall=0.42)
+    assert said() == []
+    run.log().evaluate(mean_recall=0.41).log().evaluate(mean_recall=0.3)
+    [message] = said()
+    assert message.startswith("eval_mean_recall is 0.410 at step 50 and was 0.460 at step 20; the run forgets")
+    assert message.endswith(f"{remedy}.") or f"{remedy} to keep the best weights." in message
+
+
 def test_an_evaluation_before_the_end_of_warm_up_is_not_judged(said: Said) -> None:
     run = Run()
     run.evaluate(image_spread=0.0, text_effective_rank=1.0).log().evaluate()

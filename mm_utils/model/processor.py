@@ -6,6 +6,7 @@ The same captions give the same tokenizer.
 import hashlib
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import (
 from mm_utils.files import atomic_folder
 from mm_utils.model.build import VISION_PRESETS, ModelArguments, preset
 from mm_utils.model.pretrained import explained
+from mm_utils.model.stock import complete
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ def load_processor_of(name: str) -> VisionTextDualEncoderProcessor:
     """Load the processor of a saved model; images become squares as in `load_processor`."""
     with explained(f"the processor of {name} is missing or damaged", name):
         processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
+        complete(processor.tokenizer)
     processor.image_processor = _center_square_processor(processor.image_processor, what=f"the model is {name}")
     return processor
 
@@ -85,6 +88,8 @@ def _center_square_processor(
         ValueError: if no mean and standard deviation express what `own` does, for instance if it swaps red and blue, or if its
             images are no squares.
     """
+    if not size and getattr(own, "max_num_patches", None):  # Siglip2
+        size = math.isqrt(own.max_num_patches) * own.patch_size
     if not size:
         crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
         size = _side(crop or own.size, f"{what}; its {type(own).__name__}")
@@ -138,6 +143,8 @@ def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
     try:
         found = own(Image.new("RGB", (64, 64), colour), return_tensors="np")
         pixels = np.asarray(found.get("pixel_values", []))
+        if "spatial_shapes" in found:  # patches, their colours last
+            pixels = pixels.reshape(1, -1, own.patch_size**2, 3).transpose(0, 3, 1, 2)
     except Exception as error:  # of any kind: these classes ask for other inputs, packages or settings
         raise ValueError(
             f"{what}; its {type(own).__name__} cannot read one image alone: {one_line(error)}. Choose another backbone."
@@ -155,10 +162,7 @@ def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedToken
         return cached_tokenizer(captions, args.vocab_size)
     flag = "--tokenizer_name_or_path" if args.tokenizer_name_or_path else "--text_model_name_or_path"
     with explained(f"{flag} is {source}", source):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
 
 
 # -- WordPiece ----------------------------------------------------------------------------------------------------------

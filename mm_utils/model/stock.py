@@ -49,7 +49,13 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
 
 
 def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Let a tokenizer pad, with its last token if it has no other, and return masks, which SigLIP's does not; return it."""
+    """Let a tokenizer pad, with its last token if it has no other, and return masks, which SigLIP's does not; return it.
+
+    Raises:
+        ValueError: if it has no words, which is how some classes load from a folder without a tokenizer.
+    """
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ValueError("its tokenizer has no words")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if "attention_mask" not in tokenizer.model_input_names:

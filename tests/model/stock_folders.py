@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -106,4 +107,5 @@ def write_stock(folder: Path, kind: str, **text: Any) -> str:
 
 
 def noise(count: int = 3) -> list[Image.Image]:
-    return [Image.effect_noise((SIDE, SIDE), 60 + 20 * place).convert("RGB") for place in range(count)]
+    pixels = np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), np.uint8)
+    return [Image.fromarray(each) for each in pixels]

@@ -185,7 +185,8 @@ def is_trained(tower: nn.Module) -> bool:
 
 def image_shape(backbone: PreTrainedModel) -> tuple[int, int, int]:
     """Return channels, height and width of a vision backbone's input."""
-    size = getattr(backbone.config, "image_size", None) or 64
+    of_timm = getattr(backbone.config, "pretrained_cfg", None) or {}
+    size = getattr(backbone.config, "image_size", None) or of_timm.get("input_size", (64,))[-1]
     if isinstance(backbone, Siglip2VisionModel):
         size = math.isqrt(backbone.config.num_patches) * backbone.config.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)

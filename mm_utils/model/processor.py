@@ -88,11 +88,7 @@ def _center_square_processor(
         ValueError: if no mean and standard deviation express what `own` does, for instance if it swaps red and blue, or if its
             images are no squares.
     """
-    if not size and getattr(own, "max_num_patches", None):  # Siglip2
-        size = math.isqrt(own.max_num_patches) * own.patch_size
-    if not size:
-        crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
-        size = _side(crop or own.size, f"{what}; its {type(own).__name__}")
+    size = size or _own_side(own, what)
     mean, std = _normalisation(own, what)
     if getattr(own, "resample", None) not in (None, Image.Resampling.BICUBIC):
         logger.info(
@@ -102,6 +98,15 @@ def _center_square_processor(
     return CLIPImageProcessor(
         size={"shortest_edge": size}, crop_size={"height": size, "width": size}, image_mean=mean, image_std=std
     )
+
+
+def _own_side(own: Any, what: str) -> int:
+    if hasattr(own, "max_num_patches"):  # Siglip2
+        return math.isqrt(own.max_num_patches) * own.patch_size
+    if hasattr(own, "data_config"):  # timm
+        return own.data_config["input_size"][-1]
+    crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
+    return _side(crop or own.size, f"{what}; its {type(own).__name__}")
 
 
 def _side(size: Any, what: str) -> int:
@@ -141,7 +146,7 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
 def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
     """Return the three values in the middle of an image of one colour."""
     try:
-        found = own(Image.new("RGB", (64, 64), colour), return_tensors="np")
+        found = own(Image.new("RGB", (64, 64), colour), return_tensors="pt")
         pixels = np.asarray(found.get("pixel_values", []))
         if "spatial_shapes" in found:  # patches, their colours last
             pixels = pixels.reshape(1, -1, own.patch_size**2, 3).transpose(0, 3, 1, 2)

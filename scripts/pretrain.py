@@ -31,6 +31,7 @@ from mm_utils.data.streaming.stream import StreamingArguments
 from mm_utils.data.training_data import open_data
 from mm_utils.evaluation.pointing import PointingEvaluator, report_pointing, with_pointing
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
@@ -55,12 +56,12 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     parsed = parse_args(
-        *(DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments, ModelArguments),
+        *(DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments, ModelArguments, LoraArguments),
         *(ObjectiveArguments, OptimizerArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
         argv=argv,
         doc=__doc__,
     )
-    data_args, stream_args, loader_args, cache_args, model_args, *others = parsed
+    data_args, stream_args, loader_args, cache_args, model_args, lora_args, *others = parsed
     objective_args, optimizer_args, args, eval_args, hub_args, run_args = others
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     tokenizer = data.processor.tokenizer
 
     # 3. Model, objective, optimizer.
-    model = build_model(model_args, tokenizer)
+    model = build_model(model_args, tokenizer, lora_args)
     objective = build_objective(model, objective_args, args.seed, tokenizer)
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=run.accelerator.device)
     counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))

@@ -18,6 +18,8 @@ from mm_utils.arguments import arg
 from mm_utils.model.adapt import (
     BACKBONE_DROPOUT,
     DROPOUTS,
+    LoraArguments,
+    add_adapters,
     drop_patches,
     freeze_unused,
     recompute_activations,
@@ -136,8 +138,10 @@ class ModelArguments:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> FusionDualEncoderModel:
-    """Build or load the model of the arguments, in float32, ready to be trained."""
+def build_model(
+    args: ModelArguments, tokenizer: PreTrainedTokenizerBase, lora_args: LoraArguments | None = None
+) -> FusionDualEncoderModel:
+    """Build or load the model of the arguments, in float32, with adapters if given, ready to be trained."""
     if args.model_name_or_path:
         model = load_model(args.model_name_or_path, **_head(args)).float()
     else:
@@ -158,6 +162,9 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Fus
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:
             model.freeze(tower)
+    if lora_args is not None:
+        _check_adapters(args, lora_args)
+        add_adapters(model, lora_args)
     freeze_unreached(model)
     model.vision_model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if args.gradient_checkpointing:
@@ -176,6 +183,16 @@ def _head(args: ModelArguments) -> dict[str, Any]:
     taps = {name: getattr(args, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
     given |= {name: [int(tap) for tap in value.split(",")] for name, value in taps.items() if value != "auto"}
     return given | {name: getattr(args, name) for name in ("fusion_layers", "fusion_hierarchy", "fusion_direction")}
+
+
+def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
+    """Raise ValueError if adapters are asked for on a backbone from scratch, whose weights they would leave random."""
+    for tower in lora_args.towers if lora_args.lora_rank and not args.model_name_or_path else ():
+        if not getattr(args, f"{tower}_model_name_or_path"):
+            raise ValueError(
+                f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need trained "
+                f"weights. Give --{tower}_model_name_or_path, or leave {tower} out of --lora_towers."
+            )
 
 
 def load_model(name: str, **head: Any) -> FusionDualEncoderModel:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
+from mm_utils.model.adapt import attention_layers
 from mm_utils.model.build import load_model
 from scripts import eval_retrieval, finetune, pretrain
 from tests.conftest import draw
@@ -81,3 +82,42 @@ def test_clip_is_finetuned_and_rehearsed(tiny_flags, tmp_path):
         ["--model_name_or_path", start, *short, "--global_batch_size", "8", "--output_dir", str(tmp_path / "b")]
     )
     assert metrics
+
+
+@pytest.mark.parametrize(("kind", "objective"), [("clip", "contrastive,matching"), ("siglip", "sigmoid,matching")])
+def test_adapters_of_a_stock_model_are_trained_resumed_and_merged(kind, objective, tiny_flags, tmp_path):
+    """The vision tower by adapters, the text tower not at all; the head and the scalars as ever."""
+    pytest.importorskip("peft")
+    start = write_stock(tmp_path / "start", kind)
+    flags = [*tiny_flags, "--model_name_or_path", start, "--max_steps", "2", "--save_steps", "1"]
+    flags += [
+        "--lora_rank",
+        "2",
+        "--freeze_text",
+        "--learning_rate",
+        "0.01",
+        "--ema_decay",
+        "0.5",
+        "--objectives",
+        objective,
+    ]
+    whole, resumed = str(tmp_path / "whole"), str(tmp_path / "resumed")
+    metrics = pretrain.main([*flags, "--output_dir", whole])
+    checkpoint = ["--resume_from_checkpoint", f"{whole}/checkpoint-1"]
+    assert pretrain.main([*flags, *checkpoint, "--output_dir", resumed]) == metrics
+    before, after = (load_model(folder).state_dict() for folder in (start, whole))
+    changed = {name for name, value in before.items() if "fusion." not in name and not torch.equal(value, after[name])}
+    towers = {name for name in changed if "_model." in name}
+    assert towers == {f"vision_model.{layer}.weight" for layer in attention_layers(load_model(start).vision_model)}
+    assert changed - towers >= {"logit_scale"}
+    ranks = [torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) for name in towers]
+    assert max(ranks) <= 2
+    close(our_logits(load_model(whole), whole), stock_logits(f"{whole}/dual_encoder"))
+
+
+def test_adapters_on_random_weights_are_refused(tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--lora_rank", "2", "--output_dir", str(tmp_path)]
+    with pytest.raises(
+        ValueError, match=r"--lora_rank is 2; the vision backbone starts from scratch, .* Give --vision_"
+    ):
+        pretrain.main(flags)

@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     # 3. Model, objective, optimizer.
     model = build_model(model_args, tokenizer, lora_args)
     objective = build_objective(model, objective_args, args.seed, tokenizer)
+    highest_scale = objective_args.highest_scale(model)  # before a checkpoint is loaded
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=run.accelerator.device)
     counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
     logger.info("%s parameters, %s of them trained", *counts)
@@ -98,8 +99,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         evaluate=with_pointing(evaluator, pointing),
         callbacks=[
             *default_callbacks(run, objective, data, flops),
-            TemperatureClamp(objective_args.max_logit_scale),
-            CollapseWarning(optimizer_args.warmup_ratio, objective_args.max_logit_scale),
+            TemperatureClamp(highest_scale),
+            CollapseWarning(optimizer_args.warmup_ratio, highest_scale),
             *callbacks,
         ],
     )

@@ -789,7 +789,12 @@ class FusionDualEncoderModel(PreTrainedModel):
 
         Args:
             config: fields of the new config. A SigLIP model needs `text_padding`.
+
+        Raises:
+            ValueError: if it is not given, or as in `from_backbones`.
         """
+        if stock.config.model_type in UNPROJECTED and not config.get("text_padding"):
+            raise ValueError("text_padding is missing; SigLIP reads padding. Give its length, side and pad_token_id.")
         kind, bias = stock.config.model_type, getattr(stock, "logit_bias", None)
         taken = {
             "dual_encoder_type": kind,

@@ -1,6 +1,7 @@
 """CLIP, SigLIP, Siglip2 and Chinese CLIP folders as starts: the stock class is the reference, before and after."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,9 @@ def test_every_trained_parameter_gets_a_gradient(folder, kind, objective, tmp_pa
     processor = load_processor_of(name)
     if kind != "chinese_clip":  # the others' vocabularies have no [MASK]
         objective = objective.replace("masked_lm,", "")
-    model = build_model(ModelArguments(model_name_or_path=name, gradient_checkpointing=True), processor.tokenizer)
+    model = build_model(
+        ModelArguments(model_name_or_path=name, gradient_checkpointing=True, patch_dropout=0.5), processor.tokenizer
+    )
     trained = build_objective(model, ObjectiveArguments(objective), 0, processor.tokenizer)
     assert (model.logit_bias is not None) == objective.startswith("sigmoid")
     ids, mask = pad_captions(
@@ -160,6 +163,9 @@ def test_sigmoid_keeps_a_trained_bias_and_temperature(folder):
     model = build_model(ModelArguments(model_name_or_path=str(folder("siglip"))), None)
     build_objective(model, ObjectiveArguments("sigmoid"), 0)
     assert (model.logit_scale.item(), model.logit_bias.item()) == (pytest.approx(2.0), -3.5)
+    model.logit_scale.data.fill_(4.77)  # that of published checkpoints, above the usual bound
+    for given, bound in ((None, math.exp(4.77)), (50.0, 50.0)):
+        assert ObjectiveArguments(max_logit_scale=given).highest_scale(model) == pytest.approx(bound)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -178,6 +184,11 @@ def test_siglip_takes_texts_that_were_padded_to_its_length(folder):
     images = load_processor_of(str(name))(images=noise(), return_tensors="pt").pixel_values
     with torch.no_grad():
         close(load_model(str(name)).eval()(input_ids=ids, pixel_values=images).logits_per_image, stock_logits(name))
+
+
+def test_siglip_is_not_converted_without_its_padding(folder):
+    with pytest.raises(ValueError, match="text_padding is missing; SigLIP reads padding"):
+        FusionDualEncoderModel.from_dual_encoder(AutoModel.from_pretrained(folder("siglip")))
 
 
 @pytest.mark.parametrize("end", [2, None])

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from mm_utils.model.modeling_fusion_dual_encoder import UNPROJECTED, FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, UNPROJECTED, FusionDualEncoderModel
 from mm_utils.model.pretrained import explained
 
 
@@ -70,6 +70,8 @@ def stock_processor(processor: ProcessorMixin, config: Any) -> ProcessorMixin:
         processor: ours, which makes central squares.
         config: the configuration of the stock model.
     """
+    if config.model_type == DUAL_ENCODERS[0]:
+        return processor
     images, tokenizer = processor.image_processor, processor.tokenizer
     if config.model_type in UNPROJECTED:
         tokenizer = copy.deepcopy(tokenizer)

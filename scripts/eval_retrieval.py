@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     logger.info("%s: %s images, %s captions", args.split, f"{len(rows):,}", f"{captions:,}")
 
     # 3. Model.
-    model = load_model(args.model_name_or_path).eval()
+    model = load_model(args.model_name_or_path, fusion_layers=0).eval()
     flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length)
     model = accelerator.prepare(model)
 

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     logger.info("%s: %s images, %s classes", images.split, f"{len(images.rows):,}", f"{len(images.classes):,}")
 
     # 3. Model.
-    model = accelerator.prepare(load_model(args.model_name_or_path).eval())
+    model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
 
     # 4. Evaluate.
     evaluator = ZeroShotEvaluator(images, processor.tokenizer, loader_args.max_seq_length, zero_shot_args)

@@ -31,6 +31,7 @@ from mm_utils.data.streaming.stream import StreamingArguments
 from mm_utils.data.training_data import open_data
 from mm_utils.evaluation.pointing import PointingEvaluator, report_pointing, with_pointing
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
@@ -56,20 +57,15 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     parsed = parse_args(
-        *(
-            DataArguments,
-            StreamingArguments,
-            LoaderArguments,
-            FeatureCacheArguments,
-            ModelArguments,
-            ProjectionStartArguments,
-        ),
-        *(ObjectiveArguments, OptimizerArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
+        *(DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments),
+        *(ModelArguments, LoraArguments, ProjectionStartArguments, ObjectiveArguments, OptimizerArguments),
+        *(TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
         argv=argv,
         doc=__doc__,
     )
-    data_args, stream_args, loader_args, cache_args, model_args, start_args, *others = parsed
-    objective_args, optimizer_args, args, eval_args, hub_args, run_args = others
+    data_args, stream_args, loader_args, cache_args, *others = parsed
+    model_args, lora_args, start_args, objective_args, optimizer_args, *others = others
+    args, eval_args, hub_args, run_args = others
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
     if model_args.model_name_or_path:
@@ -84,8 +80,9 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     tokenizer = data.processor.tokenizer
 
     # 3. Model, objective, optimizer.
-    model = build_model(model_args, tokenizer)
+    model = build_model(model_args, tokenizer, lora_args)
     objective = build_objective(model, objective_args, args.seed, tokenizer)
+    highest_scale = objective_args.highest_scale(model)  # before a checkpoint is loaded
     optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=run.accelerator.device)
     counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
     logger.info("%s parameters, %s of them trained", *counts)
@@ -108,8 +105,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         evaluate=with_pointing(evaluator, pointing),
         callbacks=[
             *default_callbacks(run, objective, data, flops),
-            TemperatureClamp(objective_args.max_logit_scale),
-            CollapseWarning(optimizer_args.warmup_ratio, objective_args.max_logit_scale),
+            TemperatureClamp(highest_scale),
+            CollapseWarning(optimizer_args.warmup_ratio, highest_scale),
             *callbacks,
         ],
     )

@@ -28,6 +28,7 @@ from mm_utils.distributed import full_tensor, raise_everywhere, shard_like
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.stock import stock_processor
 from mm_utils.objectives import Objective
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class TrainingState:
             logger.info("No dual_encoder/ folder: %s.", error)
             return
         stock.save_pretrained(folder)
-        self.processor.save_pretrained(folder)
+        stock_processor(self.processor, stock.config).save_pretrained(folder)
 
     @property
     def _has_deepspeed(self) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mm_utils.arguments import arg
 from mm_utils.distributed import load_full_weights, shard_like
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, probe_input
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, is_trained, probe_input
 from mm_utils.model.row_noise import PatchDropout
 
 logger = logging.getLogger(__name__)
@@ -173,10 +173,10 @@ class LoraArguments:
 
 
 def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
-    """Freeze the towers of `args`, and add trained adapters to the linear layers of attention.
+    """Freeze the towers of `args`, and add trained adapters to the linear layers of attention; frozen towers get none.
 
     Raises:
-        ValueError: if peft is not installed, or a tower has no attention.
+        ValueError: if peft is not installed, a tower has no attention, or all are frozen.
     """
     if not args.lora_rank:
         return
@@ -186,8 +186,14 @@ def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
         raise ValueError(
             f"--lora_rank is {args.lora_rank}; adapters need peft, which is not installed. Run pip install peft."
         ) from error
-    for name in args.towers:
-        tower = model.vision_model if name == "vision" else model.text_model
+    both = {"vision": model.vision_model, "text": model.text_model}
+    towers = {name: both[name] for name in args.towers if is_trained(both[name])}
+    if not towers:
+        raise ValueError(
+            f"--lora_rank is {args.lora_rank}; nothing of --lora_towers ({args.lora_towers}) is trained. Freeze less, or "
+            "give no rank."
+        )
+    for name, tower in towers.items():
         layers = attention_layers(tower)
         if not layers:
             raise ValueError(
@@ -200,11 +206,14 @@ def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
 
 
 def attention_layers(tower: nn.Module) -> list[str]:
-    """Return the names of all linear layers in modules named attention or attn."""
+    """Return the names of all linear layers in modules named attention or attn, but those that are not called.
+
+    `nn.MultiheadAttention`, of which SigLIP's pooler has one, reads the weight of its layer, which is of a subclass.
+    """
     return [
         name
         for name, module in tower.named_modules()
-        if isinstance(module, nn.Linear) and any(word in name.lower() for word in ("attention", "attn"))
+        if type(module) is nn.Linear and any(word in name.lower() for word in ("attention", "attn"))
     ]
 
 

@@ -12,21 +12,22 @@ from transformers import (
     AutoModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    VisionTextDualEncoderConfig,
-    VisionTextDualEncoderModel,
 )
 
 from mm_utils.arguments import arg
 from mm_utils.model.adapt import (
     BACKBONE_DROPOUT,
     DROPOUTS,
+    LoraArguments,
+    add_adapters,
     drop_patches,
     freeze_unused,
     recompute_activations,
     switch_off_dropout,
 )
-from mm_utils.model.modeling_fusion_dual_encoder import DIRECTIONS, POOLINGS, FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import DIRECTIONS, DUAL_ENCODERS, POOLINGS, FusionDualEncoderModel
 from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower
+from mm_utils.model.stock import load_stock
 
 VISION_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
@@ -51,7 +52,11 @@ class ModelArguments:
     A saved model wins over pretrained backbones, and these win over presets.
     """
 
-    model_name_or_path: str | None = arg(None, "Start from a whole model: the folder of a run, or a Hub id.")
+    model_name_or_path: str | None = arg(
+        None,
+        "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, Chinese CLIP or "
+        "VisionTextDualEncoderModel, which gets the head of --fusion_layers.",
+    )
     vision_model_name_or_path: str | None = arg(None, "Pretrained vision backbone: a folder or a Hub id.")
     text_model_name_or_path: str | None = arg(None, "Pretrained text backbone: a folder or a Hub id.")
     vision_config: str = arg("tiny", "Vision backbone from scratch: tiny, small, base, or a config.json.")
@@ -138,13 +143,13 @@ class ModelArguments:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> FusionDualEncoderModel:
-    """Build or load the model of the arguments, in float32, ready to be trained."""
+def build_model(
+    args: ModelArguments, tokenizer: PreTrainedTokenizerBase, lora_args: LoraArguments | None = None
+) -> FusionDualEncoderModel:
+    """Build or load the model of the arguments, in float32, with adapters if given, ready to be trained."""
     if args.model_name_or_path:
-        model = load_model(args.model_name_or_path).float()
+        model = load_model(args.model_name_or_path, **_head(args)).float()
     else:
-        given = {name: getattr(args, name) for name in ("projection_dim", "fusion_dim", "fusion_heads")}
-        taps = {name: getattr(args, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
         vision_model, vision_pooling = _backbone(args, "vision", tokenizer)
         text_model, text_pooling = _backbone(args, "text", tokenizer)
         model = FusionDualEncoderModel.from_backbones(
@@ -152,19 +157,19 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Fus
             text_model,
             vision_pooling=vision_pooling,
             text_pooling=text_pooling,
-            fusion_layers=args.fusion_layers,
-            fusion_hierarchy=args.fusion_hierarchy,
-            fusion_direction=args.fusion_direction,
             # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
             freeze_batch_norm=bool(args.vision_model_name_or_path),
-            **{name: value for name, value in given.items() if value},
-            **{name: [int(tap) for tap in value.split(",")] for name, value in taps.items() if value != "auto"},
+            projection_dim=args.projection_dim,
+            **_head(args),
         )
     if args.backbone_dropout == "off":
         switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:
             model.freeze(tower)
+    if lora_args is not None:
+        _check_adapters(args, lora_args)
+        add_adapters(model, lora_args)
     freeze_unreached(model)
     model.vision_model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if args.gradient_checkpointing:
@@ -177,8 +182,29 @@ def build_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Fus
     return model
 
 
-def load_model(name: str) -> FusionDualEncoderModel:
-    """Load a saved model: the folder of a run, a checkpoint, or a Hub id.
+def _head(args: ModelArguments) -> dict[str, Any]:
+    """Return the fields of the configuration that shape a new fusion head."""
+    given = {name: getattr(args, name) for name in ("fusion_dim", "fusion_heads") if getattr(args, name)}
+    taps = {name: getattr(args, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
+    given |= {name: [int(tap) for tap in value.split(",")] for name, value in taps.items() if value != "auto"}
+    return given | {name: getattr(args, name) for name in ("fusion_layers", "fusion_hierarchy", "fusion_direction")}
+
+
+def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
+    """Raise ValueError if adapters are asked for on a backbone from scratch, whose weights they would leave random."""
+    for tower in lora_args.towers if lora_args.lora_rank and not args.model_name_or_path else ():
+        if not getattr(args, f"{tower}_model_name_or_path"):
+            raise ValueError(
+                f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need trained "
+                f"weights. Give --{tower}_model_name_or_path, or leave {tower} out of --lora_towers."
+            )
+
+
+def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
+    """Load a saved model: the folder of a run, a checkpoint, a stock model of `DUAL_ENCODERS`, or a Hub id.
+
+    Args:
+        head: fields of `FusionDualEncoderConfig` for the new fusion head of a stock model; others have theirs.
 
     Raises:
         ValueError: if there is no model, or it needs Python code of its own.
@@ -186,10 +212,9 @@ def load_model(name: str) -> FusionDualEncoderModel:
     title = f"{name} holds no model"
     try:
         config = load_config(title, name)
+        if config.model_type in DUAL_ENCODERS:
+            return load_stock(name, config, **head)
         with explained(title, name):
-            if config.model_type == VisionTextDualEncoderConfig.model_type:
-                stock = VisionTextDualEncoderModel.from_pretrained(name, use_safetensors=True)
-                return FusionDualEncoderModel.from_dual_encoder(stock)
             model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
             model.check_repeatable()
             return model

@@ -1,7 +1,8 @@
 """A vision-text dual encoder with a cross-attention fusion head, for any `AutoModel` towers.
 
-The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`: a checkpoint
-of that class loads here unchanged, and `FusionDualEncoderModel.to_dual_encoder` converts back. In the fusion head
+The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`, `CLIPModel`,
+`ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`. `FusionDualEncoderModel.from_dual_encoder` takes a model of these classes,
+and `FusionDualEncoderModel.to_dual_encoder` converts back. In the fusion head
 (`fusion.`), text tokens attend to image tokens. `FusionHead.encode_vision` computes keys and values once per image, and every
 candidate text reuses them.
 
@@ -25,10 +26,12 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    ChineseCLIPTextModel,
     PreTrainedConfig,
     PreTrainedModel,
-    VisionTextDualEncoderConfig,
-    VisionTextDualEncoderModel,
+    Siglip2TextModel,
+    Siglip2VisionModel,
+    SiglipTextModel,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
@@ -36,6 +39,8 @@ from transformers.utils import ModelOutput
 POOLINGS = ("auto", "pooler", "mean", "cls")
 DIRECTIONS = ("text_to_image", "both")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
+DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2")
+UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
 KeysValues = tuple[Tensor, ...]
@@ -70,6 +75,9 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
         token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
+        dual_encoder_type: one of `DUAL_ENCODERS`, the model type of the class that `to_dual_encoder` returns.
+        text_padding: `length`, `side` and `pad_token_id`, if the text tower reads padding like words, as SigLIP's was trained
+            to; None if padding is masked.
         classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
             `FusionDualEncoderForClassification`.
     """
@@ -104,6 +112,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         caption_head: bool = False,
         region_head: bool = False,
         freeze_batch_norm: bool = False,
+        dual_encoder_type: str = DUAL_ENCODERS[0],
+        text_padding: dict[str, Any] | None = None,
         classifier_inputs: str = "fused",
         classifier_dropout: float = 0.1,
         **kwargs: Any,
@@ -116,6 +126,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             ("vision_pooling", vision_pooling, POOLINGS),
             ("text_pooling", text_pooling, POOLINGS),
             ("fusion_direction", fusion_direction, DIRECTIONS),
+            ("dual_encoder_type", dual_encoder_type, DUAL_ENCODERS),
             ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
         ):
             if value not in choices:
@@ -144,6 +155,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
         self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
         self.freeze_batch_norm = freeze_batch_norm
+        self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
 
@@ -173,9 +185,41 @@ def is_trained(tower: nn.Module) -> bool:
 
 def image_shape(backbone: PreTrainedModel) -> tuple[int, int, int]:
     """Return channels, height and width of a vision backbone's input."""
-    size = getattr(backbone.config, "image_size", None) or 64
+    of_timm = getattr(backbone.config, "pretrained_cfg", None) or {}
+    size = getattr(backbone.config, "image_size", None) or of_timm.get("input_size", (64,))[-1]
+    if isinstance(backbone, Siglip2VisionModel):
+        size = math.isqrt(backbone.config.num_patches) * backbone.config.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return getattr(backbone.config, "num_channels", 3), height, width
+
+
+def _text_tower(config: Any) -> PreTrainedModel:
+    """Make the text tower of a config; `AutoModel` does not know some of the stock models' own."""
+    if config.model_type == "chinese_clip_text_model":
+        return ChineseCLIPTextModel(config, add_pooling_layer=False)
+    own = {"siglip_text_model": SiglipTextModel, "siglip2_text_model": Siglip2TextModel}.get(config.model_type)
+    return AutoModel.from_config(config) if own is None else own(config)
+
+
+def _take_images(vision_model: PreTrainedModel) -> None:
+    """Let a Siglip2 tower, which reads patches, take images `[B, 3, H, W]` as other towers do."""
+    if not isinstance(vision_model, Siglip2VisionModel) or vision_model._forward_pre_hooks:
+        return
+
+    def cut(embeddings: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cut images into patches `[B, N, p * p * 3]`, row by row, the colours last."""
+        side = embeddings.patch_size
+        if given[0].dim() == 3:
+            return given
+        patches = given[0].unflatten(3, (-1, side)).unflatten(2, (-1, side))  # B, 3, h, p, w, p
+        grid = torch.tensor([patches.shape[2:5:2]]).expand(len(patches), -1)
+        return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2), grid
+
+    def add_missing(tower: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        return given, {"pixel_attention_mask": None, "spatial_shapes": None, **named}
+
+    vision_model.embeddings.register_forward_pre_hook(cut)
+    vision_model.register_forward_pre_hook(add_missing, with_kwargs=True)
 
 
 def probe_input(backbone: PreTrainedModel, tower: str) -> dict[str, Tensor]:
@@ -258,6 +302,17 @@ def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = Non
         return hidden.mean(1)
     weight = attention_mask[..., None].to(hidden.dtype)
     return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def _pad_unmasked(
+    input_ids: Tensor, attention_mask: Tensor, length: int, side: str, pad_token_id: int
+) -> tuple[Tensor, Tensor]:
+    """Pad texts `[B, L]` on one side to `length` tokens; return them and the column `[B, L]` of each given token."""
+    missing = (0, max(0, length - input_ids.shape[1]))
+    is_token = F.pad(attention_mask.bool(), missing)
+    order = (is_token if side == "left" else ~is_token).byte().argsort(dim=1, stable=True)
+    padded = F.pad(input_ids, missing).masked_fill(~is_token, pad_token_id).gather(1, order)
+    return padded, order.argsort(1)[:, : input_ids.shape[1]]
 
 
 def _num_channels(hidden: Tensor) -> int:
@@ -644,10 +699,14 @@ class FusionDualEncoderModel(PreTrainedModel):
                 "FusionDualEncoderModel.from_backbones(vision_model, text_model), which measures them."
             )
         self.vision_model = vision_model if vision_model is not None else AutoModel.from_config(config.vision_config)
-        self.text_model = text_model if text_model is not None else AutoModel.from_config(config.text_config)
+        _take_images(self.vision_model)
+        self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
         self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
-        self.visual_projection = nn.Linear(config.vision_pooled_width, config.projection_dim, bias=False)
-        self.text_projection = nn.Linear(config.text_width, config.projection_dim, bias=False)
+        self.visual_projection: nn.Module = nn.Identity()
+        self.text_projection: nn.Module = nn.Identity()
+        if config.dual_encoder_type not in UNPROJECTED:
+            self.visual_projection = nn.Linear(config.vision_pooled_width, config.projection_dim, bias=False)
+            self.text_projection = nn.Linear(config.text_width, config.projection_dim, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
         bias = config.logit_bias_init_value
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
@@ -692,6 +751,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
         """
+        _take_images(vision_model)
         vision, text = _probe(vision_model, "vision"), _probe(text_model, "text")
         for name, output in (("vision_pooling", vision), ("text_pooling", text)):
             pooler = output.get("pooler_output")
@@ -724,12 +784,30 @@ class FusionDualEncoderModel(PreTrainedModel):
         return cls(resolved, vision_model, text_model)
 
     @classmethod
-    def from_dual_encoder(cls, stock: VisionTextDualEncoderModel, **config: Any) -> "FusionDualEncoderModel":
-        """Convert a stock model with its embeddings; `config` are fields of the new config."""
-        taken = {"vision_pooling": "pooler", "text_pooling": "pooler", "projection_dim": stock.config.projection_dim}
+    def from_dual_encoder(cls, stock: Any, **config: Any) -> "FusionDualEncoderModel":
+        """Convert a stock model of `DUAL_ENCODERS` with its embeddings, temperature and bias.
+
+        Args:
+            config: fields of the new config. A SigLIP model needs `text_padding`.
+
+        Raises:
+            ValueError: if it is not given, or as in `from_backbones`.
+        """
+        if stock.config.model_type in UNPROJECTED and not config.get("text_padding"):
+            raise ValueError("text_padding is missing; SigLIP reads padding. Give its length, side and pad_token_id.")
+        kind, bias = stock.config.model_type, getattr(stock, "logit_bias", None)
+        taken = {
+            "dual_encoder_type": kind,
+            "vision_pooling": "pooler",
+            "text_pooling": "cls" if kind == "chinese_clip" else "pooler",
+            "projection_dim": getattr(stock.config, "projection_dim", None)
+            or stock.config.text_config.projection_size,
+            "logit_bias_init_value": None if bias is None else bias.item(),
+        }
         model = cls.from_backbones(stock.vision_model, stock.text_model, **{**taken, **config})
-        model.visual_projection, model.text_projection = stock.visual_projection, stock.text_projection
-        model.logit_scale = stock.logit_scale
+        if kind not in UNPROJECTED:
+            model.visual_projection, model.text_projection = stock.visual_projection, stock.text_projection
+        model.logit_scale = nn.Parameter(stock.logit_scale.detach().squeeze())
         return model
 
     def check_repeatable(self) -> None:
@@ -837,15 +915,23 @@ class FusionDualEncoderModel(PreTrainedModel):
         Without `with_taps`, the states are those of the last layer.
         """
         taps = self.config.fusion_text_taps if self.fusion is not None and with_taps else (-1,)
+        mask: Tensor | None = attention_mask
+        columns = None
+        if self.config.text_padding is not None:
+            input_ids, columns = _pad_unmasked(input_ids, attention_mask, **self.config.text_padding)
+            mask = None
         output = self.text_model(
             input_ids=input_ids,
-            attention_mask=attention_mask,
+            attention_mask=mask,
             output_hidden_states=any(tap != -1 for tap in taps),
             return_dict=True,
         )
         # Some towers normalise their output once more, so that it is not the last of the hidden states.
-        states = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
-        return _pool(output, self.config.text_pooling, attention_mask), torch.cat(states, -1)
+        found = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
+        states = torch.cat(found, -1)
+        if columns is not None:
+            states = states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
+        return _pool(output, self.config.text_pooling, mask), states
 
     def project_text(self, pooled: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Turn the result of `text_features` into that of `encode_text`."""
@@ -964,38 +1050,46 @@ class FusionDualEncoderModel(PreTrainedModel):
             ) / 2
         return FusionDualEncoderOutput(**output, logit_scale=self.logit_scale)  # in the order of the fields
 
-    def to_dual_encoder(self) -> VisionTextDualEncoderModel:
-        """Return a stock model with the same embeddings, which shares this model's tensors.
+    def to_dual_encoder(self) -> PreTrainedModel:
+        """Return a stock model of `config.dual_encoder_type` with the same logits, which shares this model's tensors.
 
-        A vision config without `hidden_size` (ConvNeXt, MobileNet) gets one, which is all that the stock class lacks. The stock
-        class pools texts by the pooler, so a mean becomes one more layer of the text tower (`_mean_as_layer`), if the
-        tower has BERT's layers.
+        For `VisionTextDualEncoderModel`, a vision config without `hidden_size` (ConvNeXt, MobileNet) gets one, which is all
+        that the stock class lacks. That class pools texts by the pooler, so a mean becomes one more layer of the text tower
+        (`_mean_as_layer`), if the tower has BERT's layers.
 
         Raises:
             ValueError: if the stock class cannot express this model, with the reason.
         """
-        vision, weights = _probe(self.vision_model, "vision"), self.state_dict()
+        kind, weights = self.config.dual_encoder_type, dict(self.state_dict())
+        configs = {
+            "vision_config": self.vision_model.config.to_dict(),
+            "text_config": self.text_model.config.to_dict(),
+        }
+        if kind == DUAL_ENCODERS[0]:
+            self._fit_dual_encoder(weights, **configs)
+        if kind not in UNPROJECTED:
+            configs["projection_dim"] = self.config.projection_dim
+            configs["logit_scale_init_value"] = self.config.logit_scale_init_value
+        stock = AutoModel.from_config(AutoConfig.for_model(kind, **configs))
+        weights.setdefault("logit_bias", torch.zeros_like(self.logit_scale))
+        stock.load_state_dict({name: weights[name].view_as(v) for name, v in stock.state_dict().items()}, assign=True)
+        return stock.train(self.training)
+
+    def _fit_dual_encoder(
+        self, weights: dict[str, Tensor], vision_config: dict[str, Any], text_config: dict[str, Any]
+    ) -> None:
+        """Change weights and configs such that `VisionTextDualEncoderModel` takes them."""
+        vision = _probe(self.vision_model, "vision")
         if self.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
             raise ValueError(
                 "the stock class takes one pooled vector per image from the vision tower, and here is none"
             )
-        vision_config, text_config = self.vision_model.config.to_dict(), self.text_model.config.to_dict()
         vision_config["hidden_size"] = self.config.vision_pooled_width
         if self.config.text_pooling != "pooler":
             if self.config.text_pooling != "mean" or not _has_bert_pooler(self.text_model):
                 raise ValueError("the stock class pools texts by a pooler, and this text tower has none")
             weights |= _mean_as_layer(self)
             text_config["num_hidden_layers"] += 1
-        stock_config = VisionTextDualEncoderConfig(
-            vision_config=vision_config,
-            text_config=text_config,
-            projection_dim=self.config.projection_dim,
-            logit_scale_init_value=self.config.logit_scale_init_value,
-        )
-        stock = VisionTextDualEncoderModel(stock_config)
-        names = stock.state_dict().keys()
-        stock.load_state_dict({name: value for name, value in weights.items() if name in names}, assign=True)
-        return stock.train(self.training)
 
 
 @torch.no_grad()
@@ -1013,7 +1107,7 @@ def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
     if embed >= width:
         raise ValueError("the stock class needs a projection narrower than the text tower, to pool by the mean")
     loud, quiet = 1e3, 1e-3
-    trained = model.text_projection.weight
+    trained: Any = model.text_projection.weight
     projection = trained.double()
     zero_sum = torch.eye(width, dtype=torch.double, device=projection.device) - 1 / width
     isometry = torch.linalg.qr(zero_sum[:, :embed])[0]  # columns: orthonormal, each summing to zero

@@ -6,6 +6,7 @@ The same captions give the same tokenizer.
 import hashlib
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import (
 from mm_utils.files import atomic_folder
 from mm_utils.model.build import VISION_PRESETS, ModelArguments, preset
 from mm_utils.model.pretrained import explained
+from mm_utils.model.stock import complete
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ def load_processor_of(name: str) -> VisionTextDualEncoderProcessor:
     """Load the processor of a saved model; images become squares as in `load_processor`."""
     with explained(f"the processor of {name} is missing or damaged", name):
         processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
+        complete(processor.tokenizer)
     processor.image_processor = _center_square_processor(processor.image_processor, what=f"the model is {name}")
     return processor
 
@@ -85,9 +88,7 @@ def _center_square_processor(
         ValueError: if no mean and standard deviation express what `own` does, for instance if it swaps red and blue, or if its
             images are no squares.
     """
-    if not size:
-        crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
-        size = _side(crop or own.size, f"{what}; its {type(own).__name__}")
+    size = size or _own_side(own, what)
     mean, std = _normalisation(own, what)
     if getattr(own, "resample", None) not in (None, Image.Resampling.BICUBIC):
         logger.info(
@@ -97,6 +98,15 @@ def _center_square_processor(
     return CLIPImageProcessor(
         size={"shortest_edge": size}, crop_size={"height": size, "width": size}, image_mean=mean, image_std=std
     )
+
+
+def _own_side(own: Any, what: str) -> int:
+    if hasattr(own, "max_num_patches"):  # Siglip2
+        return math.isqrt(own.max_num_patches) * own.patch_size
+    if hasattr(own, "data_config"):  # timm
+        return own.data_config["input_size"][-1]
+    crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
+    return _side(crop or own.size, f"{what}; its {type(own).__name__}")
 
 
 def _side(size: Any, what: str) -> int:
@@ -136,8 +146,10 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
 def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
     """Return the three values in the middle of an image of one colour."""
     try:
-        found = own(Image.new("RGB", (64, 64), colour), return_tensors="np")
+        found = own(Image.new("RGB", (64, 64), colour), return_tensors="pt")
         pixels = np.asarray(found.get("pixel_values", []))
+        if "spatial_shapes" in found:  # patches, their colours last
+            pixels = pixels.reshape(1, -1, own.patch_size**2, 3).transpose(0, 3, 1, 2)
     except Exception as error:  # of any kind: these classes ask for other inputs, packages or settings
         raise ValueError(
             f"{what}; its {type(own).__name__} cannot read one image alone: {one_line(error)}. Choose another backbone."
@@ -155,10 +167,7 @@ def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedToken
         return cached_tokenizer(captions, args.vocab_size)
     flag = "--tokenizer_name_or_path" if args.tokenizer_name_or_path else "--text_model_name_or_path"
     with explained(f"{flag} is {source}", source):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
 
 
 # -- WordPiece ----------------------------------------------------------------------------------------------------------

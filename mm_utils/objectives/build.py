@@ -37,7 +37,10 @@ class ObjectiveArguments:
     hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.")
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.")
     whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.")
-    max_logit_scale: float = arg(100.0, "Upper bound of the inverse temperature.")
+    max_logit_scale: float | None = arg(
+        None,
+        "Upper bound of the inverse temperature; default: 100, or where a model starts that was trained above it.",
+    )
 
     def __post_init__(self) -> None:
         self.weights  # noqa: B018  (complain now, not after the data is loaded)
@@ -71,6 +74,10 @@ class ObjectiveArguments:
     def reads_regions(self) -> bool:
         """True if batches must hold regions (`mm_utils.data.loading.regions`)."""
         return RegionPointing.name in self.weights
+
+    def highest_scale(self, model: FusionDualEncoderModel) -> float:
+        """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
+        return self.max_logit_scale or max(100.0, model.logit_scale.exp().item())
 
     def check(self, streaming: bool, cache_features: bool, patch_dropout: float) -> None:
         """Raise ValueError if regions are asked for and the data cannot provide them."""

@@ -114,6 +114,7 @@ class JointObjective(Objective):
         self.weights = weights
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
         self.embeds_taps = any(term.reads_taps for term in weights)
+        self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
         self.needs_teacher = any(term.needs_teacher for term in weights)
 
     @property

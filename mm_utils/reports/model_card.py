@@ -55,7 +55,7 @@ class CardInfo:
     num_processes: int
     table_note: str = ""
     has_fusion: bool = True
-    has_dual_encoder: bool = True
+    dual_encoder: str = ""  # the class in `dual_encoder/`, if there is one
     pipeline_tag: str | None = "feature-extraction"
     tags: tuple[str, ...] = ("image-text-retrieval", "dual-encoder", "contrastive-learning")
     summary: str | None = None
@@ -121,7 +121,7 @@ def _usage(card: CardInfo) -> str:
 
 
 def _search_code(name: str, card: CardInfo) -> str:
-    stock = ", VisionTextDualEncoderModel" if card.has_dual_encoder else ""
+    stock = f", {card.dual_encoder}" if card.dual_encoder else ""
     code = f"""\
 import torch
 from PIL import Image
@@ -153,11 +153,11 @@ with torch.no_grad():
     match = model.match_pairs(keys_values, text_states.expand(count, -1, -1), mask)
 score = match + model.logit_scale.exp() * cosine
 print("re-ranked:", score.argsort(descending=True).tolist())"""
-    if card.has_dual_encoder:
-        code += """
+    if card.dual_encoder:
+        code += f"""
 
 # The two encoders alone, with the class that transformers ships.
-dual_encoder = VisionTextDualEncoderModel.from_pretrained(folder, subfolder="dual_encoder")"""
+dual_encoder = {card.dual_encoder}.from_pretrained(folder, subfolder="dual_encoder")"""
     return code
 
 

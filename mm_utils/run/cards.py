@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from mm_utils.data.tasks import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings
@@ -34,7 +36,8 @@ def retrieval_card(
     argv: Sequence[str] | None,
 ) -> CardInfo:
     """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
-    bases = [run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
+    whole = run.settings.get("model_name_or_path")
+    bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
     towers = (model.vision_model.config.model_type, model.text_model.config.model_type)
     vision, text = (base or f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True))
     rows: list[list[str]] = []
@@ -59,9 +62,14 @@ def retrieval_card(
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
         has_fusion=model.fusion is not None,
-        has_dual_encoder=(run.output_dir / "dual_encoder").is_dir(),
-        base_models=[base for base in bases if base and not Path(base).exists()],
+        dual_encoder=_class_in(run.output_dir / "dual_encoder"),
+        base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
+
+
+def _class_in(folder: Path) -> str:
+    """Return the name of the class whose model a folder holds; empty if there is no such folder."""
+    return AutoConfig.from_pretrained(folder).architectures[0] if folder.is_dir() else ""
 
 
 def chance(split: Embeddings, direction: str, k: int) -> float:
@@ -106,7 +114,6 @@ def classification_card(
         dataset_name=task.title.rpartition(" is ")[2],
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=fingerprint,
-        has_dual_encoder=False,
         base_models=[start] if not Path(start).exists() else [],
         # The other inputs have no pipeline that reads them with this class.
         pipeline_tag="text-classification" if inputs == "text" else None,

@@ -20,12 +20,11 @@ from typing import Any
 import psutil
 import torch
 from accelerate.utils import gather_object
-from transformers import VisionTextDualEncoderConfig
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.model.build import load_config
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
+from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig
 from mm_utils.run.restarts import code_digest, versions
 
 logger = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ def check_model(name: str) -> None:
             )
         )
     config = load_config(title, name)
-    if config.model_type in (FusionDualEncoderConfig.model_type, VisionTextDualEncoderConfig.model_type):
+    if config.model_type in (FusionDualEncoderConfig.model_type, *DUAL_ENCODERS):
         return
     towers = [tower for tower, sign in (("vision", "num_channels"), ("text", "vocab_size")) if hasattr(config, sign)]
     towers = ["vision", "text"] if hasattr(config, "vision_config") else towers or ["vision", "text"]

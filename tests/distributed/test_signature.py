@@ -8,11 +8,12 @@ and bias included.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import ProcessorMixin
@@ -22,7 +23,7 @@ from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.loading.tokens import global_order, tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.sources.source import DataArguments
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
@@ -31,6 +32,7 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
+from tests.model.stock_folders import write_stock
 from tests.test_distributed import run_on_ranks
 
 WORLDS = (1, 2, 4)
@@ -75,7 +77,13 @@ class Watched:
             yield batch
 
 
-def runs_on_this_rank(root: Path, resumed: bool) -> dict[tuple[str, int], list[list[str]]]:
+def runs_on_this_rank(
+    root: Path,
+    resumed: bool,
+    model_args: ModelArguments,
+    objectives: Sequence[str] = OBJECTIVES,
+    numbers_of_parts: Sequence[int] = PARTS,
+) -> dict[tuple[str, int], list[list[str]]]:
     """Every objective in every number of parts: which images each step showed this rank."""
     world = distributed.world_size()
     os.environ |= {
@@ -86,8 +94,6 @@ def runs_on_this_rank(root: Path, resumed: bool) -> dict[tuple[str, int], list[l
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     accelerator = make_accelerator()
-    configs = {"vision_config": str(root / "vision.json"), "text_config": str(root / "text.json")}
-    model_args = ModelArguments(**configs, patch_dropout=0.25)
     with accelerator.main_process_first():
         pairs = load_pairs(DataArguments(max_train_samples=256))
         processor = load_processor(model_args, iterate_captions(pairs["train"]))
@@ -96,8 +102,8 @@ def runs_on_this_rank(root: Path, resumed: bool) -> dict[tuple[str, int], list[l
     no_workers = LoaderArguments(dataloader_num_workers=0)
     loaders = Loaders(no_workers, accelerator.device, pad_token_id, *image_geometry(processor))
     seen = {}
-    for objective in OBJECTIVES:
-        for parts in PARTS:
+    for objective in objectives:
+        for parts in numbers_of_parts:
             start = (
                 folder_of(root, GOES_ON[world], objective, parts, False) / f"checkpoint-{STOP}" if resumed else None
             )
@@ -168,8 +174,10 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
     for name, config in (("vision", VISION), ("text", TEXT)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    configs = {f"{name}_config": str(tmp_path / f"{name}.json") for name in ("vision", "text")}
+    model_args = ModelArguments(**configs, patch_dropout=0.25)
     seen = {
-        (world, resumed): run_on_ranks(world, runs_on_this_rank, tmp_path, resumed)
+        (world, resumed): run_on_ranks(world, runs_on_this_rank, tmp_path, resumed, model_args)
         for resumed in (False, True)
         for world in WORLDS
     }
@@ -190,3 +198,16 @@ def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
                 assert found.keys() == right.keys()
                 for name, value in right.items():
                     assert error(found[name], value) < TOLERANCE, f"{name} after {case}"
+
+
+@pytest.mark.parametrize(("kind", "objective"), [("clip", "contrastive,matching"), ("siglip", "sigmoid,matching")])
+def test_hardware_only_changes_the_speed_of_a_stock_model(kind: str, objective: str, tmp_path: Path) -> None:
+    stock = write_stock(tmp_path / kind, kind)
+    for world in (1, 2):
+        run_on_ranks(world, runs_on_this_rank, tmp_path, False, ModelArguments(stock), (objective,), (1, 2))
+    right = weights_of(folder_of(tmp_path, 1, objective, 1, False))
+    began = load_model(stock).state_dict()
+    assert error(began["logit_scale"], right["logit_scale"]) > 10 * TOLERANCE
+    for world, parts in ((1, 2), (2, 1), (2, 2)):
+        for name, value in weights_of(folder_of(tmp_path, world, objective, parts, False)).items():
+            assert error(value, right[name]) < TOLERANCE, f"{name} on {world} processes in {parts} parts"

@@ -116,6 +116,12 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"--lora_towers is vision; a resnet has no attention to adapt. Leave vision out"
     ):
         add_adapters(tiny(vision="resnet"), LoraArguments(lora_rank=2, lora_towers="vision"))
+    frozen = tiny()
+    frozen.freeze("text")
+    with pytest.raises(
+        ValueError, match=r"--lora_rank is 2; nothing of --lora_towers \(text\) is trained. Freeze less"
+    ):
+        add_adapters(frozen, LoraArguments(lora_rank=2, lora_towers="text"))
     with pytest.raises(ValueError, match=r"--lora_towers is 'audio'"):
         LoraArguments(lora_towers="audio")
     with pytest.raises(ValueError, match=r"--lora_rank is -1"):

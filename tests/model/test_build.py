@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     SiglipConfig,
     SiglipModel,
+    TimmWrapperConfig,
+    TimmWrapperModel,
     VisionTextDualEncoderModel,
     VisionTextDualEncoderProcessor,
     ViTImageProcessor,
@@ -356,3 +358,25 @@ def test_compiled_towers_compute_the_same_without_a_graph_per_length(tokenizer, 
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] == 2
     assert graphs[-1] == graphs[2] <= 4
+
+
+@pytest.mark.parametrize("architecture", ["test_vit", "test_convnext"])
+@pytest.mark.usefixtures("_cache")
+def test_timm_backbones_keep_their_size_and_normalisation(architecture, tmp_path):
+    timm = pytest.importorskip("timm")
+    own = timm.get_pretrained_cfg(architecture).to_dict() | {"mean": MEAN, "std": STD}
+    config = TimmWrapperConfig(architecture=architecture, pretrained_cfg=own)
+    backbone = TimmWrapperModel(config).eval()
+    backbone.save_pretrained(tmp_path / "timm")
+    args = ModelArguments(vision_model_name_or_path=str(tmp_path / "timm"))
+    processor = load_processor(args, CAPTIONS)
+    side, mean, std = image_geometry(processor)
+    assert side == 160
+    assert (mean, std) == (pytest.approx(MEAN, abs=1e-5), pytest.approx(STD, abs=1e-5))
+    model = build_model(args, processor.tokenizer).eval()
+    model.save_pretrained(tmp_path / "run")
+    pixels = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        right = backbone(pixels).pooler_output
+        for each in (model, load_model(str(tmp_path / "run")).eval()):
+            torch.testing.assert_close(each.vision_features(pixels)[0], right, rtol=0, atol=1e-5)

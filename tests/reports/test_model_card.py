@@ -26,6 +26,7 @@ def card(**changes: object) -> CardInfo:
         "hardware": "1 x CPU",
         "precision": "bf16",
         "num_processes": 2,
+        "dual_encoder": "VisionTextDualEncoderModel",
     }
     return CardInfo(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -60,7 +61,7 @@ def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> 
 def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "training.png").touch()
     changes = {
-        "has_dual_encoder": False,
+        "dual_encoder": "",
         "has_fusion": False,
         "pipeline_tag": None,
         "base_models": ["bert-base-uncased"],

@@ -1,0 +1,111 @@
+"""Small folders of the stock dual encoders, as their authors save them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BertTokenizer,
+    ChineseCLIPProcessor,
+    CLIPImageProcessor,
+    CLIPProcessor,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    Siglip2ImageProcessor,
+    Siglip2Processor,
+    SiglipImageProcessor,
+    SiglipProcessor,
+)
+
+KINDS = ("clip", "siglip", "siglip2", "chinese_clip")
+SIDE, PATCH = 32, 8
+TEXTS = ["red", "a red circle, number 3", "one square in yellow and green and blue and red", "a circle"]
+TOWER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,:"
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """CLIP's byte-pair tokenizer with single letters and a few merges; it pads with its end."""
+    letters = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
+    merged = [("r", "ed</w>"), ("e", "d</w>"), ("c", "i")]
+    words = [*letters, "ed</w>", "red</w>", "ci", "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(
+        vocab={word: place for place, word in enumerate(words)},
+        merges=[merged[1], merged[0], merged[2]],
+        model_max_length=77,
+    )
+
+
+def siglip_tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
+    """A tokenizer of letters that ends in </s>, which also pads, and returns no mask, as SigLIP's does."""
+    vocabulary = {"<unk>": 0, "</s>": 1, **{letter: 2 + place for place, letter in enumerate(LETTERS)}}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    letters.normalizer = normalizers.Lowercase()
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters,
+        eos_token="</s>",
+        pad_token="</s>",
+        unk_token="<unk>",
+        model_max_length=64,
+        padding_side=side,
+        model_input_names=["input_ids"],
+    )
+
+
+def chinese_tokenizer() -> BertTokenizer:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    return BertTokenizer(vocab={word: place for place, word in enumerate(words)}, model_max_length=512)
+
+
+def write_stock(folder: Path, kind: str, **text: Any) -> str:
+    """Write a random model of a kind with its processor; `text` are fields of its text config."""
+    images = {"image_size": SIDE, "patch_size": PATCH, "num_channels": 3}
+    if kind == "clip":
+        tokenizer: Any = clip_tokenizer()
+        end = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": 1}
+        text = {**TOWER, **end, "max_position_embeddings": 77, **text}
+        config = {"projection_dim": 24, "logit_scale_init_value": 3.0}
+        made: Any = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        made = CLIPProcessor(made, tokenizer)
+    elif kind == "chinese_clip":
+        tokenizer = chinese_tokenizer()
+        text = {**TOWER, "hidden_dropout_prob": 0.1, "max_position_embeddings": 128, **text}
+        config = {"projection_dim": 24}
+        made = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        made = ChineseCLIPProcessor(made, tokenizer)
+    else:
+        tokenizer = siglip_tokenizer()
+        text = {**TOWER, "projection_size": 32, "max_position_embeddings": 64, "pad_token_id": 1, **text}
+        config = {}
+        if kind == "siglip2":
+            images = {"num_patches": (SIDE // PATCH) ** 2, "patch_size": PATCH, "num_channels": 3}
+            made = Siglip2ImageProcessor(patch_size=PATCH, max_num_patches=(SIDE // PATCH) ** 2)
+            made = Siglip2Processor(made, tokenizer)
+        else:
+            made = SiglipProcessor(SiglipImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer)
+    text["vocab_size"] = len(tokenizer)
+    torch.manual_seed(0)
+    model = AutoModel.from_config(
+        AutoConfig.for_model(kind, text_config=text, vision_config={**TOWER, **images}, **config)
+    )
+    with torch.no_grad():  # fresh weights are so small that all texts look alike
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.logit_scale.fill_(2.0)
+        if hasattr(model, "logit_bias"):
+            model.logit_bias.fill_(-3.5)
+    model.save_pretrained(folder)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def noise(count: int = 3) -> list[Image.Image]:
+    pixels = np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), np.uint8)
+    return [Image.fromarray(each) for each in pixels]

@@ -17,7 +17,7 @@ import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
@@ -137,6 +137,7 @@ def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
     A model with a bias, for the sigmoid loss, keeps its temperature: the fitted one is that of a softmax.
     """
     for projection, map_CE in ((model.visual_projection, found.image_AE), (model.text_projection, found.text_BE)):
+        assert isinstance(projection, nn.Linear)
         projection.weight.copy_(map_CE.T * (projection.weight.norm() / map_CE.norm()))
     if model.logit_bias is None:
         model.logit_scale.fill_(math.log(found.scale))

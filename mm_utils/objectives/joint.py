@@ -114,7 +114,13 @@ class JointObjective(Objective):
         self.weights = weights
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
         self.embeds_taps = any(term.reads_taps for term in weights)
+        self.embeds_sides = any(term.reads_sides for term in weights)
         self.needs_teacher = any(term.needs_teacher for term in weights)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True if a term reads both sides of the fusion head."""
+        return super().reads_pairs or self.embeds_sides
 
     @property
     def reads_taps(self) -> bool:
@@ -130,7 +136,7 @@ class JointObjective(Objective):
         if not own:
             batch = blank_pair(batch)
         set_row_keys(self.model, batch.get("row_keys"))
-        with_pairs = for_backward and self.reads_pairs
+        with_pairs = self.reads_pairs and (for_backward or self.embeds_sides)
         teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
         pooled, taps = self._vision_features(batch, with_pairs or self.embeds_taps)
         image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else ())

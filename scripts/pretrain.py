@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
 
     # 4. Train.
     probes = word_order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
-    evaluator, pointing = RetrievalEvaluator(eval_args, probes), PointingEvaluator() if regions else None
+    evaluator, pointing = RetrievalEvaluator(eval_args, probes, fits=True), PointingEvaluator() if regions else None
     trainer = Trainer(
         args,
         optimizer_args,

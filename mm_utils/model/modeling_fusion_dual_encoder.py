@@ -837,7 +837,8 @@ class FusionDualEncoderModel(PreTrainedModel):
                 "This model was built with fusion_layers=0; late interaction reads the fusion head's taps."
             )
         if self.late_head is None:
-            self.late_head = LateHead(self.config).to(self.logit_scale)
+            config: Any = self.config
+            self.late_head = LateHead(config).to(self.logit_scale)
             self.late_head.apply(self._init_weights)
         self.config.late_head = True
 
@@ -959,6 +960,34 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Return scores `[P]` of late interaction of P pairs."""
         words = self.late_words(text_states, attention_mask)
         return (words @ keys_values[-1][0].transpose(1, 2)).amax(2).sum(1)
+
+    @property
+    def voices(self) -> list[str]:
+        """The scores that this model's head can give a pair: those of parts that it has and that were trained."""
+        has = {
+            "match": self.fusion is not None and bool(self.fusion.match.weight.any()),
+            "late": self.late_head is not None,
+            "caption": self.caption_adapter is not None,
+        }
+        return [name for name, given in has.items() if given]
+
+    def voice_scores(
+        self,
+        voices: Sequence[str],
+        keys_values: KeysValues,
+        text_states: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+    ) -> Tensor:
+        """Return the scores `[P, voices]` of P pairs, one column per name in `voices`."""
+        of_states = {"match": self.match_pairs, "late": self.late_scores}
+        columns = [
+            self.caption_scores(keys_values, input_ids, attention_mask)
+            if name == "caption"
+            else of_states[name](keys_values, text_states, attention_mask)
+            for name in voices
+        ]
+        return torch.stack([column.float() for column in columns], 1)
 
     def token_logits(
         self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_target: Tensor

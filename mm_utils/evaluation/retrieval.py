@@ -85,7 +85,7 @@ class EvaluationArguments:
             weights = {}
         if not weights or weights.keys() - VOICES or not all(0 <= weight < math.inf for weight in weights.values()):
             raise ValueError(
-                f"--rerank_weights is {self.rerank_weights!r}; write name:weight with weights from 0 on, e.g. "
+                f"--rerank_weights is {self.rerank_weights}; write name:weight with weights from 0 on, e.g. "
                 f"match:1,late:0.5, of {', '.join(VOICES)}, or fitted."
             )
         return weights
@@ -155,6 +155,7 @@ class RetrievalEvaluator:
     def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
         """Return the voices to score pairs with, and their weights; those that are to be fitted have 1."""
         if self.fits:
+            model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
             return dict.fromkeys(model.voices, 1.0)
         given = self.args.given_weights
         fitted = model.config.rerank_weights if given is None else given
@@ -165,7 +166,9 @@ class RetrievalEvaluator:
                 "Train it with that term among --objectives, or drop it."
             )
         if not weights:
-            logger.info("Re-ranking is off: its weights are 0, as the head did not help on the validation split.")
+            logger.info(
+                "Re-ranking is off: the model's weights are 0, as its head did not help on the validation split."
+            )
         return weights
 
     def _fit(

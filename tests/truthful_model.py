@@ -101,7 +101,7 @@ class TruthfulModel:
         return torch.where(image == text_states[:, 2, 0], self.truth, -self.truth)
 
     def voice_scores(
-        self, voices: Sequence[str], keys_values: Any, states: Tensor, input_ids: Tensor, attention_mask: Tensor
+        self, voices: Sequence[str], keys_values: Any, states: Tensor, attention_mask: Tensor, input_ids: Tensor
     ) -> Tensor:
         given = {"match": lambda: self.match_pairs(keys_values, states, attention_mask)}
         if "caption" in voices:

@@ -38,6 +38,26 @@ PAIRS = 256  # pairs per forward of the head
 FOLDS = 2  # of the images, by their id, for weights that were fitted on the other one
 
 
+def stored_weights(model: FusionDualEncoderModel) -> dict[str, float]:
+    """Return the weights that were fitted, without those that are 0; of a model without any, that of its match logit."""
+    fitted = model.config.rerank_weights
+    return {"match": 1.0} if fitted is None else {name: weight for name, weight in fitted.items() if weight}
+
+
+def describe_weights(model: FusionDualEncoderModel) -> str:
+    """Return a sentence on re-ranking, for logs and the model card; "" if no weights were fitted."""
+    weights = stored_weights(model)
+    if model.fusion is None or model.config.rerank_weights is None:
+        return ""
+    if not weights:
+        return "Re-ranking is off: the fusion head did not help beyond noise on the validation split."
+    added = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
+    return (
+        f"Re-ranking orders by scaled cosine + {added}; the weights were fitted on the validation split, each half of whose "
+        "images is ranked here with those of the other half."
+    )
+
+
 @dataclass
 class DirectionRanks:
     """Ranks of all queries of one direction, from 1, the same on all ranks."""
@@ -213,5 +233,5 @@ def _score_block(
     local = block // len(texts) - first_image
     own = tuple(layer[:, local] for layer in keys_values)
     _, states = model.encode_text(read.input_ids, read.attention_mask)
-    scores = model.voice_scores(voices, own, states[place], read.input_ids[place], read.attention_mask[place])
+    scores = model.voice_scores(voices, own, states[place], read.attention_mask[place], read.input_ids[place])
     return scores.float(), read.input_ids.shape[1]

@@ -37,9 +37,11 @@ from mm_utils.evaluation.reranking import (
     DirectionRanks,
     PairScores,
     combine,
+    describe_weights,
     find_candidates,
     rank_directions,
     score_pairs,
+    stored_weights,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -158,17 +160,14 @@ class RetrievalEvaluator:
             model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
             return dict.fromkeys(model.voices, 1.0)
         given = self.args.given_weights
-        fitted = model.config.rerank_weights if given is None else given
-        weights = {"match": 1.0} if fitted is None else {name: weight for name, weight in fitted.items() if weight}
+        weights = stored_weights(model) if given is None else given
         if missing := [name for name in weights if name not in model.voices and given is not None]:
             raise ValueError(
                 f"--rerank_weights has {missing[0]}; the model was not trained for it, only for {', '.join(model.voices)}. "
                 "Train it with that term among --objectives, or drop it."
             )
         if not weights:
-            logger.info(
-                "Re-ranking is off: the model's weights are 0, as its head did not help on the validation split."
-            )
+            logger.info(describe_weights(model))
         return weights
 
     def _fit(
@@ -192,7 +191,7 @@ class RetrievalEvaluator:
         if not helps(rank_directions(split, candidates, scores, scale, weight_FV)):
             weights, weight_FV = [0.0] * len(voices), torch.zeros_like(weight_FV)
         model.config.rerank_weights = dict(zip(voices, weights, strict=True))
-        logger.info("Weights of the head's scores beside the scaled cosine: %s", model.config.rerank_weights)
+        logger.info(describe_weights(model))
         return weight_FV
 
 

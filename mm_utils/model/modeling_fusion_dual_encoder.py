@@ -671,6 +671,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     base_model_prefix = "fusion_dual_encoder"
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
+    towers_rest = False  # whether no gradient goes through the towers, though their weights are trained at other times
     _supports_sdpa = True
     _supports_flash_attn = True
 
@@ -794,6 +795,11 @@ class FusionDualEncoderModel(PreTrainedModel):
                     module.eval()
         return self
 
+    def tower_weights(self) -> list[nn.Parameter]:
+        """Return the parameters of both backbones that are trained."""
+        towers = (self.vision_model, self.text_model)
+        return [weight for tower in towers for weight in tower.parameters() if weight.requires_grad]
+
     def freeze(self, tower: str) -> None:
         """Stop training the `vision` or the `text` backbone; its projection is still trained."""
         (self.vision_model if tower == "vision" else self.text_model).requires_grad_(False)
@@ -881,7 +887,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         head = self.fusion if with_taps else None
         # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
+            output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
         pooled = _pool(output, self.config.vision_pooling)
         return pooled, () if head is None else head.pool_taps(output.hidden_states)
 
@@ -901,12 +908,13 @@ class FusionDualEncoderModel(PreTrainedModel):
         Without `with_taps`, the states are those of the last layer.
         """
         taps = self.config.fusion_text_taps if self.fusion is not None and with_taps else (-1,)
-        output = self.text_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            output_hidden_states=any(tap != -1 for tap in taps),
-            return_dict=True,
-        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
+            output = self.text_model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                output_hidden_states=any(tap != -1 for tap in taps),
+                return_dict=True,
+            )
         # Some towers normalise their output once more, so that it is not the last of the hidden states.
         states = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
         return _pool(output, self.config.text_pooling, attention_mask), torch.cat(states, -1)
@@ -976,10 +984,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         voices: Sequence[str],
         keys_values: KeysValues,
         text_states: Tensor,
-        input_ids: Tensor,
         attention_mask: Tensor,
+        input_ids: Tensor,
     ) -> Tensor:
-        """Return the scores `[P, voices]` of P pairs, one column per name in `voices`."""
+        """Return the scores `[P, voices]` of P pairs, one column per name in `voices`; only `caption` reads `input_ids`."""
         of_states = {"match": self.match_pairs, "late": self.late_scores}
         columns = [
             self.caption_scores(keys_values, input_ids, attention_mask)
@@ -988,6 +996,16 @@ class FusionDualEncoderModel(PreTrainedModel):
             for name in voices
         ]
         return torch.stack([column.float() for column in columns], 1)
+
+    def head_scores(
+        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, input_ids: Tensor
+    ) -> Tensor:
+        """Return what the head adds to the scaled cosines of P pairs, `[P]`: its scores x `config.rerank_weights`."""
+        weights = {name: weight for name, weight in (self.config.rerank_weights or {}).items() if weight}
+        if not weights:
+            return torch.zeros(len(text_states), device=text_states.device)
+        scores = self.voice_scores(list(weights), keys_values, text_states, attention_mask, input_ids)
+        return scores @ scores.new_tensor(list(weights.values()))
 
     def token_logits(
         self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_target: Tensor

@@ -5,6 +5,7 @@ afterwards, a part of the batch at a time (`part`), together with the rows that 
 `mm_utils.objectives.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
 """
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ class Objective(nn.Module):
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
+        tower_steps: the step from which the towers stay as they are; the trainer sets it.
     """
 
     groups_texts = True
@@ -40,6 +42,7 @@ class Objective(nn.Module):
     seed = 0
     row_ids = "ids"
     pairs_per_image = 0
+    tower_steps = sys.maxsize
 
     def __init__(self, model: FusionDualEncoderModel):
         super().__init__()
@@ -65,8 +68,15 @@ class Objective(nn.Module):
         return {**report, "loss": report["loss"] + (loss - loss.detach())}  # the global value, this rank's gradient
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
-        """Add `row_keys`, from which dropout by row draws: a function of seed, step and row, whatever rank holds it."""
+        """Begin a step: add `row_keys`, from which dropout by row draws, a function of seed, step and row on any rank."""
+        self.model.towers_rest = step >= self.tower_steps
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
+
+    def resting(self) -> Tensor | float:
+        """Return 0 with a gradient of 0 for towers that stay as they are: DDP waits for one of everything that is trained."""
+        if not self.model.towers_rest or not self.groups_texts:
+            return 0.0
+        return 0 * sum((weight.sum() for weight in self.model.tower_weights()), torch.zeros(()))
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
         """Run the model on a part of a batch, as far as `plan` (`for_loss`) and `part` (`for_backward`) need it."""
@@ -198,6 +208,7 @@ class JointObjective(Objective):
         for name, gradient in gradients.items():
             if gradient is not None:
                 surrogate_loss = surrogate_loss + (encoded.embeds[name] * gradient).sum()
+        surrogate_loss = surrogate_loss + self.resting()
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]

@@ -35,6 +35,11 @@ class OptimizerArguments:
     backbone_learning_rate: float | None = arg(
         None, "Peak learning rate of the two backbones; default: a tenth of --learning_rate if pretrained, else equal."
     )
+    tower_share: float = arg(
+        1.0,
+        "Share of the run after which the backbones stay as they are, their rate having fallen to zero; projections and heads "
+        "learn on, at a third of a backbone's cost.",
+    )
     layerwise_lr_decay: float = arg(
         1.0, "Each block of a backbone has this share of the learning rate of the block above it; 1 = all equal."
     )
@@ -67,12 +72,16 @@ class OptimizerArguments:
             raise ValueError("--warmup_ratio and --cooldown_ratio are shares of the run; together at most 1.")
         if self.learning_rate < 0:
             raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
+        if not 0 < self.tower_share <= 1:
+            raise ValueError(f"--tower_share is {self.tower_share}; give a share of the run in (0, 1], e.g. 0.5.")
         if not 0 < self.layerwise_lr_decay <= 1:
             raise ValueError(f"--layerwise_lr_decay is {self.layerwise_lr_decay}; give a share in (0, 1], e.g. 0.9.")
 
 
 def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
-    """Return the learning rate of a step, counted from 0, as a share of its peak."""
+    """Return the learning rate of a step, counted from 0, as a share of its peak; 0 from `max_steps` on."""
+    if step >= max_steps:
+        return 0.0
     warmup = args.warmup_ratio * max_steps
     if step + 1 < warmup:
         return (step + 1) / warmup
@@ -113,8 +122,8 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Build AdamW over the trained parameters: matrices decay, backbones and their lower blocks have rates of their own.
 
-    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`; the
-    trainer sets `lr` from it and `schedule`.
+    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
+    the share of the run in which it learns as `share`; the trainer sets `lr` from them and `schedule`.
 
     Args:
         model: the model.
@@ -131,7 +140,13 @@ def build_optimizer(
         rate, decays = rates[name], _decays(name, parameter)
         group = groups.setdefault(
             (backbone, rate, decays),
-            {"params": [], "lr": rate, "peak_lr": rate, "weight_decay": args.weight_decay if decays else 0.0},
+            {
+                "params": [],
+                "lr": rate,
+                "peak_lr": rate,
+                "share": args.tower_share if backbone else 1.0,
+                "weight_decay": args.weight_decay if decays else 0.0,
+            },
         )
         group["params"].append(parameter)
     if not groups:

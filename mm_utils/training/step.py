@@ -57,7 +57,9 @@ class TrainStep:
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
-        model = accelerator.unwrap_model(objective).model
+        unwrapped = accelerator.unwrap_model(objective)
+        unwrapped.tower_steps = round(optimizer_args.tower_share * max_steps)
+        model = unwrapped.model
         self.average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
         self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
         size = args.micro_batch_size
@@ -74,10 +76,10 @@ class TrainStep:
             FloatingPointError: if too many steps were not finite.
         """
         self.objective.train()
-        rate = schedule(step, self.max_steps, self.optimizer_args)
-        rate *= (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
+        growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * rate
+            steps = round(group["share"] * self.max_steps)
+            group["lr"] = group["peak_lr"] * growth * schedule(step, steps, self.optimizer_args)
         if self._is_first:
             self._is_first = False
             self._prepare(batch, step)

@@ -5,7 +5,6 @@ afterwards, a part of the batch at a time (`part`), together with the rows that 
 `mm_utils.objectives.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
 """
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,8 @@ class Objective(nn.Module):
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
-        tower_steps: the step from which the towers stay as they are; the trainer sets it.
+        tower_steps: the step from which the towers stay as they are and the head's terms are trained, and not before; None for
+            everything at once. The trainer sets it.
     """
 
     groups_texts = True
@@ -42,7 +42,7 @@ class Objective(nn.Module):
     seed = 0
     row_ids = "ids"
     pairs_per_image = 0
-    tower_steps = sys.maxsize
+    tower_steps: int | None = None
 
     def __init__(self, model: FusionDualEncoderModel):
         super().__init__()
@@ -69,14 +69,25 @@ class Objective(nn.Module):
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step: add `row_keys`, from which dropout by row draws, a function of seed, step and row on any rank."""
-        self.model.towers_rest = step >= self.tower_steps
+        self.model.towers_rest = self.tower_steps is not None and step >= self.tower_steps
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
 
+    @property
+    def trains_head(self) -> bool:
+        """True if this step trains the terms of the fusion head."""
+        return self.tower_steps is None or self.model.towers_rest
+
     def resting(self) -> Tensor | float:
-        """Return 0 with a gradient of 0 for towers that stay as they are: DDP waits for one of everything that is trained."""
-        if not self.model.towers_rest or not self.groups_texts:
+        """Return 0 with a gradient of 0 for what this step does not train: DDP waits for one of everything that is trained."""
+        if self.tower_steps is None or not self.groups_texts:
             return 0.0
-        return 0 * sum((weight.sum() for weight in self.model.tower_weights()), torch.zeros(()))
+        towers = {id(weight) for weight in self.model.tower_weights()}
+        rest = [
+            weight.sum()
+            for weight in self.model.parameters()
+            if weight.requires_grad and (id(weight) in towers) == self.model.towers_rest
+        ]
+        return 0 * sum(rest, torch.zeros(()))
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
         """Run the model on a part of a batch, as far as `plan` (`for_loss`) and `part` (`for_backward`) need it."""
@@ -130,7 +141,7 @@ class JointObjective(Objective):
     @property
     def reads_pairs(self) -> bool:
         """True if a term reads both sides of the fusion head."""
-        return super().reads_pairs or self.embeds_sides
+        return (super().reads_pairs and self.trains_head) or self.embeds_sides
 
     @property
     def reads_taps(self) -> bool:
@@ -230,7 +241,8 @@ class JointObjective(Objective):
         return metrics
 
     def _row_terms(self) -> list[RowTerm]:
-        return [term for term in self.weights if isinstance(term, RowTerm)]
+        terms = [term for term in self.weights if isinstance(term, RowTerm)]
+        return [term for term in terms if self.trains_head or not term.pairs_per_image]
 
     @torch.no_grad()
     def _teacher_embeds(self, batch: Batch) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from mm_utils.arguments import arg
 LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
 (arXiv 2205.10287)."""
+HEAD_RATE = 2.0  # of the peak rate, in the head's part of a run (docs/log.md)
 TOWERS = ("vision_model.", "text_model.")
 
 # Class, mask and register tokens, and positions: position_embeddings (BERT, ViT), absolute_pos_embed, wpe (GPT), and tables
@@ -35,10 +36,10 @@ class OptimizerArguments:
     backbone_learning_rate: float | None = arg(
         None, "Peak learning rate of the two backbones; default: a tenth of --learning_rate if pretrained, else equal."
     )
-    tower_share: float = arg(
-        1.0,
-        "Share of the run after which the backbones stay as they are, their rate having fallen to zero; projections and heads "
-        "learn on, at a third of a backbone's cost.",
+    head_share: float = arg(
+        0.57,
+        "Share of the run, its last part, in which the terms of the fusion head are trained, on backbones that stay as they are; "
+        "before it, the other terms alone. 0 = all at once. It plays no part without a term of the head.",
     )
     layerwise_lr_decay: float = arg(
         1.0, "Each block of a backbone has this share of the learning rate of the block above it; 1 = all equal."
@@ -72,16 +73,14 @@ class OptimizerArguments:
             raise ValueError("--warmup_ratio and --cooldown_ratio are shares of the run; together at most 1.")
         if self.learning_rate < 0:
             raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
-        if not 0 < self.tower_share <= 1:
-            raise ValueError(f"--tower_share is {self.tower_share}; give a share of the run in (0, 1], e.g. 0.5.")
+        if not 0 <= self.head_share < 1:
+            raise ValueError(f"--head_share is {self.head_share}; give a share of the run in [0, 1), e.g. 0.5.")
         if not 0 < self.layerwise_lr_decay <= 1:
             raise ValueError(f"--layerwise_lr_decay is {self.layerwise_lr_decay}; give a share in (0, 1], e.g. 0.9.")
 
 
 def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
-    """Return the learning rate of a step, counted from 0, as a share of its peak; 0 from `max_steps` on."""
-    if step >= max_steps:
-        return 0.0
+    """Return the learning rate of a step, counted from 0, as a share of its peak."""
     warmup = args.warmup_ratio * max_steps
     if step + 1 < warmup:
         return (step + 1) / warmup
@@ -123,7 +122,7 @@ def build_optimizer(
     """Build AdamW over the trained parameters: matrices decay, backbones and their lower blocks have rates of their own.
 
     Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
-    the share of the run in which it learns as `share`; the trainer sets `lr` from them and `schedule`.
+    `backbone`, whether it rests in the head's part of the run; the trainer sets `lr` from them and `schedule`.
 
     Args:
         model: the model.
@@ -144,7 +143,7 @@ def build_optimizer(
                 "params": [],
                 "lr": rate,
                 "peak_lr": rate,
-                "share": args.tower_share if backbone else 1.0,
+                "backbone": backbone,
                 "weight_decay": args.weight_decay if decays else 0.0,
             },
         )

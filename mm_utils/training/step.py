@@ -22,7 +22,7 @@ from mm_utils.model.adapt import WeightAverage
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import find_micro_batch_size
-from mm_utils.training.optim import LR_RULES, OptimizerArguments, schedule
+from mm_utils.training.optim import HEAD_RATE, LR_RULES, OptimizerArguments, schedule
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ class TrainStep:
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
         unwrapped = accelerator.unwrap_model(objective)
-        unwrapped.tower_steps = round(optimizer_args.tower_share * max_steps)
+        self.tower_steps = max_steps
+        if optimizer_args.head_share and unwrapped.pairs_per_image:
+            self.tower_steps = unwrapped.tower_steps = round((1 - optimizer_args.head_share) * max_steps)
         model = unwrapped.model
         self.average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
         self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
@@ -77,9 +79,12 @@ class TrainStep:
         """
         self.objective.train()
         growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
+        # Each part of the run has a schedule of its own, the head's at a higher rate.
+        rests, first = step >= self.tower_steps, self.tower_steps
+        part = (step - first, self.max_steps - first) if rests else (step, first)
+        rate = growth * schedule(*part, self.optimizer_args)
         for group in self.optimizer.param_groups:
-            steps = round(group["share"] * self.max_steps)
-            group["lr"] = group["peak_lr"] * growth * schedule(step, steps, self.optimizer_args)
+            group["lr"] = group["peak_lr"] * rate * ((0.0 if group["backbone"] else HEAD_RATE) if rests else 1.0)
         if self._is_first:
             self._is_first = False
             self._prepare(batch, step)

@@ -1,8 +1,7 @@
 """Re-ranking: the fusion head reorders the first K candidates of each query.
 
-The score of a pair is the scaled cosine + sum_v weight_v x voice v. The head has up to three voices:
+The score of a pair is the scaled cosine + sum_v weight_v x voice v. The head has up to two voices:
 - match: its match logit (ALBEF, arXiv 2107.07651, section 3.2), 0 for a head that was not trained to match;
-- late: its score of late interaction (FILIP, arXiv 2111.07783);
 - caption: the log probability of the caption given the image (arXiv 2306.01879), minus the log probability of the caption
   alone, estimated by the mean probability over the caption's candidate images. That is the same for all images of a caption:
   it changes image to text, and not text to image.

@@ -48,7 +48,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 logger = logging.getLogger(__name__)
 
 Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
-VOICES = ("match", "late", "caption")
+VOICES = ("match", "caption")
 IMAGES = 128  # images whose probes of the word order are encoded at a time
 
 
@@ -61,8 +61,8 @@ class EvaluationArguments:
     )
     rerank_weights: str = arg(
         "fitted",
-        "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,late:0.5, of "
-        "match, late and caption; fitted: as training found best on the validation split, 0 where a score did not help.",
+        "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
+        "fitted: as training found best on the validation split, 0 where a score did not help.",
     )
     rerank_cache_gb: float = arg(
         8.0, "Memory per process for the head's keys and values of images; images that do not fit are encoded twice."
@@ -88,7 +88,7 @@ class EvaluationArguments:
         if not weights or weights.keys() - VOICES or not all(0 <= weight < math.inf for weight in weights.values()):
             raise ValueError(
                 f"--rerank_weights is {self.rerank_weights}; write name:weight with weights from 0 on, e.g. "
-                f"match:1,late:0.5, of {', '.join(VOICES)}, or fitted."
+                f"match:1,caption:0.5, of {', '.join(VOICES)}, or fitted."
             )
         return weights
 

@@ -38,11 +38,9 @@ DIRECTIONS = ("text_to_image", "both")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
-MOST_WORDS = 32  # words of a text that take part in late interaction
 KeysValues = tuple[Tensor, ...]
 """The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
-`[2, B, heads, N, D / heads]`. If image tokens attend to the text too, the tokens `[1, B, N, D]` that enter at each block. With a
-late head, its cells `[1, B, N, D]` come last."""
+`[2, B, heads, N, D / heads]`. If image tokens attend to the text too, the tokens `[1, B, N, D]` that enter at each block."""
 
 
 # -- configuration and output -----------------------------------------------------------------------------------------
@@ -71,8 +69,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_direction: `text_to_image`: image tokens never change and can be cached; `both`: they attend to the text.
         fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
         token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
-        late_head: whether words and cells have embeddings of their own, see `LateHead`.
-        rerank_weights: by what each score of the head (match, late, caption) is multiplied before it is added to the scaled
+        rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
             cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
         classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
@@ -108,7 +105,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         token_head: bool = False,
         caption_head: bool = False,
         region_head: bool = False,
-        late_head: bool = False,
         rerank_weights: dict[str, float] | None = None,
         freeze_batch_norm: bool = False,
         classifier_inputs: str = "fused",
@@ -150,7 +146,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_direction = fusion_direction
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
         self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
-        self.late_head, self.rerank_weights = late_head, rerank_weights
+        self.rerank_weights = rerank_weights
         self.freeze_batch_norm = freeze_batch_norm
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
@@ -500,7 +496,7 @@ class FusionHead(nn.Module):
 
     def forward(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Return fused states `[P, 1 + L, D]` of P pairs, `[CLS]` first, independent of padding."""
-        first, *later = text_states.split(self.match.in_features, -1)[: len(self.bridges)]
+        first, *later = text_states.chunk(len(self.bridges), -1)
         tokens = torch.cat([self.cls_token.expand(len(first), -1, -1), first], 1)
         mask = F.pad(attention_mask.bool(), (1, 0), value=True)[:, None, None]
         return self._run(tokens, mask, keys_values, [F.pad(states, (0, 0, 1, 0)) for states in later])
@@ -520,7 +516,7 @@ class FusionHead(nn.Module):
 
     def _run(self, tokens: Tensor, mask: Tensor, keys_values: KeysValues, bridged: Sequence[Tensor] = ()) -> Tensor:
         image = None
-        for block, (layer, given) in enumerate(zip(self.layers, keys_values, strict=False)):
+        for block, (layer, given) in enumerate(zip(self.layers, keys_values, strict=True)):
             if 0 < block <= len(bridged):
                 tokens = tokens + bridged[block - 1]
             if self.keeps_tokens:
@@ -594,41 +590,6 @@ class RegionHead(nn.Module):
         return F.normalize(self.projection(self.norm(pooled)), dim=-1)
 
 
-class LateHead(nn.Module):
-    """Embeddings of an image's cells and a text's words, for late interaction (FILIP, arXiv 2111.07783).
-
-    The score of a pair is scale x sum_w weight_w max_c <word w, cell c>: every word takes its best cell. The weights sum to 1
-    and are learned, where FILIP takes the mean. The scale starts at 50, because a mean over words differs little between
-    images. Words stand for texts of up to `MOST_WORDS` words; of longer ones, those with the largest weights.
-    """
-
-    def __init__(self, config: FusionDualEncoderConfig):
-        super().__init__()
-        widths = [config.vision_widths[tap] for tap in config.fusion_vision_taps]
-        self.cells: Iterable[nn.Module] = nn.ModuleList(  # type: ignore[assignment]
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, config.fusion_dim)) for width in widths
-        )
-        self.words = TextBridge(config.text_width, len(config.fusion_text_taps), config.fusion_dim)
-        self.weight = nn.Linear(config.fusion_dim, 1)
-        self.scale = nn.Parameter(torch.tensor(math.log(50)))
-
-    def encode_image(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return unit vectors `[B, N, D]` of the cells of all pooled taps."""
-        tokens = [tap.flatten(2).transpose(1, 2) if tap.dim() == 4 else tap for tap in taps]
-        embeds = [cells(tap) for cells, tap in zip(self.cells, tokens, strict=True)]
-        return F.normalize(torch.cat(embeds, 1), dim=-1)
-
-    def weigh(self, words: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return unit vectors x weight x scale, `[B, MOST_WORDS, D]`, from `[B, L, D]`; no word is 0."""
-        weight = self.weight(words)[..., 0]
-        weight = weight.masked_fill(attention_mask == 0, torch.finfo(weight.dtype).min).softmax(1)
-        words = F.normalize(words, dim=-1) * (weight * self.scale.exp().clamp(max=100))[..., None]
-        if words.shape[1] > MOST_WORDS:
-            heaviest = weight.topk(MOST_WORDS, 1).indices
-            words = words.gather(1, heaviest[..., None].expand(-1, -1, words.shape[2]))
-        return F.pad(words, (0, 0, 0, MOST_WORDS - words.shape[1]))
-
-
 def _as_map(tap: Tensor) -> Tensor:
     """Return a hidden state, a map or tokens, as the map `[B, C, h, w]`."""
     grid = tap if tap.dim() == 4 else split_grid(tap)[1]
@@ -699,7 +660,6 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.region_head: RegionHead | None = None
         if config.region_head:
             self._make_region_head()
-        self.late_head = LateHead(config) if config.late_head else None
         self.token_head: TokenHead | None = None
         self.caption_adapter: CaptionAdapter | None = None
         if config.token_head:
@@ -795,11 +755,6 @@ class FusionDualEncoderModel(PreTrainedModel):
                     module.eval()
         return self
 
-    def tower_weights(self) -> list[nn.Parameter]:
-        """Return the parameters of both backbones that are trained."""
-        towers = (self.vision_model, self.text_model)
-        return [weight for tower in towers for weight in tower.parameters() if weight.requires_grad]
-
     def freeze(self, tower: str) -> None:
         """Stop training the `vision` or the `text` backbone; its projection is still trained."""
         (self.vision_model if tower == "vision" else self.text_model).requires_grad_(False)
@@ -831,22 +786,6 @@ class FusionDualEncoderModel(PreTrainedModel):
             self.caption_adapter = CaptionAdapter(width, dim).to(words.weight)
             self.caption_adapter.apply(self._init_weights)
         self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
-
-    def add_late_head(self) -> None:
-        """Add embeddings of words and cells, if there are none.
-
-        Raises:
-            ValueError: if the model has no fusion head, whose taps they are made of.
-        """
-        if self.fusion is None:
-            raise ValueError(
-                "This model was built with fusion_layers=0; late interaction reads the fusion head's taps."
-            )
-        if self.late_head is None:
-            config: Any = self.config
-            self.late_head = LateHead(config).to(self.logit_scale)
-            self.late_head.apply(self._init_weights)
-        self.config.late_head = True
 
     def add_region_head(self) -> None:
         """Add a head that embeds boxes, if there is none.
@@ -895,10 +834,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
         """Turn the result of `vision_features` into that of `encode_image`; None without taps."""
         embeds = F.normalize(self.visual_projection(pooled), dim=-1)
-        if self.fusion is None or not taps:
-            return embeds, None
-        cells = () if self.late_head is None else (self.late_head.encode_image(taps)[None],)
-        return embeds, (*self.fusion.encode_vision(taps), *cells)
+        return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
 
     def text_features(
         self, input_ids: Tensor, attention_mask: Tensor, with_taps: bool = True
@@ -925,8 +861,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if states is None:
             states = pooled[:, None][:, :0]
         elif self.fusion is not None:
-            words = () if self.late_head is None else (self.late_head.words(states),)
-            states = torch.cat([self.fusion.encode_text(states), *words], -1)
+            states = self.fusion.encode_text(states)
         return embeds, states
 
     def region_embeds(self, taps: Sequence[Tensor], boxes: Tensor, image: Tensor) -> Tensor:
@@ -959,22 +894,11 @@ class FusionDualEncoderModel(PreTrainedModel):
             raise ValueError("This model was built with fusion_layers=0; it has no head to score pairs with.")
         return self.fusion.match_logits(keys_values, text_states, attention_mask)
 
-    def late_words(self, text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the words that look for cells, `[B, MOST_WORDS, D]`, see `LateHead`."""
-        assert self.late_head is not None
-        return self.late_head.weigh(text_states[..., -self.config.fusion_dim :], attention_mask)
-
-    def late_scores(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return scores `[P]` of late interaction of P pairs."""
-        words = self.late_words(text_states, attention_mask)
-        return (words @ keys_values[-1][0].transpose(1, 2)).amax(2).sum(1)
-
     @property
     def voices(self) -> list[str]:
         """The scores that this model's head can give a pair: those of parts that it has and that were trained."""
         has = {
             "match": self.fusion is not None and bool(self.fusion.match.weight.any()),
-            "late": self.late_head is not None,
             "caption": self.caption_adapter is not None,
         }
         return [name for name, given in has.items() if given]
@@ -988,11 +912,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         input_ids: Tensor,
     ) -> Tensor:
         """Return the scores `[P, voices]` of P pairs, one column per name in `voices`; only `caption` reads `input_ids`."""
-        of_states = {"match": self.match_pairs, "late": self.late_scores}
         columns = [
-            self.caption_scores(keys_values, input_ids, attention_mask)
-            if name == "caption"
-            else of_states[name](keys_values, text_states, attention_mask)
+            self.match_pairs(keys_values, text_states, attention_mask)
+            if name == "match"
+            else self.caption_scores(keys_values, input_ids, attention_mask)
             for name in voices
         ]
         return torch.stack([column.float() for column in columns], 1)

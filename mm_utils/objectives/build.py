@@ -14,22 +14,13 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid, RegionPointing, SelfDistillation
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.language import Captioning, MaskedLanguageModelling
-from mm_utils.objectives.late import LateInteraction
 from mm_utils.objectives.matching import Matching
 from mm_utils.objectives.terms import Term
 
 CONTRASTIVE = (InfoNCE, PairwiseSigmoid)
-OTHERS = (Matching, LateInteraction, MaskedLanguageModelling, Captioning, RegionPointing, SelfDistillation)
+OTHERS = (Matching, MaskedLanguageModelling, Captioning, RegionPointing, SelfDistillation)
 NAMES = [term.name for term in (*CONTRASTIVE, *OTHERS)]
-HEADS = (
-    "fusion.match",
-    "fusion.bridges",
-    "fusion.cls_token",
-    "late_head",
-    "token_head",
-    "caption_adapter",
-    "region_head",
-)
+HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
 
 
@@ -38,9 +29,8 @@ class ObjectiveArguments:
     """The terms of the loss and their weights."""
 
     objectives: str = arg(
-        "contrastive:1,matching:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); late (words look for their cells); matching (the fusion "
-        "head classifies pairs); masked_lm and "
+        "contrastive:1,captioning:1",
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
         "captioning (it predicts words); regions (phrases point into their boxes); self_distillation (soft targets of "
         "averaged weights, needs --ema_decay); or module.Class, a term of your own.",
     )
@@ -109,7 +99,7 @@ def build_objective(
     if not any(isinstance(term, PairwiseSigmoid) for term in weights):
         model.remove_logit_bias()
     for term in weights:
-        if (term.pairs_per_image or term.reads_sides) and model.fusion is None:
+        if term.pairs_per_image and model.fusion is None:
             raise ValueError(
                 f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0."
             )
@@ -131,7 +121,7 @@ def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedT
     if name == MaskedLanguageModelling.name:
         assert tokenizer is not None
         return MaskedLanguageModelling(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
-    known = {term.name: term for term in (*CONTRASTIVE, LateInteraction, Captioning, RegionPointing, SelfDistillation)}
+    known = {term.name: term for term in (*CONTRASTIVE, Captioning, RegionPointing, SelfDistillation)}
     return (known.get(name) or _own_term(name))(seed)
 
 

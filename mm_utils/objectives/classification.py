@@ -79,7 +79,7 @@ class ClassificationObjective(Objective):
         loss = (F.cross_entropy(logits_nC, label_n, reduction="none") * self._row_weights(batch)).sum()
         correct = (logits_nC.argmax(1) == label_n).sum()
         sums = torch.stack([loss.detach(), correct.to(loss)])
-        return loss * (distributed.world_size() / plan.total[0]) + self.resting(), sums
+        return loss * (distributed.world_size() / plan.total[0]), sums
 
     def report(self, plan: ClassificationPlan, sums: Tensor) -> Report:
         """Return the weighted mean loss and the accuracy."""

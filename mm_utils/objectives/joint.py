@@ -77,17 +77,24 @@ class Objective(nn.Module):
         """True if this step trains the terms of the fusion head."""
         return self.tower_steps is None or self.model.towers_rest
 
-    def resting(self) -> Tensor | float:
-        """Return 0 with a gradient of 0 for what this step does not train: DDP waits for one of everything that is trained."""
-        if self.tower_steps is None or not self.groups_texts:
+    def resting_weights(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained in the other part of the run: the towers', or those of the head."""
+        model = self.model
+        if self.tower_steps is None:
+            return []
+        parts = (
+            (model.vision_model, model.text_model)
+            if model.towers_rest
+            else (model.fusion, model.token_head, model.caption_adapter)
+        )
+        weights = (weight for part in parts if part is not None for weight in part.parameters())
+        return [weight for weight in weights if weight.requires_grad]
+
+    def zero_of_resting(self) -> Tensor | float:
+        """Return 0 with a gradient for the weights that rest: DDP waits for one of everything that is trained."""
+        if not self.groups_texts:  # FSDP does not wait, and shards them
             return 0.0
-        towers = {id(weight) for weight in self.model.tower_weights()}
-        rest = [
-            weight.sum()
-            for weight in self.model.parameters()
-            if weight.requires_grad and (id(weight) in towers) == self.model.towers_rest
-        ]
-        return 0 * sum(rest, torch.zeros(()))
+        return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
         """Run the model on a part of a batch, as far as `plan` (`for_loss`) and `part` (`for_backward`) need it."""
@@ -135,13 +142,12 @@ class JointObjective(Objective):
         self.weights = weights
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
         self.embeds_taps = any(term.reads_taps for term in weights)
-        self.embeds_sides = any(term.reads_sides for term in weights)
         self.needs_teacher = any(term.needs_teacher for term in weights)
 
     @property
     def reads_pairs(self) -> bool:
-        """True if a term reads both sides of the fusion head."""
-        return (super().reads_pairs and self.trains_head) or self.embeds_sides
+        """True if the fusion head scores pairs in this step."""
+        return super().reads_pairs and self.trains_head
 
     @property
     def reads_taps(self) -> bool:
@@ -157,7 +163,7 @@ class JointObjective(Objective):
         if not own:
             batch = blank_pair(batch)
         set_row_keys(self.model, batch.get("row_keys"))
-        with_pairs = self.reads_pairs and (for_backward or self.embeds_sides)
+        with_pairs = for_backward and self.reads_pairs
         teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
         pooled, taps = self._vision_features(batch, with_pairs or self.embeds_taps)
         image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else ())
@@ -219,7 +225,7 @@ class JointObjective(Objective):
         for name, gradient in gradients.items():
             if gradient is not None:
                 surrogate_loss = surrogate_loss + (encoded.embeds[name] * gradient).sum()
-        surrogate_loss = surrogate_loss + self.resting()
+        surrogate_loss = surrogate_loss + self.zero_of_resting()
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]

@@ -114,7 +114,7 @@ def distilled_info_nce(
 
 
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def _full_precision(device: torch.device) -> Iterator[None]:
     """Turn autocast and TF32 off: at a scale of 100, ten bits of mantissa leave an error of a tenth of a logit."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -140,7 +140,7 @@ class _AtEmbeddings(torch.autograd.Function):
     ) -> Tensor:
         total, mine = max(1, len(batch.image_NE)), slice(batch.offset, batch.offset + len(image_nE))
         directions = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
-        with full_precision(image_nE.device):
+        with _full_precision(image_nE.device):
             wide = [scalar.to(batch.image_NE.dtype) for scalar in scalars]
             loss, gradients = compute(directions, *wide, batch, total, tile or max(1, TILE_ELEMENTS // total))
         ctx.save_for_backward(*gradients)
@@ -274,7 +274,7 @@ def hard_negatives(
     chosen = []
     for low in range(0, len(query_nE), tile):
         rows = torch.arange(low, min(low + tile, len(query_nE)), device=query_nE.device) + batch.offset
-        with full_precision(query_nE.device):
+        with _full_precision(query_nE.device):
             logits_TN = scale.float() * query_nE[low : low + tile].float() @ keys_NE.float().T
         logits_TN = logits_TN + gumbel_noise(pair_N[rows], pair_N, key)
         logits_TN = logits_TN.masked_fill(same_pair(batch.ids_N2[rows], batch.ids_N2), -torch.inf)

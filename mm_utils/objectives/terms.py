@@ -37,7 +37,7 @@ class EncodedBatch(Encoded):
     A rank without a readable pair has n = 0 embeddings, and the states of one blank pair.
 
     Attributes:
-        embeds: unit embeddings `[n, E]`: `image`, `text`, and what terms add (`Term.embed`).
+        embeds: unit embeddings `[n, E]`: `image`, `text`, and those that terms add (`Term.embed`).
         scale: the inverse temperature, a scalar.
         bias: the scalar added to the logits, for a model that has one.
         text_states: the text tower's states that the fusion head reads, `[n, L, C]`.
@@ -102,7 +102,6 @@ class Term:
         heads: the optional parts of the model that this term trains.
         pairs_per_image: how many pairs the fusion head scores for each image.
         reads_taps: True if `embed` reads `EncodedBatch.taps`.
-        reads_sides: True if `embed` reads `EncodedBatch.keys_values` and `EncodedBatch.text_states`.
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.
         seed: the run's random seed.
@@ -112,7 +111,6 @@ class Term:
     heads: ClassVar[tuple[str, ...]] = ()
     pairs_per_image: ClassVar[int] = 0
     reads_taps: ClassVar[bool] = False
-    reads_sides: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0):
@@ -126,7 +124,7 @@ class Term:
         """
 
     def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> Mapping[str, Tensor]:
-        """Return further embeddings that the loss needs by name, one row of the same shape per pair of the global batch.
+        """Return further unit embeddings that the loss needs, one per pair, by name.
 
         It is called with and without gradient, on any part of a batch, and on the blank pair of a rank without any, whose
         rows are dropped.

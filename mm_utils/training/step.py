@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mm_utils import distributed
 from mm_utils.files import append_rows
 from mm_utils.model.adapt import WeightAverage
+from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import find_micro_batch_size
@@ -58,10 +59,13 @@ class TrainStep:
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
         unwrapped = accelerator.unwrap_model(objective)
-        self.tower_steps = max_steps
-        if optimizer_args.head_share and unwrapped.pairs_per_image:
+        model, self.tower_steps = unwrapped.model, max_steps
+        if (
+            optimizer_args.head_share
+            and unwrapped.pairs_per_image
+            and (is_trained(model.vision_model) or is_trained(model.text_model))
+        ):
             self.tower_steps = unwrapped.tower_steps = round((1 - optimizer_args.head_share) * max_steps)
-        model = unwrapped.model
         self.average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
         self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
         size = args.micro_batch_size
@@ -89,6 +93,8 @@ class TrainStep:
             self._is_first = False
             self._prepare(batch, step)
         report = self._backward(batch, step)
+        for weight in self.accelerator.unwrap_model(self.objective).resting_weights():
+            weight.grad = None  # with one of 0, momentum and weight decay would still move it
         norm = self.accelerator.clip_grad_norm_(
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
         )

@@ -88,7 +88,7 @@ class TrainStep:
         part = (step - first, self.max_steps - first) if rests else (step, first)
         rate = growth * schedule(*part, self.optimizer_args)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * rate * ((0.0 if group["backbone"] else HEAD_RATE) if rests else 1.0)
+            group["lr"] = group["peak_lr"] * rate * ((0.0 if group.get("backbone") else HEAD_RATE) if rests else 1.0)
         if self._is_first:
             self._is_first = False
             self._prepare(batch, step)

@@ -37,7 +37,7 @@ class OptimizerArguments:
         None, "Peak learning rate of the two backbones; default: a tenth of --learning_rate if pretrained, else equal."
     )
     head_share: float = arg(
-        0.57,
+        0.5,
         "Share of the run, its last part, in which the terms of the fusion head are trained, on backbones that stay as they are; "
         "before it, the other terms alone. 0 = all at once. It plays no part without a term of the head.",
     )

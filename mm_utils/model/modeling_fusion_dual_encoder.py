@@ -782,7 +782,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             self.token_head.apply(self._init_weights)
             # Logits begin with a variance of 1, however short the word embeddings are: five times fewer steps (docs/log.md).
             spread = words.weight.detach().float().std() * math.sqrt(width)
-            self.token_head.transform[-1].weight.data.div_(spread.to(words.weight))
+            last: Any = self.token_head.transform[-1]
+            last.weight.data.div_(spread.to(words.weight))
         if captions and self.config.fusion_direction != "text_to_image":
             raise ValueError("fusion_direction is 'both'; to write captions, image tokens must not read the text.")
         if captions and self.caption_adapter is None:

@@ -308,8 +308,8 @@ def test_a_batch_without_a_readable_image() -> None:
 
 def test_build_objective() -> None:
     model = tiny_model()
-    both = build_objective(model, ObjectiveArguments(), 0)
-    assert [term.name for term in both.weights] == ["contrastive", "captioning"]
+    both = build_objective(model, ObjectiveArguments("contrastive:1,matching:1"), 0)
+    assert [term.name for term in both.weights] == ["contrastive", "matching"]
     assert all(parameter.requires_grad for parameter in model.parameters())
     build_objective(model, ObjectiveArguments("contrastive"), 0)
     assert not any(parameter.requires_grad for parameter in model.fusion.parameters())

@@ -223,8 +223,11 @@ def test_examples_are_those_of_a_data_set_on_disk(
         (int(image_id.removeprefix("id-")), epoch[position])
         for image_id, position in zip(batch["image_ids"], batch["rows"].tolist(), strict=True)
     ]
-    expected = Collator(0, IMAGE_SIZE, longest_first=True)(pairs.__getitems__(draws))
+    expected = Collator(0, IMAGE_SIZE)(pairs.__getitems__(draws))
     assert {epoch for _, epoch in draws} == {0, 1}
+    # Of a stream's captions only the one that is shown is tokenised.
+    assert torch.equal(batch.pop("all_input_ids")[:, 0], batch["input_ids"])
+    assert torch.equal(batch.pop("all_attention_mask").sum(1), batch["attention_mask"])
     assert_same({**batch, "rows": expected["rows"]}, expected)
 
 

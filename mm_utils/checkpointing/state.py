@@ -36,7 +36,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 RUN_FILE = "run.json"
 _DEEPSPEED = "deepspeed"
 _DUAL_ENCODER = "dual_encoder"
-_NOT_COMPARED = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+_NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_dtype", "transformers_version")
 _SCALARS = ("logit_scale", "logit_bias")
 
 Buffers = dict[str, Tensor]

@@ -88,7 +88,7 @@ def tiny_objective(kind: str) -> JointObjective:
             if name.startswith(("token_head", "caption_adapter", "region_head")):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
     if kind == "captioning_on_resting_towers":
-        objective.tower_steps = 0
+        objective.tower_steps, model.towers_rest = 0, True
     if objective.needs_teacher:
         objective.teacher = WeightAverage(model, 0.9)
         for value in objective.teacher.values.values():

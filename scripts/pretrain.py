@@ -1,6 +1,6 @@
 """Train an image encoder and a text encoder together, from pairs of images and captions.
 
-On a laptop, with the embedded data set, in under four minutes:
+On a laptop, with the embedded data set, in about four minutes:
     accelerate launch scripts/pretrain.py
 
 Your own pairs, from pretrained encoders, on every GPU that `accelerate config` was told of:

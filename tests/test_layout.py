@@ -51,7 +51,7 @@ ROAD = [
     "training/step.py",
     "checkpointing/state.py",
 ]
-MAX_ROAD_LINES = 4475  # of which the modelling file, which travels alone, has 1,080
+MAX_ROAD_LINES = 4570  # of which the modelling file, which travels alone, has 1,169
 
 
 def modules() -> dict[str, Path]:

@@ -127,7 +127,7 @@ class TrainStep:
         wrapped = isinstance(self.objective, DistributedDataParallel)
         if self.micro_batch.size is None and wrapped and distributed.world_size() >= 3:
             buffers = [buffer.clone() for buffer in self.objective.buffers()]
-            self._backward(batch, step)
+            self._backward(batch, 0)  # of one part of the run at every start
             self.optimizer.zero_grad()
             with torch.no_grad():
                 for buffer, value in zip(self.objective.buffers(), buffers, strict=True):

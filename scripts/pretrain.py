@@ -1,6 +1,6 @@
 """Train an image encoder and a text encoder together, from pairs of images and captions.
 
-On a laptop, with the embedded data set, in under four minutes:
+On a laptop, with the embedded data set, in about four minutes:
     accelerate launch scripts/pretrain.py
 
 Your own pairs, from pretrained encoders, on every GPU that `accelerate config` was told of:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
 
     # 4. Train.
     probes = word_order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
-    evaluator, pointing = RetrievalEvaluator(eval_args, probes), PointingEvaluator() if regions else None
+    evaluator, pointing = RetrievalEvaluator(eval_args, probes, fits=True), PointingEvaluator() if regions else None
     trainer = Trainer(
         args,
         optimizer_args,

@@ -1,5 +1,6 @@
 """A model that looks up its answers, and the definition of ranks by sorting, for tests of evaluation."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ class TruthfulModel:
         seen, scored: numbers of images encoded and of pairs scored.
     """
 
-    config = SimpleNamespace(projection_dim=6)
+    voices = ("match",)
     logit_scale = torch.tensor(2.0)
     fusion: Any = True
 
@@ -71,6 +72,7 @@ class TruthfulModel:
             normalize(torch.randn(count, 6, generator=generator), dim=1) for count in (images, len(self.owner))
         )
         self.truth, self.scored, self.seen = truth, 0, 0
+        self.config = SimpleNamespace(projection_dim=6, rerank_weights=None)
         self.logits: Tensor | None = None
 
     @classmethod
@@ -97,6 +99,14 @@ class TruthfulModel:
         if self.logits is not None:
             return self.logits[image.long(), text_states[:, 1, 0].long()]
         return torch.where(image == text_states[:, 2, 0], self.truth, -self.truth)
+
+    def voice_scores(
+        self, voices: Sequence[str], keys_values: Any, states: Tensor, attention_mask: Tensor, input_ids: Tensor
+    ) -> Tensor:
+        given = {"match": lambda: self.match_pairs(keys_values, states, attention_mask)}
+        if "caption" in voices:
+            given["caption"] = lambda: self.caption_scores(keys_values, input_ids, attention_mask)  # type: ignore[attr-defined]
+        return torch.stack([given[name]() for name in voices], 1)
 
     def batches(self, batch_size: int, unreadable: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         """This rank's batches, as `Loaders.evaluation` yields them."""

@@ -37,7 +37,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 RUN_FILE = "run.json"
 _DEEPSPEED = "deepspeed"
 _DUAL_ENCODER = "dual_encoder"
-_NOT_COMPARED = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+_NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_dtype", "transformers_version")
 _SCALARS = ("logit_scale", "logit_bias")
 
 Buffers = dict[str, Tensor]
@@ -161,8 +161,10 @@ class TrainingState:
         return TrainerState.load_from_json(str(path / STATE_FILE)), run
 
     def load_weights(self, path: Path) -> None:
-        """Load only weights and average from a checkpoint, on all ranks."""
+        """Load only weights, those of re-ranking too, and average from a checkpoint, on all ranks."""
         load_weights(self.model, path)
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        self.model.config.rerank_weights = config.get("rerank_weights")
         if self.average is not None:
             self.average.load(path)
 

@@ -1,20 +1,18 @@
 """Re-ranking: the fusion head reorders the first K candidates of each query.
 
-The score of a pair is the head's score + weight x inverse temperature x cosine. The head's score is one of
-- match: its match logit. With weight 1 this is BLIP's sum (arXiv 2201.12086, section 4.2) with the learned temperature; with
-  weight 0 the logit alone (ALBEF, arXiv 2107.07651, section 3.2).
-- caption, for a model trained with captioning: the log probability of the caption given the image (arXiv 2306.01879), minus
-  the log probability of the caption alone, estimated by the mean probability over the caption's candidate images.
-- both: the sum of match logit and log probability of the caption given the image, minus the log of the mean of the exponential
-  of this sum over the caption's candidate images.
-What is subtracted is the same for all images of a caption: it changes image to text, and not text to image.
+The score of a pair is the scaled cosine + sum_v weight_v x voice v. The head has up to two voices:
+- match: its match logit (ALBEF, arXiv 2107.07651, section 3.2), 0 for a head that was not trained to match;
+- caption: the log probability of the caption given the image (arXiv 2306.01879), minus the log probability of the caption
+  alone, estimated by the mean probability over the caption's candidate images. That is the same for all images of a caption:
+  it changes image to text, and not text to image.
+`mm_utils.evaluation.rerank_weights` fits the weights.
 
-Shape letters: M images, T texts, Q queries, K candidates, P pairs.
+Shape letters: M images, T texts, V voices, Q queries, K candidates, P pairs.
 """
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -36,7 +34,27 @@ from mm_utils.evaluation.embeddings import (
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 
 PAIRS = 256  # pairs per forward of the head
-SCORES = ("match", "caption", "both")  # values of --rerank_score
+FOLDS = 2  # of the images, by their id, for weights that were fitted on the other one
+
+
+def stored_weights(model: FusionDualEncoderModel) -> dict[str, float]:
+    """Return the weights that were fitted, without those that are 0; of a model without any, that of its match logit."""
+    fitted = model.config.rerank_weights
+    return {"match": 1.0} if fitted is None else {name: weight for name, weight in fitted.items() if weight}
+
+
+def describe_weights(model: FusionDualEncoderModel) -> str:
+    """Return a sentence on re-ranking, for logs and the model card; "" if no weights were fitted."""
+    weights = stored_weights(model)
+    if model.fusion is None or model.config.rerank_weights is None:
+        return ""
+    if not weights:
+        return "Re-ranking is off: the fusion head did not help beyond noise on the validation split."
+    added = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
+    return (
+        f"Re-ranking orders by scaled cosine + {added}; the weights were fitted on the validation split, each half of whose "
+        "images is ranked here with those of the other half."
+    )
 
 
 @dataclass
@@ -59,9 +77,9 @@ class DirectionRanks:
 
 @dataclass
 class PairScores:
-    """The head's scores of pairs `[P]`, looked up by pair number: image x T + text."""
+    """The voices of pairs `[V, P]`, looked up by pair number: image x T + text."""
 
-    pairs: Tensor  # sorted when the object is made
+    pairs: Tensor  # `[P]`, sorted when the object is made
     scores: Tensor
     seconds: float  # time for scoring, with encoding the texts and the images that did not fit into memory
     length: float  # mean padded length of the texts, in tokens
@@ -69,23 +87,31 @@ class PairScores:
 
     def __post_init__(self) -> None:
         order = self.pairs.argsort()
-        self.pairs, self.scores = self.pairs[order], self.scores[order]
+        self.pairs, self.scores = self.pairs[order], self.scores[:, order]
 
     def __call__(self, wanted: Tensor) -> Tensor:
-        """Return the scores of the pairs `wanted`; minus infinity for one that was not scored."""
+        """Return the voices of the pairs `wanted`, `[V, ...]`; minus infinity for a pair that was not scored."""
         place = torch.searchsorted(self.pairs, wanted).clamp(max=len(self.pairs) - 1)
-        return self.scores[place].where(self.pairs[place] == wanted, -torch.inf)
+        return self.scores[:, place].where(self.pairs[place] == wanted, -torch.inf)
 
-    def minus_priors(self, text_pairs_TK: Tensor, texts: int) -> "PairScores":
-        """Subtract from each text's scores the log of the mean of exp(score) over its K candidate images.
+    def minus_priors(self, voice: int, text_pairs_TK: Tensor, texts: int) -> "PairScores":
+        """Subtract from a voice, for each text, the log of the mean of exp(voice) over its K candidate images.
 
-        For captions that is how probable the text is by itself; for `both`, the match belongs to the mean. Texts from T on (of
-        `texts` in all) have no candidates, and keep their scores.
+        For captions that is how probable the text is by itself. Texts from T on (of `texts` in all) have no candidates, and
+        keep their scores.
         """
-        prior_T = self(text_pairs_TK).logsumexp(1) - math.log(text_pairs_TK.shape[1])
+        prior_T = self(text_pairs_TK)[voice].logsumexp(1) - math.log(text_pairs_TK.shape[1])
         prior = prior_T.new_zeros(texts)
         prior[: len(prior_T)] = prior_T
-        return replace(self, scores=self.scores - prior[self.pairs % texts])
+        scores = self.scores.clone()
+        scores[voice] -= prior[self.pairs % texts]
+        return replace(self, scores=scores)
+
+
+def combine(cosine_QK: Tensor, voices_VQK: Tensor, weight_FV: Tensor, key_Q: Tensor) -> Tensor:
+    """Return scaled cosine + weighted voices `[Q, K]`, with the weights of each query's fold; those of 0 play no part."""
+    weight_VQ1 = weight_FV.to(cosine_QK)[key_Q % FOLDS].T[..., None]
+    return cosine_QK + (weight_VQ1 * voices_VQK).where(weight_VQ1 != 0, 0).sum(0)
 
 
 class Candidates(NamedTuple):
@@ -112,20 +138,20 @@ def rank_directions(
     candidates: dict[str, Candidates] | None = None,
     scores: PairScores | None = None,
     scale: float = 0.0,
+    weight_FV: Tensor | None = None,
 ) -> dict[str, DirectionRanks]:
     """Return the ranks by cosine in both directions and, with `candidates`, after re-ranking.
 
-    The score of a candidate is the head's score + `scale` x cosine.
+    The score of a candidate is `scale` x cosine + the weighted voices, with weights `weight_FV` of each fold.
     """
     ranks = {}
     for direction, (queries, items) in split.directions.items():
         ranked = ranks[direction] = DirectionRanks(queries.key, cosine_ranks(queries, items))
-        if candidates is None or scores is None:
+        if candidates is None or scores is None or weight_FV is None:
             continue
         found = candidates[direction]
-        score_QK, right_QK = scores(found.pair), items.key[found.item] == queries.key[:, None]
-        if scale:
-            score_QK = score_QK + scale * found.cosine
+        right_QK = items.key[found.item] == queries.key[:, None]
+        score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.key)
         ranked.reranked_scores, place_QK = score_QK.sort(1, descending=True)
         ranked.reranked_items = found.item.gather(1, place_QK)
         for first in numbers_of_candidates(found.item.shape[1]):
@@ -148,7 +174,7 @@ def score_pairs(
     pairs: Tensor,
     loader: Iterable,
     accelerator: Accelerator,
-    score: str = "match",
+    voices: Sequence[str] = ("match",),
 ) -> PairScores:
     """Score pairs given as image x T + text, each once, and gather the scores on all ranks.
 
@@ -157,11 +183,11 @@ def score_pairs(
 
     Args:
         loader: the batches that `split` was embedded from.
-        score: one of `SCORES`.
+        voices: names of voices, see `FusionDualEncoderModel.voice_scores`.
     """
     begin, tokens, image_bytes = time.perf_counter(), 0, 0
     pairs = pairs.unique()
-    scored, scores = [pairs[:0]], [torch.empty(0, device=pairs.device)]
+    scored, scores = [pairs[:0]], [torch.empty(0, len(voices), device=pairs.device)]
     progress = tqdm(desc="Re-ranking", unit="pair", leave=False, disable=not accelerator.is_main_process, delay=2)
     for images, keys_values in image_shares(model, split, loader, accelerator):
         image = pairs // len(texts)
@@ -175,7 +201,7 @@ def score_pairs(
         for low in range(0, most, PAIRS):
             block = mine[low : low + PAIRS] if low < len(mine) else mine[:1]
             with accelerator.autocast():
-                score_P, length = _score_block(model, texts, block, keys_values, images.start, score)
+                score_P, length = _score_block(model, texts, block, keys_values, images.start, voices)
             of_share.append(score_P)
             if low < len(mine):
                 tokens += length * len(block)
@@ -187,23 +213,24 @@ def score_pairs(
     sizes = distributed.gather_sizes(len(mine), mine.device)
     all_pairs, all_scores = distributed.gather(mine, sizes), distributed.gather(torch.cat(scores), sizes)
     seconds = time.perf_counter() - begin
-    return PairScores(all_pairs, all_scores, seconds, tokens / max(1, len(mine)), image_bytes)
+    return PairScores(all_pairs, all_scores.T, seconds, tokens / max(1, len(mine)), image_bytes)
 
 
 def _score_block(
-    model: FusionDualEncoderModel, texts: Texts, block: Tensor, keys_values: KeysValues, first_image: int, score: str
+    model: FusionDualEncoderModel,
+    texts: Texts,
+    block: Tensor,
+    keys_values: KeysValues,
+    first_image: int,
+    voices: Sequence[str],
 ) -> tuple[Tensor, int]:
-    """Return the scores of pairs of this share's images, and the padded length of their texts."""
+    """Return the voices of pairs of this share's images, `[P, V]`, and the padded length of their texts."""
     if not len(block):  # a rank without images
-        return torch.empty(0, device=block.device), 0
+        return torch.empty(0, len(voices), device=block.device), 0
     text, place = (block % len(texts)).unique(return_inverse=True)
     read = texts.take(text)
     local = block // len(texts) - first_image
     own = tuple(layer[:, local] for layer in keys_values)
-    scores = torch.zeros(len(block), device=block.device)
-    if score != "caption":
-        _, states = model.encode_text(read.input_ids, read.attention_mask)
-        scores = scores + model.match_pairs(own, states[place], read.attention_mask[place]).float()
-    if score != "match":
-        scores = scores + model.caption_scores(own, read.input_ids[place], read.attention_mask[place]).float()
-    return scores, read.input_ids.shape[1]
+    _, states = model.encode_text(read.input_ids, read.attention_mask)
+    scores = model.voice_scores(voices, own, states[place], read.attention_mask[place], read.input_ids[place])
+    return scores.float(), read.input_ids.shape[1]

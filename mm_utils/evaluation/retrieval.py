@@ -30,19 +30,25 @@ from mm_utils.data.scenes import order_pairs
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, share_with_interval
+from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (
-    SCORES,
+    FOLDS,
+    Candidates,
     DirectionRanks,
     PairScores,
+    combine,
+    describe_weights,
     find_candidates,
     rank_directions,
     score_pairs,
+    stored_weights,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 logger = logging.getLogger(__name__)
 
 Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
+VOICES = ("match", "caption")
 IMAGES = 128  # images whose probes of the word order are encoded at a time
 
 
@@ -53,13 +59,10 @@ class EvaluationArguments:
     rerank_top_k: int = arg(
         10, "Also measure retrieval after the fusion head reorders the first K candidates of every query; 0 = do not."
     )
-    rerank_score: str = arg(
-        "match",
-        "The head's score of a pair: match (its match logit), caption (log probability of the caption, for a model trained "
-        "with captioning), or both (their sum); the last two minus their mean over the caption's candidate images.",
-    )
-    rerank_weight: float = arg(
-        1.0, "A pair's score is the head's score + weight x scaled cosine; 0 = the head's score alone."
+    rerank_weights: str = arg(
+        "fitted",
+        "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
+        "fitted: as training found best on the validation split, 0 where a score did not help.",
     )
     rerank_cache_gb: float = arg(
         8.0, "Memory per process for the head's keys and values of images; images that do not fit are encoded twice."
@@ -68,12 +71,26 @@ class EvaluationArguments:
     def __post_init__(self) -> None:
         if self.rerank_top_k < 0:
             raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of candidates, or 0 for none.")
-        if self.rerank_score not in SCORES:
-            raise ValueError(f"--rerank_score is {self.rerank_score}; choose one of {', '.join(SCORES)}.")
-        if not 0 <= self.rerank_weight < math.inf:
-            raise ValueError(f"--rerank_weight is {self.rerank_weight}; give a finite number from 0 on.")
+        self.given_weights  # noqa: B018  (complain now, not after the data is loaded)
         if not self.rerank_cache_gb > 0:
             raise ValueError(f"--rerank_cache_gb is {self.rerank_cache_gb}; give gigabytes above 0.")
+
+    @property
+    def given_weights(self) -> dict[str, float] | None:
+        """The weights of `--rerank_weights`; None for those that were fitted."""
+        if self.rerank_weights == "fitted":
+            return None
+        try:
+            given = [term.strip().partition(":") for term in self.rerank_weights.split(",")]
+            weights = {name: float(weight) for name, _, weight in given}
+        except ValueError:
+            weights = {}
+        if not weights or weights.keys() - VOICES or not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ValueError(
+                f"--rerank_weights is {self.rerank_weights}; write name:weight with weights from 0 on, e.g. "
+                f"match:1,caption:0.5, of {', '.join(VOICES)}, or fitted."
+            )
+        return weights
 
 
 class RetrievalEvaluator:
@@ -84,6 +101,8 @@ class RetrievalEvaluator:
 
     Args:
         probes: texts of `word_order_probes`; with them, also measure `order_accuracy` and `rerank_order_accuracy`.
+        fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.rerank_weights`), and write
+            them into the model's config, unless the arguments give them.
 
     Attributes:
         split: embeddings of the last evaluation.
@@ -91,15 +110,17 @@ class RetrievalEvaluator:
         scores: its pair scores; None without a head.
     """
 
-    def __init__(self, args: EvaluationArguments | None = None, probes: Texts | None = None):
+    def __init__(self, args: EvaluationArguments | None = None, probes: Texts | None = None, fits: bool = False):
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes
+        self.fits = fits and self.args.rerank_weights == "fitted"
         self.split: Embeddings | None = None
         self.directions: dict[str, DirectionRanks] = {}
         self.scores: PairScores | None = None
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Evaluate `model` on the batches of `mm_utils.data.loading.loaders.Loaders.evaluation`."""
-        device, reranks = accelerator.device, self.args.rerank_top_k > 0 and model.fusion is not None
+        weights = self._weights(model) if self.args.rerank_top_k > 0 and model.fusion is not None else {}
+        device, reranks = accelerator.device, bool(weights)
         # On a GPU at most half of what is free.
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
         room = min(1e9 * self.args.rerank_cache_gb, free / 2) if reranks else 0
@@ -107,46 +128,71 @@ class RetrievalEvaluator:
         if split.skipped:
             logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
         probes = self.probes.to(device) if self.probes is not None else None
+        scale = full_tensor(model.logit_scale.detach()).float().exp().item()
+        cosine_M2 = None if probes is None else scale * probe_cosines(model, split, probes, accelerator)
         others: dict[str, float] = {}
-        if probes is not None:
-            others |= share_with_interval("order_accuracy", prefers_true_caption(model, split, probes, accelerator))
-        if reranks:
-            others |= self._rerank(model, split, loader, accelerator, probes)
-        else:
-            self.directions = rank_directions(split)
+        if cosine_M2 is not None:
+            others |= share_with_interval("order_accuracy", cosine_M2[:, 0] > cosine_M2[:, 1])
+        if not reranks:
+            self.directions, self.scores = rank_directions(split), None
+            return retrieval_metrics(split, self.directions) | others | embedding_health(split)
+        texts = split.texts if probes is None else Texts.cat([split.texts, probes])
+        candidates = find_candidates(split, self.args.rerank_top_k, len(texts))
+        pairs = [found.pair.flatten() for found in candidates.values()]
+        pair_M2 = probe_pairs(split, len(texts))
+        pairs += [] if probes is None else [pair_M2.flatten()]
+        scores = score_pairs(model, split, texts, torch.cat(pairs), loader, accelerator, list(weights))
+        if "caption" in weights:
+            voice = list(weights).index("caption")
+            scores = scores.minus_priors(voice, candidates["text_to_image"].pair, len(texts))
+        self.scores, weight_FV = scores, torch.tensor([list(weights.values())] * FOLDS)
+        if self.fits:
+            weight_FV = self._fit(model, split, candidates, scores, scale, list(weights))
+        self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
+        if cosine_M2 is not None:
+            score_M2 = combine(cosine_M2, scores(pair_M2), weight_FV, split.image_key_M)
+            others |= share_with_interval("rerank_order_accuracy", score_M2[:, 0] > score_M2[:, 1])
         return retrieval_metrics(split, self.directions) | others | embedding_health(split)
 
-    def _rerank(
+    def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
+        """Return the voices to score pairs with, and their weights; those that are to be fitted have 1."""
+        if self.fits:
+            model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
+            return dict.fromkeys(model.voices, 1.0)
+        given = self.args.given_weights
+        weights = stored_weights(model) if given is None else given
+        if missing := [name for name in weights if name not in model.voices and given is not None]:
+            raise ValueError(
+                f"--rerank_weights has {missing[0]}; the model was not trained for it, only for {', '.join(model.voices)}. "
+                "Train it with that term among --objectives, or drop it."
+            )
+        if not weights:
+            logger.info(describe_weights(model))
+        return weights
+
+    def _fit(
         self,
         model: FusionDualEncoderModel,
         split: Embeddings,
-        loader: Iterable,
-        accelerator: Accelerator,
-        probes: Texts | None,
-    ) -> dict[str, float]:
-        """Set `directions` and `scores`; return the metrics of the probes."""
-        score = self.args.rerank_score
-        if score != "match" and model.caption_adapter is None:
-            raise ValueError(
-                f"--rerank_score is {score}; the model was not trained to write captions. Train it with captioning among "
-                "--objectives, or take match."
+        candidates: dict[str, Candidates],
+        scores: PairScores,
+        scale: float,
+        voices: list[str],
+    ) -> Tensor:
+        """Write the weights fitted on the split into the model's config; return those of each fold, `[F, V]`."""
+        listed = [
+            Listed(
+                scale * found.cosine, scores(found.pair), items.key[found.item] == queries.key[:, None], queries.key
             )
-        texts = split.texts if probes is None else Texts.cat([split.texts, probes])
-        candidates = find_candidates(split, self.args.rerank_top_k, len(texts))
-        wanted = [found.pair for found in candidates.values()]
-        if probes is not None:
-            wanted.append(probe_pairs(split, len(texts)))
-        pairs = torch.cat([numbers.flatten() for numbers in wanted])
-        scores = score_pairs(model, split, texts, pairs, loader, accelerator, score)
-        if score != "match":
-            scores = scores.minus_priors(candidates["text_to_image"].pair, len(texts))
-        scale = full_tensor(model.logit_scale.detach()).float().exp().item()
-        self.scores = scores
-        self.directions = rank_directions(split, candidates, scores, self.args.rerank_weight * scale)
-        if probes is None:
-            return {}
-        true, false = scores(wanted[-1]).unbind(1)
-        return share_with_interval("rerank_order_accuracy", true > false)
+            for found, (queries, items) in zip(candidates.values(), split.directions.values(), strict=True)
+        ]
+        of_fold = [fit_weights([one.of_fold(1 - fold) for one in listed]) for fold in range(FOLDS)]
+        weights, weight_FV = fit_weights(listed), torch.tensor(of_fold)
+        if not helps(rank_directions(split, candidates, scores, scale, weight_FV)):
+            weights, weight_FV = [0.0] * len(voices), torch.zeros_like(weight_FV)
+        model.config.rerank_weights = dict(zip(voices, weights, strict=True))
+        logger.info(describe_weights(model))
+        return weight_FV
 
 
 # -- word order ---------------------------------------------------------------------------------------------------------
@@ -162,10 +208,8 @@ def word_order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
 
 
 @torch.no_grad()
-def prefers_true_caption(
-    model: FusionDualEncoderModel, split: Embeddings, probes: Texts, accelerator: Accelerator
-) -> Tensor:
-    """Return for each image whether the cosine of its true caption is higher, bool `[M]`."""
+def probe_cosines(model: FusionDualEncoderModel, split: Embeddings, probes: Texts, accelerator: Accelerator) -> Tensor:
+    """Return the cosines of each image with its true and its false caption, `[M, 2]`."""
     images, device = len(split.rows_M), split.rows_M.device
     shares = [distributed.share(images, part, distributed.world_size()) for part in range(distributed.world_size())]
     mine, found = shares[distributed.rank()], []
@@ -176,9 +220,8 @@ def prefers_true_caption(
         with accelerator.autocast():
             embeds = model.encode_text(both.input_ids, both.attention_mask)[0].float()
         cosine = torch.einsum("mpe,me->mp", embeds.unflatten(0, (-1, 2)), split.image_ME[place])
-        found.append(cosine[:, 0] > cosine[:, 1])
-    right = torch.cat(found)[: len(mine)].to(torch.uint8)
-    return distributed.gather(right, list(map(len, shares))).bool()
+        found.append(cosine)
+    return distributed.gather(torch.cat(found)[: len(mine)], list(map(len, shares)))
 
 
 def probe_pairs(split: Embeddings, texts: int) -> Tensor:

@@ -59,7 +59,7 @@ def report_retrieval(
     )  # fmt: skip
     if folder is not None:
         args = evaluator.args
-        settings = {"score": args.rerank_score, "weight": args.rerank_weight, "top_k": args.rerank_top_k}
+        settings = {"weights": args.rerank_weights, "top_k": args.rerank_top_k}
         content = {**settings, **found, "costs": costs}
         write_atomic(Path(folder, "reranking.json"), json.dumps(content, indent=2) + "\n")
         _draw(found, Path(folder, "reranking.png"))

@@ -29,7 +29,7 @@ from mm_utils.data.sources.source import TEMPLATES
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
-from mm_utils.evaluation.reranking import PAIRS
+from mm_utils.evaluation.reranking import PAIRS, stored_weights
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.reports.plots import draw_confusion
 from mm_utils.text import no_formula
@@ -97,7 +97,8 @@ class ZeroShotEvaluator:
     """Measure the accuracy of the nearest class; all ranks get the same metrics.
 
     With re-ranking and a model with a fusion head, also measure `rerank_*`: the first classes of each image are reordered by
-    scaled cosine + match logit, averaged over the templates.
+    scaled cosine + the head's weighted scores, averaged over the templates. How likely a caption is plays no part, because what
+    the names of the classes are worth by themselves is not known.
 
     Attributes:
         predictions: results of the last evaluation, by cosine alone.
@@ -118,7 +119,9 @@ class ZeroShotEvaluator:
         Raises:
             ValueError: if no image can be decoded.
         """
-        device, reranks = accelerator.device, self.reranked_classes > 0 and model.fusion is not None
+        weights = {name: weight for name, weight in stored_weights(model).items() if name != "caption"}
+        reranks = self.reranked_classes > 0 and model.fusion is not None and bool(weights)
+        device = accelerator.device
         texts = embed_classes(model, *self.tokens, self.templates, accelerator, with_states=reranks)
         scale = full_tensor(model.logit_scale.detach()).float().exp().squeeze()
         label_M = self.images.label_M.to(device)
@@ -133,7 +136,7 @@ class ZeroShotEvaluator:
             columns = [batch["rows"], label_b, *rank_and_guess(cosine_bC, label_b)]
             if keys_values is not None:
                 with accelerator.autocast():
-                    score_bC = _rerank(model, keys_values, texts, scale * cosine_bC, self.reranked_classes)
+                    score_bC = _rerank(model, weights, keys_values, texts, scale * cosine_bC, self.reranked_classes)
                 rank_b, guess_b = rank_and_guess(score_bC, label_b)
                 # A class below the first k keeps its rank by cosine, but the guess is one of the first k.
                 below_b = score_bC.gather(1, label_b[:, None]).isneginf().squeeze(1)
@@ -183,9 +186,14 @@ def embed_classes(
 
 
 def _rerank(
-    model: FusionDualEncoderModel, keys_values: KeysValues, texts: ClassTexts, scaled_bC: Tensor, top_k: int
+    model: FusionDualEncoderModel,
+    weights: dict[str, float],
+    keys_values: KeysValues,
+    texts: ClassTexts,
+    scaled_bC: Tensor,
+    top_k: int,
 ) -> Tensor:
-    """Return scaled cosine + mean match logit of the first `top_k` classes, else -infinity."""
+    """Return scaled cosine + mean weighted score of the first `top_k` classes, else -infinity."""
     assert texts.states_CPLH is not None
     top_bK = scaled_bC.topk(min(top_k, scaled_bC.shape[1]), 1).indices
     templates = texts.mask_CPL.shape[1]
@@ -196,10 +204,12 @@ def _rerank(
     for low in range(0, len(text), PAIRS):
         of_text, of_image = text[low : low + PAIRS], image[low : low + PAIRS]
         layers = tuple(layer[:, of_image] for layer in keys_values)
-        logits.append(model.match_pairs(layers, states_TLH[of_text], mask_TL[of_text]).float())
-    match_bK = torch.cat(logits).view(*top_bK.shape, templates).mean(2)
+        mask = mask_TL[of_text]
+        scores_PV = model.voice_scores(list(weights), layers, states_TLH[of_text], mask, mask)
+        logits.append(scores_PV @ scores_PV.new_tensor(list(weights.values())))
+    head_bK = torch.cat(logits).view(*top_bK.shape, templates).mean(2)
     score_bC = torch.full_like(scaled_bC, -torch.inf)
-    return score_bC.scatter_(1, top_bK, match_bK + scaled_bC.gather(1, top_bK))
+    return score_bC.scatter_(1, top_bK, head_bK + scaled_bC.gather(1, top_bK))
 
 
 def rank_and_guess(score_bC: Tensor, label_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_direction: `text_to_image`: image tokens never change and can be cached; `both`: they attend to the text.
         fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
         token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
+        rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
+            cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
         dual_encoder_type: one of `DUAL_ENCODERS`, the model type of the class that `to_dual_encoder` returns.
         text_padding: `length`, `side` and `pad_token_id`, if the text tower reads padding like words, as SigLIP's was trained
@@ -111,6 +113,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         token_head: bool = False,
         caption_head: bool = False,
         region_head: bool = False,
+        rerank_weights: dict[str, float] | None = None,
         freeze_batch_norm: bool = False,
         dual_encoder_type: str = DUAL_ENCODERS[0],
         text_padding: dict[str, Any] | None = None,
@@ -154,6 +157,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_direction = fusion_direction
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
         self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
+        self.rerank_weights = rerank_weights
         self.freeze_batch_norm = freeze_batch_norm
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
@@ -683,6 +687,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     base_model_prefix = "fusion_dual_encoder"
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
+    towers_rest = False  # whether no gradient goes through the towers, though their weights are trained at other times
     _supports_sdpa = True
     _supports_flash_attn = True
 
@@ -732,6 +737,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             nn.init.zeros_(module.bias)
         elif isinstance(module, FusionHead):
             nn.init.normal_(module.cls_token, std=0.02)
+            nn.init.zeros_(module.match.weight)  # a head that has learnt nothing changes no ranking
             for bridge in module.bridges[1:]:
                 nn.init.zeros_(bridge.projection.weight)
         elif isinstance(module, LevelAdapter):
@@ -852,6 +858,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.token_head is None:
             self.token_head = TokenHead(dim, width, words.num_embeddings).to(words.weight)
             self.token_head.apply(self._init_weights)
+            # Logits begin with a variance of 1, however short the word embeddings are: five times fewer steps (docs/log.md).
+            spread = words.weight.detach().float().std() * math.sqrt(width)
+            last: Any = self.token_head.transform[-1]
+            last.weight.data.div_(spread.to(words.weight))
         if captions and self.config.fusion_direction != "text_to_image":
             raise ValueError("fusion_direction is 'both'; to write captions, image tokens must not read the text.")
         if captions and self.caption_adapter is None:
@@ -898,7 +908,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         head = self.fusion if with_taps else None
         # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
+            output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
         pooled = _pool(output, self.config.vision_pooling)
         return pooled, () if head is None else head.pool_taps(output.hidden_states)
 
@@ -920,12 +931,13 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.config.text_padding is not None:
             input_ids, columns = _pad_unmasked(input_ids, attention_mask, **self.config.text_padding)
             mask = None
-        output = self.text_model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            output_hidden_states=any(tap != -1 for tap in taps),
-            return_dict=True,
-        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
+            output = self.text_model(
+                input_ids=input_ids,
+                attention_mask=mask,
+                output_hidden_states=any(tap != -1 for tap in taps),
+                return_dict=True,
+            )
         # Some towers normalise their output once more, so that it is not the last of the hidden states.
         found = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
         states = torch.cat(found, -1)
@@ -971,6 +983,42 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.fusion is None:
             raise ValueError("This model was built with fusion_layers=0; it has no head to score pairs with.")
         return self.fusion.match_logits(keys_values, text_states, attention_mask)
+
+    @property
+    def voices(self) -> list[str]:
+        """The scores that this model's head can give a pair: those of parts that it has and that were trained."""
+        has = {
+            "match": self.fusion is not None and bool(self.fusion.match.weight.any()),
+            "caption": self.caption_adapter is not None,
+        }
+        return [name for name, given in has.items() if given]
+
+    def voice_scores(
+        self,
+        voices: Sequence[str],
+        keys_values: KeysValues,
+        text_states: Tensor,
+        attention_mask: Tensor,
+        input_ids: Tensor,
+    ) -> Tensor:
+        """Return the scores `[P, voices]` of P pairs, one column per name in `voices`; only `caption` reads `input_ids`."""
+        columns = [
+            self.match_pairs(keys_values, text_states, attention_mask)
+            if name == "match"
+            else self.caption_scores(keys_values, input_ids, attention_mask)
+            for name in voices
+        ]
+        return torch.stack([column.float() for column in columns], 1)
+
+    def head_scores(
+        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, input_ids: Tensor
+    ) -> Tensor:
+        """Return what the head adds to the scaled cosines of P pairs, `[P]`: its scores x `config.rerank_weights`."""
+        weights = {name: weight for name, weight in (self.config.rerank_weights or {}).items() if weight}
+        if not weights:
+            return torch.zeros(len(text_states), device=text_states.device)
+        scores = self.voice_scores(list(weights), keys_values, text_states, attention_mask, input_ids)
+        return scores @ scores.new_tensor(list(weights.values()))
 
     def token_logits(
         self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_target: Tensor

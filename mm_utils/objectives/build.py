@@ -29,7 +29,7 @@ class ObjectiveArguments:
     """The terms of the loss and their weights."""
 
     objectives: str = arg(
-        "contrastive:1,matching:1",
+        "contrastive:1,captioning:1",
         "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
         "captioning (it predicts words); regions (phrases point into their boxes); self_distillation (soft targets of "
         "averaged weights, needs --ema_decay); or module.Class, a term of your own.",
@@ -113,7 +113,7 @@ def build_objective(
         term.prepare(model)
     objective = JointObjective(model, weights)
     if model.fusion is not None:
-        model.fusion.requires_grad_(objective.reads_pairs)
+        model.fusion.requires_grad_(objective.pairs_per_image > 0)
     trained = {head for term in weights for head in term.heads}
     # DDP would wait for the gradients of parts that no term trains.
     for name, part in itertools.chain(model.named_modules(), model.named_parameters()):

@@ -33,6 +33,8 @@ class Objective(nn.Module):
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
+        tower_steps: the step from which the towers stay as they are and the head's terms are trained, and not before; None for
+            everything at once. The trainer sets it.
     """
 
     groups_texts = True
@@ -40,6 +42,7 @@ class Objective(nn.Module):
     seed = 0
     row_ids = "ids"
     pairs_per_image = 0
+    tower_steps: int | None = None
 
     def __init__(self, model: FusionDualEncoderModel):
         super().__init__()
@@ -65,8 +68,33 @@ class Objective(nn.Module):
         return {**report, "loss": report["loss"] + (loss - loss.detach())}  # the global value, this rank's gradient
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
-        """Add `row_keys`, from which dropout by row draws: a function of seed, step and row, whatever rank holds it."""
+        """Begin a step: add `row_keys`, from which dropout by row draws, a function of seed, step and row on any rank."""
+        self.model.towers_rest = self.tower_steps is not None and step >= self.tower_steps
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
+
+    @property
+    def trains_head(self) -> bool:
+        """True if this step trains the terms of the fusion head."""
+        return self.tower_steps is None or self.model.towers_rest
+
+    def resting_weights(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained in the other part of the run: the towers', or those of the head."""
+        model = self.model
+        if self.tower_steps is None:
+            return []
+        parts = (
+            (model.vision_model, model.text_model)
+            if model.towers_rest
+            else (model.fusion, model.token_head, model.caption_adapter)
+        )
+        weights = (weight for part in parts if part is not None for weight in part.parameters())
+        return [weight for weight in weights if weight.requires_grad]
+
+    def zero_of_resting(self) -> Tensor | float:
+        """Return 0 with a gradient for the weights that rest: DDP waits for one of everything that is trained."""
+        if not self.groups_texts:  # FSDP does not wait, and shards them
+            return 0.0
+        return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
         """Run the model on a part of a batch, as far as `plan` (`for_loss`) and `part` (`for_backward`) need it."""
@@ -116,6 +144,11 @@ class JointObjective(Objective):
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
         self.needs_teacher = any(term.needs_teacher for term in weights)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True if the fusion head scores pairs in this step."""
+        return super().reads_pairs and self.trains_head
 
     @property
     def reads_taps(self) -> bool:
@@ -193,6 +226,7 @@ class JointObjective(Objective):
         for name, gradient in gradients.items():
             if gradient is not None:
                 surrogate_loss = surrogate_loss + (encoded.embeds[name] * gradient).sum()
+        surrogate_loss = surrogate_loss + self.zero_of_resting()
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]
@@ -214,7 +248,8 @@ class JointObjective(Objective):
         return metrics
 
     def _row_terms(self) -> list[RowTerm]:
-        return [term for term in self.weights if isinstance(term, RowTerm)]
+        terms = [term for term in self.weights if isinstance(term, RowTerm)]
+        return [term for term in terms if self.trains_head or not term.pairs_per_image]
 
     @torch.no_grad()
     def _teacher_embeds(self, batch: Batch) -> dict[str, Tensor]:

@@ -102,8 +102,8 @@ class Captioning(RowTerm):
     """Cross-entropy of every next token, predicted from the tokens before it and the image (CoCa, arXiv 2205.01917).
 
     The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both directions,
-    is left out. The term costs one pair of the fusion head for each image. `FusionDualEncoderModel.caption` then writes
-    captions.
+    is left out. All captions of an image are targets (up to `mm_utils.data.loading.dataset.MOST_CAPTIONS`), each of which costs
+    one pair of the fusion head. `FusionDualEncoderModel.caption` then writes captions.
     """
 
     name = "captioning"
@@ -118,7 +118,7 @@ class Captioning(RowTerm):
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> RowPlan:
         """Count the tokens of all ranks."""
-        targets = batch["attention_mask"][:, 1:].sum()
+        targets = _all_captions(batch)[1][..., 1:].sum()
         return RowPlan(distributed.sum_over_ranks(targets).clamp(min=1))
 
     def part(
@@ -130,13 +130,27 @@ class Captioning(RowTerm):
         shared: GlobalBatch,
         start_row: int,
     ) -> tuple[Tensor, Tensor]:
-        """Predict all tokens but the first of this part's texts."""
-        input_ids, mask = batch["input_ids"], batch["attention_mask"]
-        if not len(encoded):
-            input_ids, mask = input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
+        """Predict all tokens but the first of the captions of this part's images."""
+        input_ids, mask = _all_captions(batch)
+        image, caption = mask.any(2).nonzero().unbind(1)
+        if len(image):
+            input_ids, mask = input_ids[image, caption], mask[image, caption]
+            longest = int(mask.sum(1).max())
+            input_ids, mask = input_ids[:, :longest], mask[:, :longest]
+        else:  # a rank without images has those of a blank pair
+            image, input_ids, mask = image.new_zeros(1), input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
         is_target, before = target_mask(mask)
-        logits = model.caption_logits(encoded.keys_values, input_ids, mask, before)
+        # index_select, because the backward of indexing adds in no fixed order on CPUs
+        keys_values = tuple(layer.index_select(1, image) for layer in encoded.keys_values)
+        logits = model.caption_logits(keys_values, input_ids, mask, before)
         return token_cross_entropy(logits, input_ids[is_target])
+
+
+def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return token ids and mask of the images' captions, `[n, k, L]`; of the shown ones where there are no others."""
+    name = "all_" if "all_input_ids" in batch else ""
+    input_ids, mask = (batch[name + column] for column in ("input_ids", "attention_mask"))
+    return (input_ids, mask) if name else (input_ids[:, None], mask[:, None])
 
 
 def continuations(tokenizer: PreTrainedTokenizerBase) -> Tensor:

@@ -150,8 +150,9 @@ for place in cosine.argsort(descending=True).tolist():
 with torch.no_grad():
     count = len(pictures)
     mask = query["attention_mask"].expand(count, -1)
-    match = model.match_pairs(keys_values, text_states.expand(count, -1, -1), mask)
-score = match + model.logit_scale.exp() * cosine
+    ids = query["input_ids"].expand(count, -1)
+    added = model.head_scores(keys_values, text_states.expand(count, -1, -1), mask, ids)
+score = model.logit_scale.exp() * cosine + added
 print("re-ranked:", score.argsort(descending=True).tolist())"""
     if card.dual_encoder:
         code += f"""

@@ -11,6 +11,7 @@ from mm_utils.data.tasks import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings
 from mm_utils.evaluation.metrics import CUTOFFS
+from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reports.model_card import CardInfo
 from mm_utils.run.commands import SOURCES, own_command
@@ -55,13 +56,14 @@ def retrieval_card(
         metrics,
         argv,
         table=(["recall among the first", *map(str, CUTOFFS)], rows),
-        table_note=f"Measured on the {images:,} images of the validation split and their captions.",
+        table_note=f"Measured on the {images:,} images of the validation split and their captions. "
+        f"{describe_weights(model)}".rstrip(),
         vision_model=vision,
         text_model=text,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
-        has_fusion=model.fusion is not None,
+        has_fusion=model.fusion is not None and bool(stored_weights(model)),
         dual_encoder=_class_in(run.output_dir / "dual_encoder"),
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )

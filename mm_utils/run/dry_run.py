@@ -115,6 +115,7 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
         "output_dir": scratch,
         **{name: min(samples[name.split("_")[1]], limit or sys.maxsize) for name, limit in limits.items()},
         "max_steps": steps,
+        "head_share": 0.0,  # towers and head at once: no step of the run takes more
         "batch_size_schedule": ",".join(f"{start}:{size}" for start, size in plan.items()),
         "logging_steps": 1,
         "save_steps": steps,

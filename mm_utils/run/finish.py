@@ -11,6 +11,7 @@ from torch import Tensor
 from mm_utils.data.tasks import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.classification import ClassificationEvaluator
+from mm_utils.evaluation.reranking import describe_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.evaluation.retrieval_report import draw_examples
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
@@ -138,6 +139,7 @@ def _retrieval_summary(
                 lines.append(f"{title:<48}R@1 {recalls[0]:.3f}   R@5 {recalls[1]:.3f}   R@10 {recalls[2]:.3f}")
     if "eval_text_to_image_chance@1" in metrics:
         lines.append(f"  {'text to image, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
+    lines += [f"  {described}" for described in [describe_weights(model)] if described]
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "dual_encoder": "the two towers for stock transformers",

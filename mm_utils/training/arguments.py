@@ -34,7 +34,7 @@ class TrainingArguments:
     per_device_eval_batch_size: int = arg(
         64, "Images per process and forward pass in evaluation. It does not change the metrics."
     )
-    num_train_epochs: float = arg(6.0, "Passes over the training images.")
+    num_train_epochs: float = arg(12.0, "Passes over the training images.")
     max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
     logging_steps: int = arg(10, "Log every N steps.")
     eval_steps: int = arg(

@@ -43,8 +43,9 @@ def find_micro_batch_size(
 
     def peak(pairs: int) -> int:
         reset_peak(accelerator.device)
-        backward(accelerator, objective, _synthetic(batch, pairs, max_seq_length), 0, pairs)
-        objective.zero_grad()
+        for step in {0, accelerator.unwrap_model(objective).tower_steps or 0}:  # a step of each part of the run
+            backward(accelerator, objective, _synthetic(batch, pairs, max_seq_length), step, pairs)
+            objective.zero_grad()
         return peak_bytes(accelerator.device)
 
     peak(trials[0])  # the very first pass also sets up libraries
@@ -80,6 +81,9 @@ def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
     }
     if "text_states" in inputs:
         inputs["text_states"] = ones.new_zeros(pairs, length, batch["text_states"].shape[-1]).to(batch["text_states"])
+    if "all_input_ids" in batch:
+        captions = ones.new_ones(pairs, batch["all_input_ids"].shape[1], length)
+        inputs |= {"all_input_ids": captions, "all_attention_mask": captions}
     regions = {
         name: value.new_ones(pairs, *value.shape[1:]) for name, value in batch.items() if name.startswith("region_")
     }

@@ -14,6 +14,7 @@ from mm_utils.arguments import arg
 LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
 (arXiv 2205.10287)."""
+HEAD_RATE = 2.0  # of the peak rate, in the head's part of a run (docs/log.md)
 TOWERS = ("vision_model.", "text_model.")
 
 # Class, mask and register tokens, and positions: position_embeddings (BERT, ViT), absolute_pos_embed, wpe (GPT), and tables
@@ -34,6 +35,11 @@ class OptimizerArguments:
     learning_rate: float = arg(1e-3, "Peak learning rate of newly initialised parameters.")
     backbone_learning_rate: float | None = arg(
         None, "Peak learning rate of the two backbones; default: a tenth of --learning_rate if pretrained, else equal."
+    )
+    head_share: float = arg(
+        0.5,
+        "Share of the run, its last part, in which the terms of the fusion head are trained, on backbones that stay as they are; "
+        "before it, the other terms alone. 0 = all at once. It plays no part without a term of the head.",
     )
     layerwise_lr_decay: float = arg(
         1.0, "Each block of a backbone has this share of the learning rate of the block above it; 1 = all equal."
@@ -67,6 +73,8 @@ class OptimizerArguments:
             raise ValueError("--warmup_ratio and --cooldown_ratio are shares of the run; together at most 1.")
         if self.learning_rate < 0:
             raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
+        if not 0 <= self.head_share < 1:
+            raise ValueError(f"--head_share is {self.head_share}; give a share of the run in [0, 1), e.g. 0.5.")
         if not 0 < self.layerwise_lr_decay <= 1:
             raise ValueError(f"--layerwise_lr_decay is {self.layerwise_lr_decay}; give a share in (0, 1], e.g. 0.9.")
 
@@ -113,8 +121,8 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Build AdamW over the trained parameters: matrices decay, backbones and their lower blocks have rates of their own.
 
-    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`; the
-    trainer sets `lr` from it and `schedule`.
+    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
+    `backbone`, whether it rests in the head's part of the run; the trainer sets `lr` from them and `schedule`.
 
     Args:
         model: the model.
@@ -131,7 +139,13 @@ def build_optimizer(
         rate, decays = rates[name], _decays(name, parameter)
         group = groups.setdefault(
             (backbone, rate, decays),
-            {"params": [], "lr": rate, "peak_lr": rate, "weight_decay": args.weight_decay if decays else 0.0},
+            {
+                "params": [],
+                "lr": rate,
+                "peak_lr": rate,
+                "backbone": backbone,
+                "weight_decay": args.weight_decay if decays else 0.0,
+            },
         )
         group["params"].append(parameter)
     if not groups:

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from mm_utils import distributed
 from mm_utils.files import append_rows
 from mm_utils.model.adapt import WeightAverage
+from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import find_micro_batch_size
-from mm_utils.training.optim import LR_RULES, OptimizerArguments, schedule
+from mm_utils.training.optim import HEAD_RATE, LR_RULES, OptimizerArguments, schedule
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,14 @@ class TrainStep:
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
-        model = accelerator.unwrap_model(objective).model
+        unwrapped = accelerator.unwrap_model(objective)
+        model, self.tower_steps = unwrapped.model, max_steps
+        if (
+            optimizer_args.head_share
+            and unwrapped.pairs_per_image
+            and (is_trained(model.vision_model) or is_trained(model.text_model))
+        ):
+            self.tower_steps = unwrapped.tower_steps = round((1 - optimizer_args.head_share) * max_steps)
         self.average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
         self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
         size = args.micro_batch_size
@@ -74,14 +82,19 @@ class TrainStep:
             FloatingPointError: if too many steps were not finite.
         """
         self.objective.train()
-        rate = schedule(step, self.max_steps, self.optimizer_args)
-        rate *= (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
+        growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
+        # Each part of the run has a schedule of its own, the head's at a higher rate.
+        rests, first = step >= self.tower_steps, self.tower_steps
+        part = (step - first, self.max_steps - first) if rests else (step, first)
+        rate = growth * schedule(*part, self.optimizer_args)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * rate
+            group["lr"] = group["peak_lr"] * rate * ((0.0 if group.get("backbone") else HEAD_RATE) if rests else 1.0)
         if self._is_first:
             self._is_first = False
             self._prepare(batch, step)
         report = self._backward(batch, step)
+        for weight in self.accelerator.unwrap_model(self.objective).resting_weights():
+            weight.grad = None  # with one of 0, momentum and weight decay would still move it
         norm = self.accelerator.clip_grad_norm_(
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
         )
@@ -114,7 +127,7 @@ class TrainStep:
         wrapped = isinstance(self.objective, DistributedDataParallel)
         if self.micro_batch.size is None and wrapped and distributed.world_size() >= 3:
             buffers = [buffer.clone() for buffer in self.objective.buffers()]
-            self._backward(batch, step)
+            self._backward(batch, 0)  # of one part of the run at every start
             self.optimizer.zero_grad()
             with torch.no_grad():
                 for buffer, value in zip(self.objective.buffers(), buffers, strict=True):

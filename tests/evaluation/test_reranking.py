@@ -34,7 +34,7 @@ def evaluator(top_k: int, **others: Any) -> RetrievalEvaluator:
 @given(
     st.integers(1, 40),
     st.integers(0, 2**20),
-    st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    st.sampled_from([0.5, 1.0, 3.0]),
     st.integers(1, 60),
     st.integers(1, 30),
 )
@@ -43,13 +43,13 @@ def test_every_number_of_candidates_equals_the_definition(
     top_k: int, seed: int, weight: float, pairs: int, block: int
 ) -> None:
     model = TruthfulModel.with_noise(seed)
-    measure = evaluator(top_k, rerank_weight=weight)
+    measure = evaluator(top_k, rerank_weights=f"match:{weight}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reranking, "PAIRS", pairs)
         patch.setattr(embeddings, "BLOCK", block)
         found = measure(model, model.batches(5), ACCELERATOR)
     cosine, right = model.text @ model.image.T, torch.tensor(model.owner)[:, None] == torch.arange(23)
-    scale = weight * model.logit_scale.exp().item()
+    scale = model.logit_scale.exp().item() / weight
     for direction, matrix, head, is_right in (
         ("text_to_image", cosine, model.logits.T, right),
         ("image_to_text", cosine.T, model.logits, right.T),
@@ -71,8 +71,8 @@ def test_numbers_of_candidates(top_k: int, expected: list[int]) -> None:
 
 
 def test_pairs_that_were_not_scored_count_as_minus_infinity() -> None:
-    scores = PairScores(torch.tensor([7, 3, 5]), torch.tensor([0.7, -0.3, 0.5]), 1.0, 1.0, 1)
-    found = scores(torch.tensor([[3, 4], [7, 9]]))
+    scores = PairScores(torch.tensor([7, 3, 5]), torch.tensor([[0.7, -0.3, 0.5]]), 1.0, 1.0, 1)
+    [found] = scores(torch.tensor([[3, 4], [7, 9]]))
     assert found.isneginf().tolist() == [[False, True], [False, True]]
     assert found[:, 0].tolist() == pytest.approx([-0.3, 0.7])
 
@@ -191,35 +191,35 @@ def test_a_pair_costs_what_cached_keys_and_values_allow(hierarchy: bool) -> None
 class Writer(TruthfulModel):
     """The log probability of caption t given image i is `log_probs[i, t]`."""
 
-    caption_adapter = True
+    voices = ("match", "caption")
 
     def caption_scores(self, keys_values: tuple[Tensor, ...], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         assert attention_mask.shape == input_ids.shape
         return self.log_probs[keys_values[0][0, :, 0, 0, 0].long(), input_ids[:, 1]]
 
 
-@pytest.mark.parametrize("score", ["caption", "both"])
-def test_the_prior_of_a_caption_is_subtracted(score: str) -> None:
+def test_the_prior_of_a_caption_is_subtracted() -> None:
     model: Any = Writer(23)
     generator = torch.Generator().manual_seed(3)
-    texts = len(model.owner)
+    texts, scale = len(model.owner), model.logit_scale.exp().item()
     model.logits = torch.randn(23, texts, generator=generator)
     model.log_probs = 4 * torch.randn(23, texts, generator=generator) - 30 * torch.rand(texts, generator=generator)
-    measure = evaluator(texts, rerank_score=score, rerank_weight=0.0)
+    measure = evaluator(texts, rerank_weights="caption:0.5,match:2")
     measure(model, model.batches(5), ACCELERATOR)
-    of_head = model.log_probs + (model.logits if score == "both" else 0)
-    of_head = of_head - of_head.logsumexp(0)
-    right, cosine = torch.tensor(model.owner)[:, None] == torch.arange(23), torch.zeros(texts, 23)
-    expected = ranks_by_sorting(cosine, right, of_head.T, texts), ranks_by_sorting(cosine.T, right.T, of_head, texts)
+    of_head = 0.5 * (model.log_probs - model.log_probs.logsumexp(0)) + 2 * model.logits
+    right, cosine = torch.tensor(model.owner)[:, None] == torch.arange(23), model.text @ model.image.T
+    expected = (
+        ranks_by_sorting(cosine, right, of_head.T, texts, scale),
+        ranks_by_sorting(cosine.T, right.T, of_head, texts, scale),
+    )
     for direction, ranks_Q in zip(DIRECTIONS, expected, strict=True):
         assert measure.directions[direction].reranked_Q.tolist() == ranks_Q
 
 
-def test_caption_scores_need_a_model_that_writes_captions() -> None:
-    model: Any = Writer(5)
-    model.caption_adapter = None
-    with pytest.raises(ValueError, match="--rerank_score is caption; the model was not trained to write captions"):
-        evaluator(3, rerank_score="caption")(model, model.batches(5), ACCELERATOR)
+def test_weights_need_a_model_that_was_trained_for_them() -> None:
+    model: Any = TruthfulModel(5)
+    with pytest.raises(ValueError, match="--rerank_weights has caption; the model was not trained for it"):
+        evaluator(3, rerank_weights="match:1,caption:1")(model, model.batches(5), ACCELERATOR)
 
 
 # -- number of processes ------------------------------------------------------------------------------------------------

@@ -224,10 +224,11 @@ def test_unreadable_images_are_left_out_with_their_captions() -> None:
     ("flag", "value"),
     [
         ("rerank_top_k", -1),
-        ("rerank_weight", -0.5),
-        ("rerank_weight", NAN),
+        ("rerank_weights", "match:-0.5"),
+        ("rerank_weights", "match:nan"),
+        ("rerank_weights", "match"),
         ("rerank_cache_gb", 0.0),
-        ("rerank_score", "likelihood"),
+        ("rerank_weights", "likelihood:1"),
     ],
 )
 def test_impossible_flags_are_refused(flag: str, value: Any) -> None:
@@ -258,7 +259,8 @@ def measured(top_k: int = 4, unreadable: tuple[int, ...] = (), with_probes: bool
 def test_order_accuracy_equals_a_loop(unreadable: tuple[int, ...]) -> None:
     found = measured(unreadable=unreadable)
     model = TruthfulModel.with_noise(4, IMAGES)
-    for prefix, scores in (("", model.image @ model.text.T), ("rerank_", model.logits)):
+    cosine = model.logit_scale.exp() * model.image @ model.text.T
+    for prefix, scores in (("", cosine), ("rerank_", cosine + model.logits)):
         right = []
         for image in range(IMAGES):
             true, false = model.owner.index(image), model.owner.index((image + 1) % IMAGES)

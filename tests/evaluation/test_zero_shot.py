@@ -35,7 +35,7 @@ TOKENIZER = train_tokenizer([template.replace("{}", name) for name in CLASSES fo
 class BagModel:
     """Texts are the sum of their tokens' vectors; the number of an image fills its pixels."""
 
-    config = SimpleNamespace(projection_dim=6)
+    config = SimpleNamespace(projection_dim=6, rerank_weights={"match": 1.0, "caption": 2.0})
     logit_scale = torch.tensor(2.0)
     fusion: Any = True
 
@@ -53,9 +53,17 @@ class BagModel:
         states = self.token[input_ids]
         return normalize((states * attention_mask[..., None]).sum(1), dim=1), states
 
-    def match_pairs(self, keys_values: tuple[Tensor, ...], text_states: Tensor, attention_mask: Tensor) -> Tensor:
+    def voice_scores(
+        self,
+        voices: list[str],
+        keys_values: tuple[Tensor, ...],
+        text_states: Tensor,
+        attention_mask: Tensor,
+        _: Tensor,
+    ) -> Tensor:
+        assert voices == ["match"]
         image_pE = keys_values[0][0, :, 0].flip(1)  # an opinion of its own
-        return 3 * (image_pE[:, None] * text_states).sum(2).mul(attention_mask).sum(1)
+        return 3 * (image_pE[:, None] * text_states).sum(2).mul(attention_mask).sum(1, keepdim=True)
 
     def batches(self, batch_size: int, unreadable: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         examples: list[dict[str, Any]] = [{"input_ids": [], "caption_keys": []} for _ in self.image]

@@ -35,11 +35,13 @@ def tiny(seed: int = 0, vision: str = "vit") -> FusionDualEncoderModel:
         "vit": {**SMALL, "image_size": 16, "patch_size": 8},
         "resnet": {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]},
     }
-    return FusionDualEncoderModel.from_backbones(
+    model = FusionDualEncoderModel.from_backbones(
         AutoModel.from_config(AutoConfig.for_model(vision, **shape[vision])),
         AutoModel.from_config(AutoConfig.for_model("bert", **SMALL, vocab_size=50)),
         fusion_layers=1,
-    ).eval()
+    )
+    torch.nn.init.xavier_uniform_(model.fusion.match.weight)  # 0 in a model that was not trained
+    return model.eval()
 
 
 def stirred(model: FusionDualEncoderModel) -> FusionDualEncoderModel:

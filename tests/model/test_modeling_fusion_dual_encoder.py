@@ -103,10 +103,12 @@ def backbone(config: PreTrainedConfig) -> torch.nn.Module:
 
 
 def build(vision: str = "vit", text: str = "bert", seed: int = 0, **config) -> FusionDualEncoderModel:
-    """A tiny model in evaluation mode, its batch norms calibrated."""
+    """A tiny model in evaluation mode, its batch norms calibrated, its match logits no longer 0."""
     torch.manual_seed(seed)
     towers = backbone(VISION[vision]), backbone(TEXT[text])
     model = FusionDualEncoderModel.from_backbones(*towers, **{"projection_dim": 16, **config})
+    if model.fusion is not None:
+        torch.nn.init.xavier_uniform_(model.fusion.match.weight)
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     for norm in norms:
         norm.momentum = 1.0
@@ -458,6 +460,44 @@ def test_blocks_read_the_taps_up_to_their_own(vision, taps, tokens, hierarchy):
     _, keys_values = model.encode_image(batch_for(model)["pixel_values"])
     reached = [sum(tokens[: block + 1]) if hierarchy else sum(tokens) for block in range(len(taps))]
     assert [tuple(layer.shape) for layer in keys_values] == [(2, 4, 2, count, 16) for count in reached]
+
+
+def test_a_head_that_was_not_trained_adds_nothing():
+    towers = backbone(VISION["vit"]), backbone(TEXT["bert"])
+    model = FusionDualEncoderModel.from_backbones(*towers, projection_dim=16).eval()
+    assert not outputs(model, batch_for(model))["match_logits"].any()
+    assert model.voices == []
+    model.add_token_head(captions=True)
+    assert model.voices == ["caption"]
+
+
+def test_head_scores_are_weighted_sums():
+    model = build()
+    model.add_token_head(captions=True)
+    batch = batch_for(model)
+    _, keys_values = model.encode_image(batch["pixel_values"])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    _, states = model.encode_text(ids, mask)
+    assert not model.head_scores(keys_values, states, mask, ids).any()
+    match, caption = model.match_pairs(keys_values, states, mask), model.caption_scores(keys_values, ids, mask)
+    for weights, expected in (
+        ({"caption": 0.5, "match": 2.0}, 0.5 * caption + 2 * match),
+        ({"match": 0.0}, 0 * match),
+    ):
+        model.config.rerank_weights = weights
+        torch.testing.assert_close(model.head_scores(keys_values, states, mask, ids), expected)
+
+
+@pytest.mark.parametrize("spread", [0.02, 1.0, 3.0])
+def test_logits_of_words_begin_with_a_variance_of_one(spread):
+    model = build()
+    torch.nn.init.normal_(model.text_model.get_input_embeddings().weight, std=spread)
+    model.add_token_head(captions=True)
+    batch = batch_for(model)
+    _, keys_values = model.encode_image(batch["pixel_values"])
+    mask = batch["attention_mask"]
+    logits = model.caption_logits(keys_values, batch["input_ids"], mask, mask.bool())
+    assert 0.5 < logits.std() < 2
 
 
 def test_fewer_blocks_than_taps_and_more():

@@ -30,6 +30,7 @@ TERMS = {
     "sigmoid_matching": "sigmoid:1,matching:0.7",
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
+    "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
     "regions": "contrastive:1,regions:0.5",
     "self_distillation": "contrastive:0.6,self_distillation:0.4",
     "own": "contrastive:1,tests.objectives.test_joint.Uniformity:0.3",
@@ -86,6 +87,8 @@ def tiny_objective(kind: str) -> JointObjective:
         for name, parameter in model.named_parameters():
             if name.startswith(("token_head", "caption_adapter", "region_head")):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    if kind == "captioning_on_resting_towers":
+        objective.tower_steps, model.towers_rest = 0, True
     if objective.needs_teacher:
         objective.teacher = WeightAverage(model, 0.9)
         for value in objective.teacher.values.values():
@@ -107,6 +110,17 @@ def global_batch() -> dict[str, Any]:
         "ids": ids,
         "lengths": lengths.tolist(),
         **regions(),
+        **all_captions(generator, torch.where(mask.bool(), 1, 0)),
+    }
+
+
+def all_captions(generator: torch.Generator, mask: Tensor) -> dict[str, Tensor]:
+    """Up to three captions an image, the places of missing ones empty."""
+    masks = torch.stack([mask, mask.roll(1, 0), mask.roll(2, 0)], 1)
+    masks[::2, 1:], masks[3, 2] = 0, 0
+    return {
+        "all_input_ids": torch.randint(1, 50, masks.shape, generator=generator) * masks,
+        "all_attention_mask": masks,
     }
 
 
@@ -294,7 +308,7 @@ def test_a_batch_without_a_readable_image() -> None:
 
 def test_build_objective() -> None:
     model = tiny_model()
-    both = build_objective(model, ObjectiveArguments(), 0)
+    both = build_objective(model, ObjectiveArguments("contrastive:1,matching:1"), 0)
     assert [term.name for term in both.weights] == ["contrastive", "matching"]
     assert all(parameter.requires_grad for parameter in model.parameters())
     build_objective(model, ObjectiveArguments("contrastive"), 0)
@@ -390,7 +404,8 @@ def test_masks_follow_the_step_and_hit_whole_words() -> None:
 
 
 def test_captioning_sees_what_came_before_and_nothing_else() -> None:
-    objective, batch = tiny_objective("captioning"), global_batch()
+    objective = tiny_objective("captioning")
+    batch = {name: value for name, value in global_batch().items() if not name.startswith("all_")}
     model, ids, mask = objective.model, batch["input_ids"], batch["attention_mask"]
     _, keys_values = model.encode_image(batch["pixel_values"])
     before = model.caption_logits(keys_values, ids, mask, mask.bool())
@@ -415,6 +430,47 @@ def test_captioning_sees_what_came_before_and_nothing_else() -> None:
     each = torch.stack(losses).split([length - 1 for length in batch["lengths"]])
     scores = model.caption_scores(keys_values, ids, mask)
     assert scores.tolist() == pytest.approx([-part.sum().item() for part in each], rel=1e-5)
+
+
+def test_all_captions_of_an_image_are_targets() -> None:
+    objective, batch = tiny_objective("captioning"), global_batch()
+    _, keys_values = objective.model.encode_image(batch["pixel_values"])
+    total = 0.0
+    for column in range(3):
+        ids, mask = batch["all_input_ids"][:, column], batch["all_attention_mask"][:, column]
+        rows = mask.any(1)
+        own = tuple(layer[:, rows] for layer in keys_values)
+        total -= objective.model.caption_scores(own, ids[rows], mask[rows]).sum().item()
+    targets = batch["all_attention_mask"][..., 1:].sum().item()
+    assert step(objective, batch, 0)["report"]["captioning_loss"] == pytest.approx(total / targets, rel=1e-5)
+
+
+def test_the_head_waits_for_its_part_of_the_run_and_the_towers_rest_in_it() -> None:
+    objective, whole, batch = tiny_objective("captioning"), tiny_objective("captioning"), global_batch()
+    objective.tower_steps = 3
+    towers, head = ("vision_model", "text_model"), ("fusion", "token_head", "caption_adapter")
+    parts = {2: (head, towers, "contrastive"), 3: (towers, head, "captioning")}
+    for number, (resting, trained, kind) in parts.items():
+        found = step(objective, batch, number)
+        moved = {name: value for name, value in found["gradients"].items() if torch.tensor(value).any()}
+        # The trainer drops gradients of weights that rest, as of the word embeddings that captions are made of.
+        assert not [
+            name for name in moved if name.removeprefix("model.").startswith(resting) and "word_embeddings" not in name
+        ]
+        assert {part for part in trained for name in moved if name.removeprefix("model.").startswith(part)} == {
+            *trained
+        }
+        assert ("captioning_loss" in found["report"]) == (kind == "captioning")
+        names = {id(weight) for weight in objective.resting_weights()}
+        assert names == {
+            id(weight)
+            for name, weight in objective.model.named_parameters()
+            if weight.requires_grad and name.startswith(resting)
+        }
+    expected = step(whole, batch, 3)["gradients"]
+    for name, value in found["gradients"].items():
+        if name.removeprefix("model.").startswith((*head, "visual_projection", "text_projection")):
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]))
 
 
 def test_captions_end() -> None:

@@ -35,7 +35,7 @@ def test_memory_and_the_batch_size_change_nothing(flags: list[str]) -> None:
 
 def test_the_weight_is_that_of_the_cosine(flags: list[str]) -> None:
     """So heavy, the head has nothing to say."""
-    found = eval_retrieval.main([*flags, "--rerank_weight", "1e9"])
+    found = eval_retrieval.main([*flags, "--rerank_weights", "match:0"])
     for k in (1, 5, 10):
         assert found[f"rerank_text_to_image_recall@{k}"] == found[f"text_to_image_recall@{k}"]
 
@@ -49,7 +49,7 @@ def test_a_split_that_is_not_there(flags: list[str]) -> None:
     ("flags", "message"),
     [
         ([], "--model_name_or_path is missing"),
-        (["--model_name_or_path", "x", "--rerank_weight", "-1"], "--rerank_weight is -1"),
+        (["--model_name_or_path", "x", "--rerank_weights", "match:-1"], "--rerank_weights is match:-1"),
     ],
 )
 def test_mistakes_in_the_flags_end_with_status_2(

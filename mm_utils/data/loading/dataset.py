@@ -36,6 +36,7 @@ from mm_utils.data.loading.regions import REGION_COLUMNS, collate_regions, visib
 from mm_utils.data.loading.tokens import pad_captions
 
 Batch = dict[str, Any]
+MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
 Columns = Mapping[str, Sequence[Any]]
 Example = dict[str, Any]
 _COLUMNS = {"id", "image", "image_key", "input_ids", "caption_keys", "languages", SKIPPED}
@@ -141,6 +142,11 @@ class TrainingTransform(Transform):
 
     def _show(self, row: dict[str, Any]) -> Example:
         example: Example = {name: [row[name][row["caption"]]] for name in ("input_ids", "caption_keys")}
+        count = len(row["input_ids"])
+        # the shown one first: cut short, it is among them
+        example["all_input_ids"] = [
+            row["input_ids"][(row["caption"] + more) % count] for more in range(min(count, MOST_CAPTIONS))
+        ]
         if SKIPPED in row:
             return {**example, **feature_tensors(row, row["caption"])}
         draw = f"{self.seed} {row['epoch']} {row['id']}"
@@ -241,6 +247,7 @@ class Collator:
         languages: list of t, "" where unknown; empty in training
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
+        all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
         region_boxes, ..., with `regions`: see `mm_utils.data.loading.regions`
 
     Attributes:
@@ -282,8 +289,18 @@ class Collator:
             "languages": [code for example in kept for code in example.get("languages", ())],
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
+            **(_collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),
             **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
         }
+
+
+def _collate_all_captions(examples: list[Example], pad_token_id: int) -> Batch:
+    """Pad the captions of every image to the longest, and images with fewer captions by empty ones."""
+    most = max((len(example["all_input_ids"]) for example in examples), default=1)
+    captions = [ids for example in examples for ids in [*example["all_input_ids"], *[[]] * most][:most]]
+    names = ("all_input_ids", "all_attention_mask")
+    padded = pad_captions(captions, pad_token_id)
+    return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
 
 
 def _stack(values: list[Tensor], empty: Tensor) -> Tensor:

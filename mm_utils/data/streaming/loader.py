@@ -233,7 +233,7 @@ def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False)
     merged: Batch = {}
     for name, value in parts[0].items():
         if isinstance(value, Tensor):
-            blank = pad_token_id if name == "input_ids" else 0
+            blank = pad_token_id if name.endswith("input_ids") else 0
             merged[name] = _scatter([part[name] for part in parts], place_of, blank, pin_memory)
         else:
             items = [item for part in parts for item in part[name]]
@@ -244,15 +244,14 @@ def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False)
 
 def _scatter(parts: list[Tensor], place_of: Tensor, blank: int, pin_memory: bool) -> Tensor:
     """Lay the rows of all parts at their places, padded to the longest with `blank`. Every row is copied once."""
-    width = max(part.shape[1] for part in parts if part.ndim > 1) if parts[0].ndim > 1 else None
-    shape = (len(place_of), *parts[0].shape[1:]) if width is None else (len(place_of), width, *parts[0].shape[2:])
-    ragged = width is not None and any(part.shape[1] != width for part in parts)
-    whole = torch.empty(shape, dtype=parts[0].dtype, pin_memory=pin_memory)
+    inner = tuple(map(max, zip(*(part.shape[1:] for part in parts), strict=True)))
+    ragged = any(part.shape[1:] != inner for part in parts)
+    whole = torch.empty((len(place_of), *inner), dtype=parts[0].dtype, pin_memory=pin_memory)
     if ragged:
         whole.fill_(blank)
     for part, places in zip(parts, place_of.split([len(part) for part in parts]), strict=True):
         if ragged:
-            whole[places, : part.shape[1]] = part
+            whole[(places, *map(slice, part.shape[1:]))] = part
         else:
             whole[places] = part
     return whole

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from mm_utils import distributed
 from mm_utils.data.images import encode
 from mm_utils.data.loading.augment import center_square
-from mm_utils.data.loading.dataset import Collator
+from mm_utils.data.loading.column_cache import SKIPPED
+from mm_utils.data.loading.dataset import MOST_CAPTIONS, Collator, TrainingTransform
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.scenes import load_scenes
@@ -323,6 +324,7 @@ def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
         "pixel_values": torch.full((3, SIZE, SIZE), row, dtype=torch.uint8),
         "input_ids": [list(range(1, length + 1)) for length in lengths],
         "caption_keys": [1000 * row + length for length in lengths],
+        "all_input_ids": [[row] * count for count in range(1, row + 1)],
     }
 
 
@@ -351,6 +353,26 @@ def test_collator_puts_the_longest_caption_first() -> None:
     assert batch["rows"].tolist() == batch["pixel_values"][:, 0, 0, 0].tolist() == [1, 3, 4, 0, 2]
     assert batch["ids"][:, 0].tolist() == [101, 103, 104, 100, 102]
     assert batch["attention_mask"].sum(1).tolist() == batch["lengths"]
+    assert batch["all_input_ids"].shape == (
+        5,
+        4,
+        4,
+    )  # rows have as many captions as their number, of 1, 2, 3 ... tokens
+    for row, mask, ids in zip(
+        batch["rows"].tolist(), batch["all_attention_mask"], batch["all_input_ids"], strict=True
+    ):
+        assert mask.sum(1).tolist() == [*range(1, row + 1), *[0] * (4 - row)]
+        assert (ids[mask.bool()] == row).all()
+
+
+@pytest.mark.parametrize(("captions", "shown"), [(3, 2), (7, 5), (1, 0)])
+def test_training_shows_all_captions_beginning_with_the_one_of_the_pair(captions: int, shown: int) -> None:
+    ids = [[1, number] for number in range(captions)]
+    row = {"input_ids": ids, "caption_keys": ids, "caption": shown, SKIPPED: None}
+    found = TrainingTransform(SIZE)._show(row)
+    expected = [(shown + more) % captions for more in range(min(captions, MOST_CAPTIONS))]
+    assert found["all_input_ids"] == [ids[number] for number in expected]
+    assert found["input_ids"] == [ids[shown]]
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,9 @@ def test_examples_are_those_of_a_data_set_on_disk(
     ]
     expected = Collator(0, IMAGE_SIZE)(pairs.__getitems__(draws))
     assert {epoch for _, epoch in draws} == {0, 1}
+    # Of a stream's captions only the one that is shown is tokenised.
+    assert torch.equal(batch.pop("all_input_ids")[:, 0], batch["input_ids"])
+    assert torch.equal(batch.pop("all_attention_mask").sum(1), batch["attention_mask"])
     assert_same({**batch, "rows": expected["rows"]}, expected)
 
 

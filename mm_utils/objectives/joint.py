@@ -27,6 +27,7 @@ class Objective(nn.Module):
     all ranks. A subclass implements `encode`, `plan`, `part` and `report`.
 
     Attributes:
+        is_sharded: True with FSDP.
         groups_texts: True if texts go through their tower in groups of about one length; False where all ranks must run it
             equally often, as with FSDP.
         teacher: the weight average, for terms that learn from it; the trainer sets it.
@@ -38,6 +39,7 @@ class Objective(nn.Module):
     """
 
     groups_texts = True
+    is_sharded = False
     teacher: WeightAverage | None = None
     seed = 0
     row_ids = "ids"
@@ -92,7 +94,7 @@ class Objective(nn.Module):
 
     def zero_of_resting(self) -> Tensor | float:
         """Return 0 with a gradient for the weights that rest: DDP waits for one of everything that is trained."""
-        if not self.groups_texts:  # FSDP does not wait, and shards them
+        if self.is_sharded:  # FSDP does not wait
             return 0.0
         return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
 

@@ -121,6 +121,10 @@ class ZeroShotEvaluator:
         """
         weights = {name: weight for name, weight in stored_weights(model).items() if name != "caption"}
         reranks = self.reranked_classes > 0 and model.fusion is not None and bool(weights)
+        if self.reranked_classes and not weights:
+            logger.info(
+                "Re-ranking is off: no match logit helped on the validation split (rerank_weights in config.json)."
+            )
         device = accelerator.device
         texts = embed_classes(model, *self.tokens, self.templates, accelerator, with_states=reranks)
         scale = full_tensor(model.logit_scale.detach()).float().exp().squeeze()

@@ -15,7 +15,7 @@ def flags(tiny_flags: list[str], corpus: Path, tmp_path_factory: pytest.TempPath
     folder = str(tmp_path_factory.mktemp("started"))
     pretrain.main([*tiny_flags, "--output_dir", folder])
     data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]
-    return ["--model_name_or_path", folder, *data, "--rerank_top_k", "4"]
+    return ["--model_name_or_path", folder, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
 
 
 def test_figures_curve_and_picture_are_left(flags: list[str], tmp_path: Path) -> None:
@@ -33,9 +33,8 @@ def test_memory_and_the_batch_size_change_nothing(flags: list[str]) -> None:
     assert eval_retrieval.main([*flags, *others]) == pytest.approx(eval_retrieval.main(flags), rel=1e-4)
 
 
-def test_the_weight_is_that_of_the_cosine(flags: list[str]) -> None:
-    """So heavy, the head has nothing to say."""
-    found = eval_retrieval.main([*flags, "--rerank_weights", "match:0"])
+def test_a_weight_of_zero_leaves_the_order_of_the_towers(flags: list[str]) -> None:
+    found = eval_retrieval.main([*flags, "--rerank_weights", "caption:0"])
     for k in (1, 5, 10):
         assert found[f"rerank_text_to_image_recall@{k}"] == found[f"text_to_image_recall@{k}"]
 
@@ -71,3 +70,9 @@ def test_two_processes_find_what_one_finds(flags: list[str], tmp_path: Path) -> 
     assert "2 x cpu" in two.stderr + two.stdout
     one = eval_retrieval.main(flags)
     assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(one, rel=1e-4)
+
+
+def test_reranking_is_off_by_default_where_it_did_not_help(flags: list[str]) -> None:
+    """Eight images fit no weight."""
+    found = eval_retrieval.main([*flags, "--rerank_weights", "fitted"])
+    assert not any(name.startswith("rerank") for name in found)

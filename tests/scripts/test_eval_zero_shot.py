@@ -15,14 +15,22 @@ def started(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     """A model of a few steps."""
     folder = str(tmp_path_factory.mktemp("started"))
     pretrain.main([*tiny_flags, "--output_dir", folder])
-    return folder
+    return with_weight(folder)
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that has seen the 8 kinds of picture often enough to tell most of them apart."""
     folder = str(tmp_path_factory.mktemp("trained"))
-    pretrain.main([*tiny_flags, "--max_steps", "50", "--learning_rate", "2e-3", "--output_dir", folder])
+    matching = ["--objectives", "contrastive:1,matching:1", "--head_share", "0"]
+    pretrain.main([*tiny_flags, *matching, "--max_steps", "50", "--learning_rate", "2e-3", "--output_dir", folder])
+    return with_weight(folder)
+
+
+def with_weight(folder: str) -> str:
+    """Give match logits a weight, which needs more than the 8 validation images of the run."""
+    config = Path(folder, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rerank_weights": {"match": 1.0}}))
     return folder
 
 

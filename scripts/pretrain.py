@@ -83,7 +83,10 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     model = build_model(model_args, tokenizer, lora_args)
     objective = build_objective(model, objective_args, args.seed, tokenizer)
     highest_scale = objective_args.highest_scale(model)  # before a checkpoint is loaded
-    optimizer = build_optimizer(model, optimizer_args, pretrained=model_args.pretrained, device=run.accelerator.device)
+    has_baseline, is_pretrained = start_args.has_baseline(model_args, data), model_args.pretrained
+    optimizer = build_optimizer(
+        model, optimizer_args, pretrained=is_pretrained, device=run.accelerator.device, has_baseline=has_baseline
+    )
     counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
     logger.info("%s parameters, %s of them trained", *counts)
     flops = measure_flops(model, data.loaders.image_size, data.max_seq_length, not cache_args.cache_features)
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
             *callbacks,
         ],
     )
-    metrics = trainer.train(resume_from, has_baseline=start_args.has_baseline(model_args, data))
+    metrics = trainer.train(resume_from, has_baseline)
 
     # 5. Finish: pictures, model card, push, and the next commands.
     report_pointing(run.accelerator, pointing, data.splits["validation"], run.output_dir)

@@ -45,7 +45,7 @@ FOREIGN = {
     ),
     *("--signal", "--shm-size", "--target", "--no-deps", "--rdzv_backend", "--faults_report"),
 }
-REMOVED = {"--length_bucket_window", "--look_alikes", "--stream_lanes"}
+REMOVED = {"--length_bucket_window", "--look_alikes", "--rerank_score", "--rerank_weight", "--stream_lanes"}
 
 
 class Command(NamedTuple):

@@ -16,6 +16,7 @@ LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
 (arXiv 2205.10287)."""
 HEAD_RATE = 2.0  # of the peak rate, in the head's part of a run (docs/log.md)
 TOWERS = ("vision_model.", "text_model.")
+_JOINTS = ("visual_projection", "text_projection", "logit_scale", "logit_bias")
 
 # Class, mask and register tokens, and positions: position_embeddings (BERT, ViT), absolute_pos_embed, wpe (GPT), and tables
 # of relative positions (relative_position_bias_table, relative_attention_bias).
@@ -34,7 +35,9 @@ class OptimizerArguments:
 
     learning_rate: float = arg(1e-3, "Peak learning rate of newly initialised parameters.")
     backbone_learning_rate: float | None = arg(
-        None, "Peak learning rate of the two backbones; default: a tenth of --learning_rate if pretrained, else equal."
+        None,
+        "Peak learning rate of the two backbones, and of projections that are not new; default: a tenth of --learning_rate if "
+        "pretrained, else equal.",
     )
     head_share: float = arg(
         0.5,
@@ -117,7 +120,7 @@ def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
 
 
 def build_optimizer(
-    model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device
+    model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device, has_baseline: bool = False
 ) -> torch.optim.AdamW:
     """Build AdamW over the trained parameters: matrices decay, backbones and their lower blocks have rates of their own.
 
@@ -129,8 +132,11 @@ def build_optimizer(
         args: the optimizer's arguments.
         pretrained: True if the backbones are pretrained, which lowers their default rate.
         device: the device of the parameters.
+        has_baseline: True if projections and temperature are no new parameters either, and learn at the backbones' rate.
     """
     rates = _peak_rates(model, args, pretrained)
+    if has_baseline:
+        rates |= {name: backbone_rate(args, pretrained) for name in rates if name.split(".")[0] in _JOINTS}
     groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -159,11 +165,15 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
 
 
+def backbone_rate(args: OptimizerArguments, pretrained: bool) -> float:
+    """Return the peak rate of the backbones."""
+    if args.backbone_learning_rate is not None:
+        return args.backbone_learning_rate
+    return args.learning_rate * (0.1 if pretrained else 1.0)
+
+
 def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool) -> dict[str, float]:
     """Return the peak rate of every parameter, by name."""
-    backbone_rate = args.backbone_learning_rate
-    if backbone_rate is None:
-        backbone_rate = args.learning_rate * (0.1 if pretrained else 1.0)
     rates = {name: args.learning_rate for name, _ in model.named_parameters()}
     for tower in TOWERS:
         inside = {
@@ -172,5 +182,5 @@ def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool) ->
         depths = depths_below_the_top(inside.values())
         for name, short in inside.items():
             if ".lora_" not in name:
-                rates[name] = backbone_rate * args.layerwise_lr_decay ** depths[short]
+                rates[name] = backbone_rate(args, pretrained) * args.layerwise_lr_decay ** depths[short]
     return rates

@@ -135,6 +135,7 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
         "max_steps": STEPS,
         "save_steps": 3,
         "eval_steps": 4,
+        "load_best_model_at_end": False,
         "logging_steps": 1,
         "ema_decay": 0.9,
     }

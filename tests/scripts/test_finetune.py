@@ -97,7 +97,8 @@ def test_a_resumed_run_repeats_the_straight_one(
     finished: tuple[Path, dict[str, float]], flags: list[str], tmp_path: Path
 ) -> None:
     folder, _ = finished
-    finetune.main([*flags, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(folder / "checkpoint-2")])
+    more = ["--eval_steps", "2", "--save_steps", "2", "--resume_from_checkpoint", str(folder / "checkpoint-2")]
+    finetune.main([*flags, *more, "--output_dir", str(tmp_path)])
     assert losses(tmp_path) == {step: loss for step, loss in losses(folder).items() if step > 2}
     again = weights(tmp_path)
     for name, value in weights(folder).items():

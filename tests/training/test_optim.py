@@ -90,6 +90,13 @@ def test_backbones_have_a_rate_of_their_own(
     assert groups["text_projection.weight"]["peak_lr"] == groups["logit_scale"]["peak_lr"] == 4e-4
 
 
+def test_projections_that_are_not_new_learn_as_the_backbones_do(model: FusionDualEncoderModel) -> None:
+    optimizer = build_optimizer(model, OptimizerArguments(), pretrained=True, device=CPU, has_baseline=True)
+    rates = {name: group["peak_lr"] for name, group in settings_by_name(model, optimizer).items()}
+    assert {rate for name, rate in rates.items() if not name.startswith("fusion.")} == {1e-4}
+    assert {rate for name, rate in rates.items() if name.startswith("fusion.")} == {1e-3}
+
+
 BACKBONES: dict[str, dict[str, Any]] = {
     "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
     "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},

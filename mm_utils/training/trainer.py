@@ -234,8 +234,7 @@ class Trainer:
         self.callbacks.call("on_evaluate_begin")
         # The saved weights come last: evaluators keep their last findings, for the pictures.
         raw = self.measure() if self.average is not None else {}
-        with self.average.applied() if self.average is not None else nullcontext():
-            found = self.measure()
+        found = self._measure_saved()
         metrics = {f"eval_{name}": value for name, value in found.items()}
         metrics |= {f"eval_raw_{name}": value for name, value in raw.items()}
         self._evaluated_step = self.state.global_step
@@ -262,6 +261,11 @@ class Trainer:
         with fsdp_deepspeed.unsharded(self.objective):
             loader = _StopCheckedLoader(self.data.eval_loader, self._check_stop_signal)
             return self.evaluate_model(self.model, loader, self.accelerator)
+
+    def _measure_saved(self) -> dict[str, float]:
+        """Evaluate the weights that would be saved, without logging."""
+        with self.average.applied() if self.average is not None else nullcontext():
+            return self.measure()
 
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation that is due before the first step, or was when a signal stopped the run that is resumed."""
@@ -350,6 +354,8 @@ class Trainer:
             logger.warning("%s could not be written, so the last weights are kept in place of the best", best)
             return metrics
         self.captured.load_weights(best)
+        if self.state.best_global_step != self._evaluated_step:
+            self._measure_saved()  # the pictures are of what is saved
         evaluated = [
             {name: value for name, value in row.items() if name.startswith("eval_")}
             for row in self.state.log_history

@@ -140,6 +140,8 @@ def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     saved = FusionDualEncoderModel.from_pretrained(tmp_path / "run").state_dict()
     first = FusionDualEncoderModel.from_pretrained(tmp_path / "run" / "checkpoint-0").state_dict()
     assert all(torch.equal(saved[name], first[name]) for name in first)
+    shown = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert shown["step"] == 4  # the evaluation behind the pictures is not logged twice
 
 
 def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ SHRINKAGES = (1.0, 3.0, 10.0, 30.0)  # in units of the mean variance of a featur
 NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
 SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
 
+_ALIKE = 1e-10  # variance of unit features that differ by rounding alone
+
 
 @dataclass
 class Features:
@@ -129,7 +131,7 @@ class Fold:
         Directions beyond the rank of the data are zero.
         """
         (image_A, image_AA), (text_B, text_BB) = self._image, self._text
-        whiten_A, whiten_B = ((values + shrinkage * values.mean()).rsqrt() for values in (image_A, text_B))
+        whiten_A, whiten_B = (_whitening(values, shrinkage) for values in (image_A, text_B))
         cross_AB = sum(weight * cross for weight, cross in zip((1, name_weight), self._crosses, strict=False))
         left_AE, correlation_E, right_BE = _singular_vectors(whiten_A[:, None] * cross_AB * whiten_B, width)
         # The sign of a direction is arbitrary: the largest entry of the text's is positive.
@@ -165,12 +167,15 @@ class ClosedForm:
 def fit(features: Features, width: int) -> ClosedForm:
     """Fit the maps to all pairs, with the settings and the scale that are best for pairs left out, in four folds.
 
-    The best have the lowest InfoNCE among the images of a fold; recall, which is coarse, is only reported.
+    The best have the lowest InfoNCE among the images of a fold; recall, which is coarse, is only reported. If images or captions
+    are all alike, the maps are zero.
 
     Raises:
-        ValueError: with fewer than two images a fold.
+        ValueError: with fewer than two images a fold, or if a feature is not finite.
     """
     features = features.unit()
+    if not all(rows.isfinite().all() for rows in (features.image_MA, features.text_TB)):
+        raise ValueError("a backbone's output is not finite. Train in bf16 or fp32, or choose another backbone.")
     images = len(features.image_MA)
     if images < 2 * FOLDS:
         raise ValueError(f"{images} images are too few to fit projections to; at least {2 * FOLDS} are needed.")
@@ -219,6 +224,13 @@ def _principal_axes(total: Tensor, second_moment: Tensor) -> tuple[Tensor, Tenso
     projector = torch.eye(len(direction), dtype=direction.dtype) - torch.outer(direction, direction)
     values, vectors = torch.linalg.eigh(projector @ second_moment @ projector)
     return values.clamp(min=0), projector @ vectors
+
+
+def _whitening(values: Tensor, shrinkage: float) -> Tensor:
+    """Return the factors `[C]` that make variances equal, as far as the shrinkage lets them; 0 if there is no variance."""
+    if values.sum() < _ALIKE:
+        return torch.zeros_like(values)
+    return (values + shrinkage * values.mean()).rsqrt()
 
 
 def _singular_vectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -75,6 +75,9 @@ def start_projections(
     [found] = broadcast_object_list(
         [fit(features, model.config.projection_dim) if accelerator.is_main_process else None]
     )
+    if not found.image_AE.any():
+        logger.warning("Images or captions are embedded all alike, so the projections start from random values")
+        return
     write_projections(model, found)
     logger.info(
         "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): recall@1 of pairs "

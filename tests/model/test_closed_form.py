@@ -125,3 +125,14 @@ def test_names_weigh_as_much_as_they_tell() -> None:
 def test_too_few_images_are_refused() -> None:
     with pytest.raises(ValueError, match="7 images are too few"):
         fit(pairs(7), 4)
+
+
+@pytest.mark.parametrize("side", ["image_MA", "text_TB"])
+def test_features_that_are_all_alike_or_not_finite(side: str) -> None:
+    features = pairs(40, names=True)
+    rows = getattr(features, side)
+    found = fit(dataclasses.replace(features, **{side: torch.ones_like(rows)}), 4)
+    assert not found.image_AE.any()
+    assert not found.text_BE.any()
+    with pytest.raises(ValueError, match="is not finite"):
+        fit(dataclasses.replace(features, **{side: rows / 0}), 4)

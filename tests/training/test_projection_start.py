@@ -1,5 +1,6 @@
 """Runs that start from a closed form: what is written, on any number of processes, and that nothing ends below it."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.closed_form import Features
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
+from mm_utils.training import projection_start
 from mm_utils.training.projection_start import ProjectionStartArguments, paired_features, start_projections
 from scripts import pretrain
 from tests.conftest import COLOURS, SHAPES
@@ -114,6 +116,19 @@ def test_a_sample_and_none(towers: dict[str, str]) -> None:
     assert torch.equal(none.visual_projection.weight, fresh.visual_projection.weight)
     assert not torch.equal(half.visual_projection.weight, fresh.visual_projection.weight)
     torch.testing.assert_close(half.visual_projection.weight.norm(), fresh.visual_projection.weight.norm())
+
+
+def test_captions_that_are_all_alike_leave_the_projections(
+    towers: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def alike(*args: Any) -> Features:
+        found = paired_features(*args)
+        return dataclasses.replace(found, text_TB=torch.ones_like(found.text_TB))
+
+    monkeypatch.setattr(projection_start, "paired_features", alike)
+    model, _ = start(towers)
+    assert torch.equal(model.visual_projection.weight, joined(towers).visual_projection.weight)
+    assert "embedded all alike" in caplog.text
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------------

@@ -334,4 +334,4 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     assert len(found) == 2
     for block in found:
         exec(compile(block, "docs", "exec"), {"__name__": "docs"})
-    assert re.search(r"^\d \d\.\d+", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^\d \d+\.\d+", capsys.readouterr().out, re.MULTILINE)

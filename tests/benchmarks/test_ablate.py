@@ -121,7 +121,7 @@ def test_flat_and_hierarchical_heads_are_of_one_size():
 def test_a_real_ablation(tmp_path, tiny_flags, capsys):
     flags = [f"{name[2:]}: {value}" for name, value in zip(tiny_flags[::2], tiny_flags[1::2], strict=True)]
     common = "common:\n" + "".join(f"  {flag}\n" for flag in flags)
-    variants = "variants:\n  fused: {}\n  towers: {objectives: 'contrastive:1', fusion_layers: 0}\n"
+    variants = "variants:\n  fused: {objectives: 'contrastive:1,matching:1'}\n  towers: {objectives: 'contrastive:1', fusion_layers: 0}\n"
     grid = write_grid(tmp_path, common + variants)
     arguments = ["--grid", grid, "--seeds", "2", "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
     found = ablate.main(arguments)

@@ -124,11 +124,12 @@ def test_a_real_ablation(tmp_path, tiny_flags, capsys):
     variants = "variants:\n  fused: {objectives: 'contrastive:1,matching:1'}\n  towers: {objectives: 'contrastive:1', fusion_layers: 0}\n"
     grid = write_grid(tmp_path, common + variants)
     arguments = ["--grid", grid, "--seeds", "2", "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
+    arguments += ["--metrics", "rerank_text_to_image_recall@1,image_effective_rank"]
     found = ablate.main(arguments)
     assert 0 <= found["fused/rerank_text_to_image_recall@1"] <= 1
     assert "towers/rerank_text_to_image_recall@1" not in found
     content = json.loads((tmp_path / "out/ablation.json").read_text())["variants"]
     assert content["towers"]["parameters"] < content["fused"]["parameters"]
-    values = content["fused"]["metrics"]["matching_lift"]["values"]
+    values = content["fused"]["metrics"]["image_effective_rank"]["values"]
     assert values["0"] != values["1"]
     assert ablate.main(arguments) == found

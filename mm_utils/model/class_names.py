@@ -22,6 +22,8 @@ ClassReader = Callable[[Tensor], Tensor]
 def read_classes(name: str, tower: PreTrainedModel) -> Iterator[tuple[list[str], ClassReader | None]]:
     """Yield the names of the classes of a backbone, and their reader; no names and None if it has none.
 
+    A classifier whose backbone is of another class than the tower, as timm's are, is not read.
+
     Args:
         name: the folder or the Hub id that the tower was loaded from.
         tower: the tower, which is not run again.
@@ -29,7 +31,9 @@ def read_classes(name: str, tower: PreTrainedModel) -> Iterator[tuple[list[str],
     title = f"--vision_model_name_or_path is {name}"
     config = load_config(title, name)
     names = [value for _, value in sorted((getattr(config, "id2label", None) or {}).items())]
-    is_classifier = any("ForImageClassification" in kind for kind in getattr(config, "architectures", None) or ())
+    is_classifier = any(
+        kind.endswith("ForImageClassification") for kind in getattr(config, "architectures", None) or ()
+    )
     if not is_classifier or not names or names[0] == "LABEL_0":
         yield [], None
         return
@@ -37,6 +41,9 @@ def read_classes(name: str, tower: PreTrainedModel) -> Iterator[tuple[list[str],
         classifier = AutoModelForImageClassification.from_pretrained(
             name, use_safetensors=True, dtype="float32"
         ).eval()
+    if type(getattr(classifier, classifier.base_model_prefix, None)) is not type(tower):
+        yield [], None
+        return
     replay = _Replay()
     setattr(classifier, classifier.base_model_prefix, replay)
     classifier.to(tower.device)

@@ -1,5 +1,6 @@
 """The classes that a backbone knows by name, beside the stock classifier."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_probabilities_are_those_of_the_stock_classifier(kind: str, tmp_path: Pa
             torch.testing.assert_close(reader(part), (stock(part).logits / TEMPERATURE).softmax(-1), rtol=0, atol=1e-6)
     assert len(runs) == 2
     assert len(tower._forward_hooks) == 1
+
+
+def test_a_classifier_of_another_kind_is_not_read(tmp_path: Path) -> None:
+    """Its head would be random, or read what the tower does not give."""
+    classifier("vit", tmp_path)
+    other = AutoModel.from_config(AutoConfig.for_model("dinov2", **KINDS["dinov2"]))
+    with read_classes(str(tmp_path), other) as (names, reader):
+        assert (names, reader) == ([], None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["DeiTForImageClassificationWithTeacher"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path)) as (names, reader):
+        assert (names, reader) == ([], None)
 
 
 @pytest.mark.parametrize("names", [{0: "LABEL_0", 1: "LABEL_1"}, None])

@@ -94,7 +94,7 @@ class Objective(nn.Module):
 
     def zero_of_resting(self) -> Tensor | float:
         """Return 0 with a gradient for the weights that rest: DDP waits for one of everything that is trained."""
-        if self.is_sharded:  # FSDP does not wait
+        if self.is_sharded or distributed.world_size() == 1:  # FSDP does not wait
             return 0.0
         return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
 

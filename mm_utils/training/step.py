@@ -99,8 +99,9 @@ class TrainStep:
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
         )
         report["grad_norm"] = torch.as_tensor(norm)
+        loss, norm = torch.stack([report["loss"].float(), report["grad_norm"].float()]).tolist()  # one wait for a GPU
         # A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights.
-        self._moved = self._is_finite(report, batch, step) and report["grad_norm"].item() != 0
+        self._moved = self._is_finite(loss, norm, batch, step) and norm != 0
         # A loss scaler skips steps by itself, and counts on being called.
         if self._moved or self.accelerator.scaler is not None:
             self.optimizer.step()
@@ -141,18 +142,17 @@ class TrainStep:
 
         return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
 
-    def _is_finite(self, report: dict[str, Tensor], batch: dict[str, Any], step: int) -> bool:
+    def _is_finite(self, loss: float, norm: float, batch: dict[str, Any], step: int) -> bool:
         """Return whether the step may change the weights; if not, write down its images."""
         # An infinite gradient under a loss scaler only means that the scale was too high; the scaler skips the step.
-        decisive = ["loss"] if self.accelerator.scaler is not None else ["loss", "grad_norm"]
-        if all(math.isfinite(report[name].item()) for name in decisive):
+        if math.isfinite(loss) and (self.accelerator.scaler is not None or math.isfinite(norm)):
             self._check_loss_scale(step)
             return True
         self.nonfinite_steps += 1
         image_ids = gather_object(batch["image_ids"])
         path, step = Path(str(self.args.output_dir), NONFINITE_FILE), step + 1
         if self.accelerator.is_main_process:
-            figures = {name: str(report[name].item()) for name in ("loss", "grad_norm")}
+            figures = {"loss": str(loss), "grad_norm": str(norm)}
             append_rows(path, [{"step": step, **figures, "image_ids": image_ids}])
             logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, path)
         if self.nonfinite_steps >= self.args.max_nonfinite_steps:

@@ -31,6 +31,7 @@ from mm_utils.data.streaming.stream import StreamingArguments
 from mm_utils.data.training_data import open_data
 from mm_utils.evaluation.pointing import PointingEvaluator, report_pointing, with_pointing
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.evaluation.train_recall import with_train_recall
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
@@ -98,21 +99,14 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     # 4. Train.
     probes = word_order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
     evaluator, pointing = RetrievalEvaluator(eval_args, probes, fits=True), PointingEvaluator() if regions else None
-    trainer = Trainer(
-        args,
-        optimizer_args,
-        run.accelerator,
-        objective,
-        optimizer,
-        data,
-        evaluate=with_pointing(evaluator, pointing),
-        callbacks=[
-            *default_callbacks(run, objective, data, flops),
-            TemperatureClamp(highest_scale),
-            CollapseWarning(optimizer_args.warmup_ratio, highest_scale),
-            *callbacks,
-        ],
-    )
+    evaluate = with_train_recall(with_pointing(evaluator, pointing), data, args.seed)
+    callbacks = [
+        *default_callbacks(run, objective, data, flops),
+        TemperatureClamp(highest_scale),
+        CollapseWarning(optimizer_args.warmup_ratio, highest_scale),
+        *callbacks,
+    ]
+    trainer = Trainer(args, optimizer_args, run.accelerator, objective, optimizer, data, evaluate, callbacks)
     metrics = trainer.train(resume_from, has_baseline)
 
     # 5. Finish: pictures, model card, push, and the next commands.

@@ -32,6 +32,7 @@ _MAX_CLASSES = 50  # a larger confusion matrix cannot be read
 _PANELS = {
     "Loss": r"(.*_)?loss",
     "Recall": r"eval_(.+_)?recall@\d+",
+    "Mean recall": "eval_(train_)?mean_recall",
     "Accuracy": "train_accuracy|eval_accuracy|eval_macro_f1",
     "Learning rate": "learning_rate",
     "Temperature": "temperature",
@@ -40,6 +41,8 @@ _PANELS = {
     "Waiting for data": "data_wait",
     "Gradient norm": "grad_norm",
 }
+
+_LABELS = {"loss": "total", "eval_mean_recall": "unseen images", "eval_train_mean_recall": "training images"}
 
 # Fonts with Chinese, Japanese and Korean letters, which matplotlib's own font lacks; used where they are installed.
 _WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
@@ -171,7 +174,7 @@ def _legend_above(ax: Axes, columns: int = 3) -> None:
 def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
     """Draw a line for each name; shorter names come first and are broader."""
     for rank, name in enumerate(sorted(series, key=lambda name: (len(name), name))):
-        label = "total" if name == "loss" else name.removesuffix("_loss").removeprefix("eval_").replace("_", " ")
+        label = _LABELS.get(name) or name.removesuffix("_loss").removeprefix("eval_").replace("_", " ")
         _plot(ax, series[name], COLORS[rank % len(COLORS)], label, 1.3 if rank else 2.0)
     if len(series) > 1:
         _legend_above(ax)

@@ -109,7 +109,9 @@ class ProgressBar(TrainerCallback):
             if "utilisation" in logs:
                 shown.append(f"{logs['utilisation']:.0%} of peak")
             self.bar.set_postfix_str(", ".join(shown))
-        recalls = {name: value for name, value in logs.items() if name.endswith(("recall@1", "eval_accuracy"))}
+        recalls = {
+            name: value for name, value in logs.items() if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))
+        }
         if recalls and state.is_world_process_zero:
             line = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {v:.3f}" for name, v in recalls.items())
             self.bar.write(f"step {state.global_step}: {line}")

@@ -210,10 +210,12 @@ def _of_recall(row: Row, best: Row, is_kept: bool) -> Iterator[Finding]:
         kept = (
             f"the weights of step {best['step']} are kept" if is_kept else "set --eval_steps to keep the best weights"
         )
+        seen = [f"{each['eval_train_mean_recall']:.3f}" for each in (row, best) if "eval_train_mean_recall" in each]
+        of_train = f"that of training images is {' and was '.join(seen)}; " if seen else ""
         yield Finding(
             "recall",
-            f"eval_mean_recall is {found:.3f} at step {row['step']} and was {before:.3f} at step {best['step']}; the run "
-            f"forgets what carries over to other images. Lower --learning_rate, freeze the backbones, or train on more pairs; "
+            f"eval_mean_recall is {found:.3f} at step {row['step']} and was {before:.3f} at step {best['step']}; {of_train}the "
+            f"run forgets what carries over to other images. Lower --learning_rate, freeze the backbones, or train on more pairs; "
             f"{kept}.",
         )
 

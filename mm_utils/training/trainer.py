@@ -14,7 +14,7 @@ manager is entered around training, and one that is `ExportableState` is stored 
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +28,7 @@ from transformers import TrainerCallback, TrainerState
 from mm_utils import distributed
 from mm_utils.checkpointing.state import TrainingState
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
+from mm_utils.data.loading.loaders import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives import Objective
@@ -259,7 +260,7 @@ class Trainer:
             raise ValueError("this Trainer was given nothing to evaluate; pass data with an eval_loader, and evaluate")
         self.objective.eval()
         with fsdp_deepspeed.unsharded(self.objective):
-            loader = _StopCheckedLoader(self.data.eval_loader, self._check_stop_signal)
+            loader = CheckedLoader(self.data.eval_loader, self._check_stop_signal)
             return self.evaluate_model(self.model, loader, self.accelerator)
 
     def _measure_saved(self) -> dict[str, float]:
@@ -409,21 +410,6 @@ class _StopRequested(Exception):
     def __init__(self, signal: int):
         super().__init__(signal)
         self.signal = signal
-
-
-class _StopCheckedLoader:
-    """A loader with the same number of batches on every rank, that calls `check` before each."""
-
-    def __init__(self, loader: Any, check: Callable[[], None]):
-        self.loader, self.check = loader, check
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.loader:
-            self.check()
-            yield batch
 
 
 def _due(step: int, every: int) -> bool:

@@ -74,6 +74,16 @@ def test_a_legend_covers_neither_curve_nor_title(tmp_path: Path, figures: list[F
     assert legends == 3
 
 
+def test_mean_recall_of_training_images_is_drawn_beside_that_of_unseen_ones(
+    tmp_path: Path, figures: list[Figure]
+) -> None:
+    rows = [{"step": step, "eval_mean_recall": 0.4, "eval_train_mean_recall": step / 2} for step in range(3)]
+    assert plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png") == ["Mean recall"]
+    [ax] = figures[0].axes
+    drawn = {str(line.get_label()): list(line.get_ydata()) for line in ax.lines}
+    assert drawn == {"unseen images": [0.4] * 3, "training images": [0.0, 0.5, 1.0]}
+
+
 def test_recalls_of_one_evaluation_are_points_beside_each_other(tmp_path: Path, figures: list[Figure]) -> None:
     plot_training(write_lines(tmp_path / "metrics.jsonl", {"step": 9, **EVALUATION}), tmp_path / "training.png")
     [ax] = figures[0].axes

@@ -300,6 +300,12 @@ def test_recall_that_falls_is_named_once_with_the_best_before(eval_steps: int, r
     assert message.endswith(f"{remedy}.") or f"{remedy} to keep the best weights." in message
 
 
+def test_recall_that_falls_is_shown_beside_that_of_training_images(said: Said) -> None:
+    run = Run().evaluate(mean_recall=0.46, train_mean_recall=0.5).log()
+    run.evaluate(mean_recall=0.3, train_mean_recall=0.9)
+    assert "; that of training images is 0.900 and was 0.500; the run forgets" in said()[0]
+
+
 def test_an_evaluation_before_the_end_of_warm_up_is_not_judged(said: Said) -> None:
     run = Run()
     run.evaluate(image_spread=0.0, text_effective_rank=1.0).log().evaluate()

@@ -1,0 +1,93 @@
+"""The recall of training images: whose it is, what it equals, and that it leaves the run alone."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import DatasetDict
+
+from mm_utils.data.loading.loaders import CheckedLoader, LoaderArguments, Loaders
+from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation import train_recall
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.evaluation.train_recall import with_train_recall
+from mm_utils.model.build import ModelArguments, build_model
+from scripts import pretrain
+from tests.data.numbered_rows import new_tokenizer, rows_of
+from tests.scripts.test_pretrain import rows_of as log_of
+from tests.scripts.test_pretrain import weights
+from tests.test_distributed import run_on_ranks
+
+
+def opened(train: int = 12, validation: int = 5) -> TrainingData:
+    """So many images; those of validation are the first ones of train."""
+    accelerator, rows = Accelerator(cpu=True), tokenize_captions(rows_of(train), new_tokenizer(), 16)
+    arguments = LoaderArguments(16, 1, 0.5, dataloader_num_workers="0")
+    loaders = Loaders(arguments, accelerator.device, 0, 16, (0.5,) * 3, (0.2,) * 3)
+    splits = DatasetDict(train=rows, validation=rows.take(validation))
+    order = GlobalOrder(train, BatchSizes((0,), (2,)), seed=0)
+    return TrainingData(splits, SimpleNamespace(), loaders, order, {}, 4)
+
+
+def measured(seed: int, **sizes: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model, data = build_model(ModelArguments(image_size=16, fusion_layers=0), new_tokenizer()).eval(), opened(**sizes)
+    accelerator: Any = Accelerator(cpu=True)
+    return with_train_recall(RetrievalEvaluator(), data, seed)(model, data.evaluation("validation"), accelerator)
+
+
+def test_a_sample_of_all_rows_has_the_recall_of_these_rows() -> None:
+    found = measured(0, train=11, validation=11)
+    assert 0 < found["train_mean_recall"] == found["mean_recall"] < 1
+
+
+def test_a_sample_is_as_large_as_validation_and_a_function_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(data: TrainingData, seed: int) -> list[int]:
+        return [row for batch in train_recall._sample(data, seed) for row in batch["ids"][:, 0].unique().tolist()]
+
+    first, again, other = (places(opened(), seed) for seed in (0, 0, 1))
+    assert len(set(first)) == len(set(other)) == 5
+    assert first == again != other
+    assert len(set(places(opened(train=4, validation=4), 0))) == 4
+    monkeypatch.setattr(train_recall, "MOST_IMAGES", 3)
+    assert len(set(places(opened(), 0))) == 3
+
+
+def test_the_number_of_processes_changes_nothing() -> None:
+    [alone], both = run_on_ranks(1, measured, 3), run_on_ranks(2, measured, 3)
+    assert both[0] == both[1] == pytest.approx(alone, rel=1e-4)
+    assert 0 < alone["train_mean_recall"] != alone["mean_recall"]
+
+
+def test_a_stream_has_no_such_figure() -> None:
+    data, evaluate = opened(), RetrievalEvaluator()
+    del data.splits["train"]
+    assert with_train_recall(evaluate, data, 0) is evaluate
+
+
+def test_a_signal_is_looked_for_before_every_batch() -> None:
+    checks: list[int] = []
+    data, nothing = opened(), Accelerator(cpu=True)
+    model = build_model(ModelArguments(image_size=16, fusion_layers=0), new_tokenizer()).eval()
+    loader = CheckedLoader(data.evaluation("validation"), lambda: checks.append(1))
+    with_train_recall(RetrievalEvaluator(), data, 0)(model, loader, nothing)
+    assert len(checks) == 2 * len(loader) == 4
+
+
+def test_what_is_trained_is_the_same_without_it(
+    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*tiny_flags, "--eval_steps", "1", "--save_steps", "0", "--output_dir"]
+    metrics = pretrain.main([*flags, str(tmp_path / "with")])
+    monkeypatch.setattr(pretrain, "with_train_recall", lambda evaluate, *_: evaluate)
+    without = pretrain.main([*flags, str(tmp_path / "without")])
+    assert metrics.keys() - without.keys() == {"eval_train_mean_recall"}
+    assert {name: metrics[name] for name in without} == without
+    assert sum("eval_train_mean_recall" in row for row in log_of(tmp_path / "with")) == 4
+    for name, value in weights(tmp_path / "with").items():
+        assert torch.equal(value, weights(tmp_path / "without")[name]), name

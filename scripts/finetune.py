@@ -27,8 +27,9 @@ from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.tasks import TaskArguments
 from mm_utils.data.training_data import open_task
-from mm_utils.evaluation.classification import ClassificationEvaluator, InterpolationArguments, choose_between
-from mm_utils.model.adapt import LoraArguments, merged
+from mm_utils.evaluation.classification import ClassificationEvaluator
+from mm_utils.evaluation.interpolation import TENTHS, InterpolationArguments, choose_between, copy_weights
+from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
@@ -72,13 +73,11 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     model = build_classifier(
         classifier_args, lora_args, task.classes, has_images=task.has_images, has_texts=task.has_texts
     )
-    start = {name: value.clone() for name, value in merged(model.state_dict()).items() if interpolation_args.wise_ft}
+    start = copy_weights(model, interpolation_args.known_weights(model))
     labels = torch.tensor(rows["label"][:])
     weights = weigh_classes(labels, classes, classifier_args.class_weights)
     objective = ClassificationObjective(model, labels, weights)
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
-    counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
-    logger.info("%s parameters, %s of them trained", *counts)
 
     # 4. Train.
     evaluator = ClassificationEvaluator(data.splits["validation"], classes)
@@ -106,6 +105,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
             run.accelerator,
             args.metric_for_best_model,
             run.output_dir,
+            TENTHS,
         )
         metrics = {f"eval_{name}": value for name, value in found.items()}
     if "test" in data.splits:

@@ -17,7 +17,6 @@ Continue after an interruption, on any number of GPUs:
     accelerate launch scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,16 +24,19 @@ from transformers import TrainerCallback
 
 from mm_utils.arguments import parse_args, to_dict
 from mm_utils.checkpointing.files import find_checkpoint
+from mm_utils.checkpointing.state import write_model
 from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.data.streaming.stream import StreamingArguments
 from mm_utils.data.training_data import open_data
+from mm_utils.evaluation.interpolation import InterpolationArguments, choose_between, copy_weights
 from mm_utils.evaluation.pointing import PointingEvaluator, report_pointing, with_pointing
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
 from mm_utils.evaluation.train_recall import with_train_recall
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.reports.hub import HubArguments
@@ -51,8 +53,6 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.projection_start import ProjectionStartArguments, start_projections
 from mm_utils.training.trainer import Trainer
 
-logger = logging.getLogger(__name__)
-
 
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, float]:
     """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
@@ -60,15 +60,16 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     parsed = parse_args(
         *(DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments),
         *(ModelArguments, LoraArguments, ProjectionStartArguments, ObjectiveArguments, OptimizerArguments),
-        *(TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
+        *(TrainingArguments, EvaluationArguments, InterpolationArguments, HubArguments, RunArguments),
         argv=argv,
         doc=__doc__,
     )
     data_args, stream_args, loader_args, cache_args, *others = parsed
     model_args, lora_args, start_args, objective_args, optimizer_args, *others = others
-    args, eval_args, hub_args, run_args = others
+    args, eval_args, interpolation_args, hub_args, run_args = others
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
+    interpolation_args.check(model_args, bool(start_args.closed_form_images) and not stream_args.streaming)
     if model_args.model_name_or_path:
         check_model(model_args.model_name_or_path)
     if run_args.dry_run:
@@ -82,34 +83,37 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
 
     # 3. Model, objective, optimizer.
     model = build_model(model_args, tokenizer, lora_args)
+    known = interpolation_args.known_weights(model)  # before the objective adds new ones
     objective = build_objective(model, objective_args, args.seed, tokenizer)
     highest_scale = objective_args.highest_scale(model)  # before a checkpoint is loaded
     has_baseline, is_pretrained = start_args.has_baseline(model_args, data), model_args.pretrained
     optimizer = build_optimizer(
         model, optimizer_args, pretrained=is_pretrained, device=run.accelerator.device, has_baseline=has_baseline
     )
-    counts = (f"{model.num_parameters(only_trainable=trained):,}" for trained in (False, True))
-    logger.info("%s parameters, %s of them trained", *counts)
     flops = measure_flops(model, data.loaders.image_size, data.max_seq_length, not cache_args.cache_features)
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    if resume_from is None:
+    if resume_from is None or interpolation_args.wise_ft:
         start_projections(start_args, model_args, data, model, run.accelerator)
+    start = copy_weights(model, known)
     cache_features(cache_args, data, objective, run.accelerator)
 
     # 4. Train.
     probes = word_order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
     evaluator, pointing = RetrievalEvaluator(eval_args, probes, fits=True), PointingEvaluator() if regions else None
     evaluate = with_train_recall(with_pointing(evaluator, pointing), data, args.seed)
-    callbacks = [
-        *default_callbacks(run, objective, data, flops),
-        TemperatureClamp(highest_scale),
-        CollapseWarning(optimizer_args.warmup_ratio, highest_scale),
-        *callbacks,
-    ]
+    watchers = TemperatureClamp(highest_scale), CollapseWarning(optimizer_args.warmup_ratio, highest_scale)
+    callbacks = [*default_callbacks(run, objective, data, flops), *watchers, *callbacks]
     trainer = Trainer(args, optimizer_args, run.accelerator, objective, optimizer, data, evaluate, callbacks)
-    metrics = trainer.train(resume_from, has_baseline)
+    args.settle_eval_steps(trainer.state.max_steps, has_baseline)
+    metrics = trainer.train(resume_from, has_baseline and not interpolation_args.wise_ft)  # whose alpha 0 is the start
 
-    # 5. Finish: pictures, model card, push, and the next commands.
+    # 5. Finish: interpolated weights, pictures, model card, push, and the next commands.
+    if interpolation_args.wise_ft:
+        model = FusionDualEncoderModel.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
+        save = partial(write_model, model=model, processor=data.processor)
+        rest = data.evaluation("validation"), run.accelerator, "mean_recall", run.output_dir
+        found = choose_between(interpolation_args, start, model, evaluate, *rest, save=save)
+        metrics = {f"eval_{name}": value for name, value in found.items()}
     report_pointing(run.accelerator, pointing, data.splits["validation"], run.output_dir)
     finish_run(run, model, data, evaluator, metrics, argv)
     return metrics

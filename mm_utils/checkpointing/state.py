@@ -186,23 +186,8 @@ class TrainingState:
             else None
         )
         if main:
-            shutil.rmtree(self.output_dir / _DUAL_ENCODER, ignore_errors=True)  # an earlier model's
-            self.model.save_pretrained(self.output_dir, state_dict=merged(restore_scalars(weights)))
-            self.processor.save_pretrained(self.output_dir)
-            if type(self.model) is FusionDualEncoderModel:  # a classifier's towers no longer match images and texts
-                self._save_dual_encoder(self.output_dir / _DUAL_ENCODER)
-            readable(self.output_dir)
+            write_model(self.output_dir, self.model, self.processor, merged(restore_scalars(weights)))
         self.accelerator.wait_for_everyone()
-
-    def _save_dual_encoder(self, folder: Path) -> None:
-        """Write the stock model of the saved one; log why if impossible."""
-        try:
-            stock = FusionDualEncoderModel.from_pretrained(self.output_dir).to_dual_encoder()
-        except ValueError as error:
-            logger.info("No dual_encoder/ folder: %s.", error)
-            return
-        stock.save_pretrained(folder)
-        stock_processor(self.processor, stock.config).save_pretrained(folder)
 
     @property
     def _has_deepspeed(self) -> bool:
@@ -217,6 +202,32 @@ class TrainingState:
         self.accelerator.save_state(str(folder))
         self.accelerator.wait_for_everyone()
         return folder
+
+
+def write_model(
+    folder: Path,
+    model: FusionDualEncoderModel,
+    processor: ProcessorMixin,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model and processor, and the stock dual encoder to `dual_encoder/`; `weights` are other ones than the model's."""
+    shutil.rmtree(folder / _DUAL_ENCODER, ignore_errors=True)  # an earlier model's
+    model.save_pretrained(folder, state_dict=weights)
+    processor.save_pretrained(folder)
+    if type(model) is FusionDualEncoderModel:  # a classifier's towers no longer match images and texts
+        _write_dual_encoder(folder, processor)
+    readable(folder)
+
+
+def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
+    """Write the stock model of the saved one; log why if impossible."""
+    try:
+        stock = FusionDualEncoderModel.from_pretrained(folder).to_dual_encoder()
+    except ValueError as error:
+        logger.info("No dual_encoder/ folder: %s.", error)
+        return
+    stock.save_pretrained(folder / _DUAL_ENCODER)
+    stock_processor(processor, stock.config).save_pretrained(folder / _DUAL_ENCODER)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ _PICTURES = {
     "Training curves": "training.png",
     "Retrieved images": "retrieval.png",
     "Confusions": "confusion.png",
-    "Between the start and the end of fine-tuning": "wise_ft.png",
+    "Between the start and the end of training": "wise_ft.png",
 }
 
 

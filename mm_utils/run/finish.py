@@ -140,6 +140,7 @@ def _retrieval_summary(
     if "eval_text_to_image_chance@1" in metrics:
         lines.append(f"  {'text to image, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
+    lines += _alpha(metrics)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "dual_encoder": "the two towers for stock transformers",
@@ -147,6 +148,7 @@ def _retrieval_summary(
         "training.png": "curves",
         "retrieval.png": "what some captions find",
         "regions.png": "where some phrases point",
+        "wise_ft.png": "weights between the start and the end",
         "metrics.jsonl": "every figure that was logged",
         "config.yaml": "the arguments, to run it again",
     }
@@ -170,8 +172,7 @@ def _classification_summary(
             if "roc_auc" in found:
                 line += f"   ROC AUC {found['roc_auc']:.3f}"
             lines.append(f"{line}   most frequent class {found['majority']:.3f}")
-    if "eval_wise_ft_alpha" in metrics:
-        lines.append(f"  saved with alpha {metrics['eval_wise_ft_alpha']:g} between the start and the end")
+    lines += _alpha(metrics)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "README.md": "the model card, with code to use the model",
@@ -184,6 +185,11 @@ def _classification_summary(
     }
     longer = longer_command(run.name, run.output_dir, run.settings)
     return [*lines, *_listing(run.output_dir, contents, pushed), "", "Next:", f"  {longer}"]
+
+
+def _alpha(metrics: dict[str, float]) -> list[str]:
+    alpha = metrics.get("eval_wise_ft_alpha")
+    return [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
 
 
 def _listing(folder: Path, contents: dict[str, str], pushed: str | None) -> list[str]:

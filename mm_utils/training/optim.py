@@ -1,5 +1,6 @@
 """Build the optimizer's parameter groups; compute the learning rate as a function of the step."""
 
+import logging
 import math
 import re
 from collections.abc import Iterable
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from mm_utils.arguments import arg
+
+logger = logging.getLogger(__name__)
 
 LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
@@ -156,6 +159,10 @@ def build_optimizer(
         group["params"].append(parameter)
     if not groups:
         raise ValueError("no parameter is left to train; drop --freeze_vision or --freeze_text")
+    every, trained = (
+        sum(each.numel() for each in model.parameters() if each.requires_grad >= only) for only in (0, 1)
+    )
+    logger.info("%s parameters, %s of them trained", f"{every:,}", f"{trained:,}")
     betas = (args.adam_beta1, args.adam_beta2)
     return torch.optim.AdamW(list(groups.values()), betas=betas, eps=args.adam_epsilon, fused=device.type == "cuda")
 

@@ -1,0 +1,139 @@
+"""Interpolate between the weights before and after training (WiSE-FT, arXiv 2109.01903).
+
+Training on few data often loses what a pretrained model knew; interpolated weights keep some of both, at no cost when the
+model is used. Weights that are new have no values before, so they are never interpolated.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mm_utils.arguments import arg
+from mm_utils.evaluation.retrieval import Evaluate
+from mm_utils.files import write_atomic
+from mm_utils.model.adapt import merged
+from mm_utils.model.build import ModelArguments
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.reports.plots import BLUE, MUTED, ORANGE, new_figure, save_figure, set_title, small_legend, style_axes
+
+logger = logging.getLogger(__name__)
+
+TENTHS = tuple(step / 10 for step in range(11))
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass
+class InterpolationArguments:
+    """Interpolation between the weights before and after training."""
+
+    wise_ft: bool = arg(
+        False,
+        "Measure weights between the start (alpha 0) and the end (alpha 1) on the validation split, and save the best.",
+    )
+    wise_ft_alpha: float | None = arg(
+        None,
+        "Save the weights of this alpha, even if another is better on validation; 0.5 suits data that has shifted.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.wise_ft_alpha is not None and not 0 <= self.wise_ft_alpha <= 1:
+            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; give a number in [0, 1].")
+        if self.wise_ft_alpha is not None and not self.wise_ft:
+            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; it goes with --wise_ft. Give both.")
+
+    def known_weights(self, model: FusionDualEncoderModel) -> set[str]:
+        """Return the names of the weights to interpolate: not a classifier's, nor those of a head that never was trained.
+
+        To be asked before `build_objective`, which adds parts. Without the flag, there are none.
+        """
+        new = ("classifier.",) if model.voices else ("classifier.", "fusion.")
+        return {name for name in merged(model.state_dict()) if self.wise_ft and not name.startswith(new)}
+
+    def check(self, model_args: ModelArguments, has_closed_form: bool) -> None:
+        """Raise ValueError if pre-training does not start from a model; `has_closed_form`: it may join two encoders to one."""
+        if self.wise_ft and not (model_args.model_name_or_path or (model_args.joins_pretrained and has_closed_form)):
+            raise ValueError(
+                "--wise_ft is set; the run does not start from a model that could be forgotten. Give --model_name_or_path, or "
+                "--vision_model_name_or_path and --text_model_name_or_path with --closed_form_images above 0 and without "
+                "--streaming, or drop --wise_ft."
+            )
+
+
+def copy_weights(model: FusionDualEncoderModel, names: Collection[str]) -> dict[str, Tensor]:
+    """Return a copy of these weights, with adapters merged."""
+    return {name: value.detach().clone() for name, value in merged(model.state_dict()).items() if name in names}
+
+
+def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """Return start + alpha (end - start), but integers and the weights that only `end` has as they are there."""
+    return {
+        name: torch.lerp(start[name].to(value), value, alpha)
+        if name in start and value.is_floating_point()
+        else value.clone()
+        for name, value in end.items()
+    }
+
+
+def choose_between(
+    args: InterpolationArguments,
+    start: Mapping[str, Tensor],
+    model: FusionDualEncoderModel,
+    evaluate: Evaluate,
+    loader: Iterable,
+    accelerator: Accelerator,
+    metric: str,
+    folder: Path,
+    alphas: Sequence[float] = QUARTERS,
+    save: Callable[[Path], Any] | None = None,
+) -> dict[str, float]:
+    """Measure weights between `start` and those in `model`; load and save the chosen ones.
+
+    Writes the model, `wise_ft.json` and `wise_ft.png`. Called on all ranks, which all get the metrics of the chosen weights,
+    with `wise_ft_alpha`.
+
+    Args:
+        start: the weights before training, of `copy_weights`.
+        metric: the metric of `evaluate` to maximise; among equals, the highest alpha wins.
+        alphas: the places to measure, besides `wise_ft_alpha`.
+        save: writes the model, on the main process; default: `model.save_pretrained`.
+    """
+    end = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    alphas = sorted({*alphas, *([args.wise_ft_alpha] if args.wise_ft_alpha is not None else [])})
+    measured: dict[float, dict[str, float]] = {}
+    for alpha in alphas:
+        model.load_state_dict(interpolate(start, end, alpha))
+        measured[alpha] = evaluate(model, loader, accelerator)
+        logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
+    best = max(alphas, key=lambda alpha: (measured[alpha][metric], alpha))
+    chosen = best if args.wise_ft_alpha is None else args.wise_ft_alpha
+    model.load_state_dict(interpolate(start, end, chosen))
+    evaluate(model, loader, accelerator)  # so that the evaluator holds the predictions of the chosen weights
+    if accelerator.is_main_process:
+        (save or model.save_pretrained)(folder)
+        rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
+        report = {"metric": metric, "best_alpha": best, "saved_alpha": chosen, "measured": rows}
+        write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
+        _draw({alpha: metrics[metric] for alpha, metrics in measured.items()}, chosen, metric, folder / "wise_ft.png")
+    accelerator.wait_for_everyone()
+    return {**measured[chosen], "wise_ft_alpha": chosen}
+
+
+def _draw(values: Mapping[float, float], chosen: float, metric: str, out_path: Path) -> None:
+    figure = new_figure(5.2, 3.4)
+    ax = figure.add_subplot()
+    style_axes(ax)
+    ax.plot(list(values), list(values.values()), color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
+    ax.plot([chosen], [values[chosen]], color=ORANGE, marker="o", markersize=8, linestyle="", label="saved")
+    ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0, the start", "0.25", "0.5", "0.75", "1, the end"])
+    ax.set_xlabel("alpha", fontsize=8, color=MUTED)
+    title = metric.replace("_", " ").capitalize()
+    set_title(ax, f"{title} between start and end")
+    small_legend(ax, loc="best")
+    save_figure(figure, out_path)

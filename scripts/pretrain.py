@@ -48,7 +48,8 @@ from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.diagnosis import CollapseWarning
-from mm_utils.training.feature_cache import FeatureCacheArguments, cache_features
+from mm_utils.training.features.feature_cache import FeatureCacheArguments, cache_features
+from mm_utils.training.features.teacher import cache_teacher
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.projection_start import ProjectionStartArguments, start_projections
 from mm_utils.training.trainer import Trainer
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
     interpolation_args.check(model_args, bool(start_args.closed_form_images) and not stream_args.streaming)
-    if model_args.model_name_or_path:
-        check_model(model_args.model_name_or_path)
+    check_model(model_args.model_name_or_path)
+    check_model(objective_args.teacher_name_or_path, "--teacher_name_or_path")
     if run_args.dry_run:
         return dry_run(main, "pretrain", argv, args, to_dict(*parsed))
     run = start_run("pretrain", args, run_args, hub_args, to_dict(*parsed))
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         start_projections(start_args, model_args, data, model, run.accelerator)
     start = copy_weights(model, known)
     cache_features(cache_args, data, objective, run.accelerator)
+    cache_teacher(objective_args.teacher_name_or_path, data, objective, run.accelerator)
 
     # 4. Train.
     probes = word_order_probes(data.splits["validation"], tokenizer, data.max_seq_length)

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid, RegionPointing, SelfDistillation
+from mm_utils.objectives.contrastive import Distillation, InfoNCE, PairwiseSigmoid, RegionPointing, SelfDistillation
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.language import Captioning, MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
 from mm_utils.objectives.terms import Term
 
 CONTRASTIVE = (InfoNCE, PairwiseSigmoid)
-OTHERS = (Matching, MaskedLanguageModelling, Captioning, RegionPointing, SelfDistillation)
+OTHERS = (Matching, MaskedLanguageModelling, Captioning, RegionPointing, SelfDistillation, Distillation)
 NAMES = [term.name for term in (*CONTRASTIVE, *OTHERS)]
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
@@ -32,7 +32,12 @@ class ObjectiveArguments:
         "contrastive:1,captioning:1",
         "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
         "captioning (it predicts words); regions (phrases point into their boxes); self_distillation (soft targets of "
-        "averaged weights, needs --ema_decay); or module.Class, a term of your own.",
+        "averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); or module.Class, a term of your own.",
+    )
+    teacher_name_or_path: str | None = arg(
+        None,
+        "A larger dual encoder whose similarities the towers learn as soft targets, a folder or a Hub id as of "
+        "--model_name_or_path; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
     )
     hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.")
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.")
@@ -57,6 +62,13 @@ class ObjectiveArguments:
                 weights[name] = float(weight or 1)
             except ValueError:
                 raise ValueError(f"--objectives has {term!r}; write name:weight, e.g. matching:0.5.") from None
+        if self.teacher_name_or_path:
+            weights.setdefault(Distillation.name, 1.0)
+        elif weights.get(Distillation.name):
+            raise ValueError(
+                f"--objectives is {self.objectives!r}; distillation learns from a teacher, and there is none. Give "
+                "--teacher_name_or_path."
+            )
         contrastive = [term.name for term in CONTRASTIVE if weights.get(term.name)]
         unknown = [name for name in weights if name not in NAMES and "." not in name]
         if unknown:
@@ -80,7 +92,12 @@ class ObjectiveArguments:
         return self.max_logit_scale or max(100.0, model.logit_scale.exp().item())
 
     def check(self, streaming: bool, cache_features: bool, patch_dropout: float) -> None:
-        """Raise ValueError if regions are asked for and the data cannot provide them."""
+        """Raise ValueError if regions, or a teacher, are asked for and the data cannot provide what they need."""
+        if streaming and Distillation.name in self.weights:
+            raise ValueError(
+                f"--teacher_name_or_path is {self.teacher_name_or_path}; a teacher runs once over all rows, and --streaming "
+                "has them never at hand. Drop one of them."
+            )
         reasons = {
             "streaming": streaming and "reads no boxes",
             "cache_features": cache_features and "keeps no boxes",
@@ -128,7 +145,7 @@ def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedT
     if name == MaskedLanguageModelling.name:
         assert tokenizer is not None
         return MaskedLanguageModelling(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
-    known = {term.name: term for term in (*CONTRASTIVE, Captioning, RegionPointing, SelfDistillation)}
+    known = {term.name: term for term in (*CONTRASTIVE, Captioning, RegionPointing, SelfDistillation, Distillation)}
     return (known.get(name) or _own_term(name))(seed)
 
 

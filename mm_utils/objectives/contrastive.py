@@ -62,6 +62,30 @@ class SelfDistillation(EmbeddingTerm):
         return distilled_info_nce(own.embeds["image"], own.embeds["text"], own.scale, *teacher, batch)
 
 
+class Distillation(EmbeddingTerm):
+    """InfoNCE towards the soft targets of another model, a teacher (TinyCLIP, arXiv 2309.12314).
+
+    Its unit embeddings of the images as evaluation sees them, and of the captions, are computed before training
+    (`mm_utils.training.features.teacher`) and are in the batch as `teacher_image` and `teacher_text`, `[n, width of the teacher]`.
+
+    Attributes:
+        scale: the teacher's own inverse temperature, of its softmax; set with the embeddings.
+    """
+
+    name = "distillation"
+    scale: float | None = None
+
+    def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> dict[str, Tensor]:
+        """Return the teacher's embeddings."""
+        return {f"distillation_{side}": batch[f"teacher_{side}"] for side in ("image", "text")}
+
+    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Compute the loss in tiles; each rank computes its own rows."""
+        teacher = (own.embeds["distillation_image"], own.embeds["distillation_text"])
+        student = (own.embeds["image"], own.embeds["text"], own.scale)
+        return distilled_info_nce(*student, *teacher, batch, teacher_scale=self.scale)
+
+
 class RegionPointing(RowTerm):
     """Each phrase points at a cell of its own image's grid, and should hit its box.
 

@@ -99,18 +99,20 @@ def distilled_info_nce(
     teacher_text_nE: Tensor,
     batch: GlobalBatch,
     tile: int | None = None,
+    teacher_scale: float | None = None,
 ) -> Tensor:
     """Return InfoNCE towards a teacher's soft targets (ALBEF, arXiv 2107.07651), a scalar.
 
     loss = -1/2N sum_i [sum_j q_ij log softmax_j(scale a_i b_j) + the same of b_i a_j], q_ij = softmax_j of the teacher's
     scale a'_i b'_j, where j runs over i itself and its negatives. No gradient goes through the teacher, nor by `scale`
-    through its softmax. Arguments are those of `info_nce`, and the teacher's unit embeddings of the same rows.
+    through its softmax. Arguments are those of `info_nce`, the teacher's unit embeddings of the same rows, and its own
+    inverse temperature, if it is not `scale`.
     """
     wide = torch.stack([teacher_image_nE, teacher_text_nE], 1).detach().to(batch.image_NE.dtype)
     teacher_NE = distributed.gather(wide, batch.sizes)
     mine = teacher_NE[batch.offset : batch.offset + len(image_nE)]
     teachers = ((mine[:, 0], teacher_NE[:, 1]), (mine[:, 1], teacher_NE[:, 0]))
-    return _AtEmbeddings.apply(partial(_distilled, teachers), batch, tile, image_nE, text_nE, scale)
+    return _AtEmbeddings.apply(partial(_distilled, teachers, teacher_scale), batch, tile, image_nE, text_nE, scale)
 
 
 @contextmanager
@@ -185,13 +187,20 @@ def _info_nce(
 
 
 def _distilled(
-    teachers: Directions, directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
+    teachers: Directions,
+    teacher_scale: float | None,
+    directions: Directions,
+    scale: Tensor,
+    batch: GlobalBatch,
+    total: int,
+    tile: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     def tiles(direction: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield slices of rows, their logits, and the teacher's logits."""
+        scales = (scale, scale if teacher_scale is None else teacher_scale)
         own, given = (
-            _tiles(scale * rows_nE, columns_NE, batch, tile)
-            for rows_nE, columns_NE in (directions[direction], teachers[direction])
+            _tiles(each * rows_nE, columns_NE, batch, tile)
+            for each, (rows_nE, columns_NE) in zip(scales, (directions[direction], teachers[direction]), strict=True)
         )
         for (part, logits_TN, _), (_, teacher_TN, _) in zip(own, given, strict=True):
             yield part, logits_TN, teacher_TN

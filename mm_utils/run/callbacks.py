@@ -35,7 +35,7 @@ def default_callbacks(
         run.pusher,
         ProgressBar(),
     ]
-    if data.features is None:  # cached features cost the loader nothing
+    if data.features is None or "image" in data.features.column_names:  # cached features cost the loader nothing
         callbacks.append(LoaderAdvice(lambda: data.loaders.workers))
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))

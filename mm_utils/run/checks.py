@@ -87,13 +87,15 @@ def check_devices(device: torch.device) -> None:
         )
 
 
-def check_model(name: str) -> None:
-    """Check that the value of `--model_name_or_path` is a whole model: with both encoders, in a folder or on the Hub.
+def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
+    """Check that the value of a flag is a whole model, with both encoders, in a folder or on the Hub; None is right.
 
     Raises:
         ValueError: if it is not, with what to give instead.
     """
-    title, path = f"--model_name_or_path is {name}", Path(name)
+    if name is None:
+        return
+    title, path = f"{flag} is {name}", Path(name)
     if not path.is_dir():
         folders = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, folders, n=1)

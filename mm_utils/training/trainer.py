@@ -28,7 +28,7 @@ from transformers import TrainerCallback, TrainerState
 from mm_utils import distributed
 from mm_utils.checkpointing.state import TrainingState
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
-from mm_utils.data.loading.loaders import CheckedLoader
+from mm_utils.data.loading.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives import Objective

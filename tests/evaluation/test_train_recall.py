@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from datasets import DatasetDict
 
-from mm_utils.data.loading.loaders import CheckedLoader, LoaderArguments, Loaders
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.loading.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.retrieval import RetrievalEvaluator

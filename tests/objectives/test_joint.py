@@ -8,13 +8,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
+from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from mm_utils import distributed
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
-from mm_utils.objectives.contrastive import InfoNCE
+from mm_utils.objectives.contrastive import Distillation, InfoNCE
 from mm_utils.objectives.language import MaskedLanguageModelling, continuations
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.matching import Matching
@@ -33,8 +34,9 @@ TERMS = {
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
     "regions": "contrastive:1,regions:0.5",
     "self_distillation": "contrastive:0.6,self_distillation:0.4",
+    "distillation": "contrastive:1,distillation:0.5",
     "own": "contrastive:1,tests.objectives.test_joint.Uniformity:0.3",
-    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4",
+    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
@@ -73,7 +75,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_objective(kind: str) -> JointObjective:
-    args = ObjectiveArguments(TERMS[kind], mlm_probability=0.4)
+    teacher = "larger" if "distillation" in TERMS[kind].replace("self_distillation", "") else None
+    args = ObjectiveArguments(TERMS[kind], teacher, mlm_probability=0.4)
     model = tiny_model(
         fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions"} else 0
     )
@@ -87,6 +90,9 @@ def tiny_objective(kind: str) -> JointObjective:
         for name, parameter in model.named_parameters():
             if name.startswith(("token_head", "caption_adapter", "region_head")):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    for term in objective.weights:
+        if isinstance(term, Distillation):
+            term.scale = 4.0
     if kind == "captioning_on_resting_towers":
         objective.tower_steps, model.towers_rest = 0, True
     if objective.needs_teacher:
@@ -110,6 +116,7 @@ def global_batch() -> dict[str, Any]:
         "ids": ids,
         "lengths": lengths.tolist(),
         **regions(),
+        **teacher(),
         **all_captions(generator, torch.where(mask.bool(), 1, 0)),
     }
 
@@ -135,6 +142,13 @@ def regions() -> dict[str, Tensor]:
         "region_attention_mask": mask,
         "region_keys": torch.arange(3 * PAIRS).view(PAIRS, 3),
     }
+
+
+def teacher() -> dict[str, Tensor]:
+    """Unit embeddings of another width."""
+    generator = torch.Generator().manual_seed(6)
+    shape = {"generator": generator, "dtype": torch.double}
+    return {f"teacher_{side}": normalize(torch.randn(PAIRS, 7, **shape), dim=1) for side in ("image", "text")}  # type: ignore[call-overload]
 
 
 def share_of(batch: dict[str, Any], low: int, high: int) -> dict[str, Any]:
@@ -485,6 +499,36 @@ def test_captions_end() -> None:
     ended = (captions[:, 1:] == 3).cumsum(1) > 0
     assert (captions[:, 1:][ended] == 3).all()
     torch.testing.assert_close(captions[:3], model.caption(pixels[:3], 2, 3, 6)[:, : captions.shape[1]])
+
+
+def test_distillation_is_a_cross_entropy_with_the_teachers_softmax() -> None:
+    objective, batch = tiny_objective("distillation"), global_batch()
+    report = objective(batch, 0)
+    with torch.no_grad():
+        embeds, scale = objective.encode(batch).embeds, objective.model.logit_scale.exp()
+    total = torch.zeros(())
+    for one, other in (("image", "text"), ("text", "image")):
+        given = 4.0 * batch[f"teacher_{one}"] @ batch[f"teacher_{other}"].T
+        logits = scale * embeds[one] @ embeds[other].T
+        same = same_pair(batch["ids"], batch["ids"]) & ~torch.eye(PAIRS, dtype=torch.bool)
+        q = given.masked_fill(same, -torch.inf).softmax(1)
+        log_p = logits.masked_fill(same, -torch.inf).log_softmax(1)
+        total = total - (q * log_p.masked_fill(same, 0.0)).sum(1).mean() / 2
+    assert report["distillation_loss"].item() == pytest.approx(total.item(), rel=1e-6)
+    assert report["loss"].item() == pytest.approx((report["contrastive_loss"] + 0.5 * total).item(), rel=1e-6)
+
+
+def test_a_teacher_adds_its_term_unless_it_is_named() -> None:
+    def weights(objectives: str, teacher: str | None) -> dict[str, float]:
+        return ObjectiveArguments(objectives, teacher).weights
+
+    assert weights("contrastive:2", "larger") == {"contrastive": 2, "distillation": 1}
+    assert weights("contrastive:1,distillation:0.3", "larger")["distillation"] == 0.3
+    assert weights("contrastive:1,distillation:0", None) == {"contrastive": 1}
+    with pytest.raises(ValueError, match=r"distillation learns from a teacher.*Give --teacher_name_or_path"):
+        weights("contrastive:1,distillation:1", None)
+    with pytest.raises(ValueError, match=r"--teacher_name_or_path is larger; a teacher runs once .*--streaming"):
+        ObjectiveArguments("contrastive", "larger").check(True, False, 0.0)
 
 
 def test_self_distillation_learns_from_the_average() -> None:

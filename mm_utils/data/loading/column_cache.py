@@ -3,8 +3,8 @@
 A file of check sums lies beside each computed result: `datasets` notices no flipped bit, and a truncated file ends in an
 error that names neither path nor remedy. A damaged result, or one whose writer was killed, is computed again.
 
-Features are written by `mm_utils.training.feature_cache` and read in the tower's place (C channels, N tokens of an image, L
-of a caption):
+Features are written by `mm_utils.training.features` and read in the tower's place (C channels, N tokens of an image, L of a
+caption, E embedding width):
 
 ==================  =============================  =====================================================
 column              a row's value                  meaning
@@ -14,6 +14,8 @@ column              a row's value                  meaning
 ``vision_skipped``  string, mostly null            reason for there being no image
 ``text_pooled``     one `[C]` per caption          a caption as one vector
 ``text_states``     one `[L, C]` per caption       its last hidden states
+``teacher_image``   `[E]`                          the image as a teacher embeds it
+``teacher_text``    one `[E]` per caption          a caption as a teacher embeds it
 ==================  =============================  =====================================================
 
 Values become tensors straight from the memory-mapped file, without a Python object per number.
@@ -40,7 +42,8 @@ from mm_utils.files import write_atomic
 logger = logging.getLogger(__name__)
 
 Columns = dict[str, list]
-FEATURES = ("vision_pooled", "vision_taps_", "text_pooled", "text_states")  # beginnings of columns
+FEATURES = ("vision_pooled", "vision_taps_", "text_pooled", "text_states", "teacher_")  # beginnings of columns
+_PER_CAPTION = ("text_", "teacher_text")
 SKIPPED = "vision_skipped"
 _BLOCK = 1 << 24  # bytes; checking takes a third of a second per GB of token ids
 
@@ -163,7 +166,7 @@ def to_tensor(row: pa.Scalar) -> Tensor:
 def feature_tensors(row: dict[str, Any], caption: int) -> dict[str, Tensor]:
     """Return the features of a row, whose values are Arrow scalars, and of one of its captions."""
     return {
-        name: to_tensor(row[name].values[caption] if name.startswith("text_") else row[name])
+        name: to_tensor(row[name].values[caption] if name.startswith(_PER_CAPTION) else row[name])
         for name in row
         if name.startswith(FEATURES)
     }
@@ -172,7 +175,7 @@ def feature_tensors(row: dict[str, Any], caption: int) -> dict[str, Tensor]:
 def empty_features(rows: datasets.Dataset) -> dict[str, Tensor]:
     """Return the features of no rows, `[0, ...]`, by column; captions are one token long."""
     return {
-        column.name: _no_rows(column.type.value_type if column.name.startswith("text_") else column.type)
+        column.name: _no_rows(column.type.value_type if column.name.startswith(_PER_CAPTION) else column.type)
         for column in rows.features.arrow_schema
         if column.name.startswith(FEATURES)
     }

@@ -1,7 +1,7 @@
 """Load rows as batches: decoded and augmented in workers, normalised on the device."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,25 +127,6 @@ class DeviceLoader:
         if "pixel_values" in moved:  # converted first: subtracting mixed types takes 3 times as long
             moved["pixel_values"] = moved["pixel_values"].float().sub_(self.mean).div_(self.std)
         return moved
-
-
-class CheckedLoader:
-    """A loader with the same number of batches on every rank, that calls `check` before each."""
-
-    def __init__(self, loader: Any, check: Callable[[], None]):
-        self.loader, self.check = loader, check
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
-            self.check()
-            yield batch
-
-    def beside(self, other: Any) -> "CheckedLoader":
-        """Return another loader with the same check."""
-        return CheckedLoader(other, self.check)
 
 
 @dataclass

@@ -36,6 +36,25 @@ def _use_one_thread(_: int) -> None:
     torch.set_num_threads(1)
 
 
+class CheckedLoader:
+    """A loader with the same number of batches on every rank, that calls `check` before each."""
+
+    def __init__(self, loader: Any, check: Callable[[], None]):
+        self.loader, self.check = loader, check
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            self.check()
+            yield batch
+
+    def beside(self, other: Any) -> "CheckedLoader":
+        """Return another loader with the same check."""
+        return CheckedLoader(other, self.check)
+
+
 # -- number of workers --------------------------------------------------------------------------------------------------
 
 

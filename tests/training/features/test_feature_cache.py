@@ -26,8 +26,8 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
-from mm_utils.training import feature_cache
-from mm_utils.training.feature_cache import FeatureCacheArguments, cache_features
+from mm_utils.training.features import feature_cache
+from mm_utils.training.features.feature_cache import FeatureCacheArguments, cache_features
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, png, rows_of
 from tests.objectives.test_grad_cache import step as step_in_parts
@@ -391,16 +391,16 @@ def test_an_interrupted_computation_is_not_taken_for_a_store(
 
 
 def test_the_first_of_two_runs_wins(rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    write = feature_cache._Source._write
+    write = feature_cache.Source._write
 
     def slow(self: Any, folder: Path, dtype: torch.dtype) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(feature_cache._Source, "_write", write)
+            patch.setattr(feature_cache.Source, "_write", write)
             cached(rows, frozen(text=False))
         return write(self, folder, dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(feature_cache._Source, "_write", slow)
+        patch.setattr(feature_cache.Source, "_write", slow)
         assert len(cached(rows, frozen(text=False))) == 12
     assert len(stores(own_cache)) == 1
     assert not leftovers(own_cache)
@@ -602,7 +602,7 @@ def test_two_processes_share_the_work_and_learn_what_one_learns(
     assert shards == ["00000.arrow"] * 2 + ["00001.arrow"] * 2
     assert not leftovers(own_cache)
     with monkeypatch.context() as patch:
-        patch.setattr(feature_cache._Source, "_compute", no_tower)
+        patch.setattr(feature_cache.Source, "_compute", no_tower)
         pretrain.main([*flags, "--output_dir", str(tmp_path / "one")])
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other")
     pretrain.main([*flags, "--output_dir", str(tmp_path / "alone")])

@@ -33,10 +33,11 @@ from tqdm.auto import tqdm
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.loading.column_cache import SKIPPED, image_digest, to_arrow, token_digest
+from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.order import EvaluationBatches
 from mm_utils.data.loading.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
-from mm_utils.model.modeling_fusion_dual_encoder import is_trained
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
 from mm_utils.objectives import Objective
 
 logger = logging.getLogger(__name__)
@@ -93,21 +94,33 @@ def cache_features(
     data.features = rows
 
 
-class _Source(ABC):
-    """A tower, and the rows that it runs over."""
+class Source(ABC):
+    """A model that gives features, and the rows that it runs over.
+
+    Attributes:
+        name: what the store is of.
+        flag: the flag that asks for it.
+    """
 
     name: str
+    flag = "--cache_features"
 
-    def __init__(self, data: TrainingData, objective: Objective, accelerator: Accelerator):
-        self.rows, self.loaders, self.accelerator = data.splits["train"], data.loaders, accelerator
-        self.model, self.reads_pairs, self.reads_taps = objective.model, objective.reads_pairs, objective.reads_taps
-        self.batch_size = data.eval_batch_size
-        self.batches = EvaluationBatches(len(self.rows), self.batch_size)
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        loaders: Loaders,
+        batch_size: int,
+        model: FusionDualEncoderModel,
+        accelerator: Accelerator,
+    ):
+        self.rows, self.loaders, self.batch_size = rows, loaders, batch_size
+        self.model, self.accelerator = model, accelerator
+        self.batches = EvaluationBatches(len(rows), batch_size)
 
     @property
     @abstractmethod
     def tower(self) -> nn.Module:
-        """Return the backbone."""
+        """Return the part of the model that runs."""
 
     @abstractmethod
     def depends_on(self) -> tuple:
@@ -124,7 +137,7 @@ class _Source(ABC):
         if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
             raise ValueError(
                 f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another one "
-                "writes, and --cache_features shares the work. Set it to a folder that all machines see."
+                "writes, and {self.flag} shares the work. Set it to a folder that all machines see."
             )
         if temporary is not None:
             try:
@@ -146,7 +159,13 @@ class _Source(ABC):
         """Return the folder of the store and, if there is none, a folder to write it in."""
         folder = temporary = None
         if self.accelerator.is_main_process:
-            parts = (self.name, _tower_digest(self.tower), self.accelerator.mixed_precision, DTYPES, self.depends_on())
+            parts = (
+                self.name,
+                weights_digest(self.tower),
+                self.accelerator.mixed_precision,
+                DTYPES,
+                self.depends_on(),
+            )
             digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
             parent = Path(datasets.config.HF_DATASETS_CACHE, "tandem_features")
             folder = parent / digest
@@ -163,8 +182,8 @@ class _Source(ABC):
         self.tower.to(self.accelerator.device)
         if not any(self._write(folder, dtype) for dtype in DTYPES):
             raise ValueError(
-                f"--cache_features is set, and the frozen {self.name} tower gives values that are not finite. Train in "
-                "bf16 or fp32, take another tower, or drop --cache_features."
+                f"{self.flag} is set, and the frozen {self.name} tower gives values that are not finite. Train in bf16 or "
+                f"fp32, take another tower, or drop {self.flag}."
             )
         self.tower.to(home)
         self.model.train(was_training)
@@ -199,7 +218,15 @@ class _Source(ABC):
         return True
 
 
-class _Vision(_Source):
+class _Tower(Source):
+    """A frozen tower of the model that is trained."""
+
+    def __init__(self, data: TrainingData, objective: Objective, accelerator: Accelerator):
+        super().__init__(data.splits["train"], data.loaders, data.eval_batch_size, objective.model, accelerator)
+        self.reads_pairs, self.reads_taps = objective.reads_pairs, objective.reads_taps
+
+
+class _Vision(_Tower):
     """The vision tower, run on the centre square of every image."""
 
     name = "vision"
@@ -238,7 +265,7 @@ class _Vision(_Source):
         return [value.float() for value in (pooled, *taps)]
 
 
-class _Text(_Source):
+class _Text(_Tower):
     """The text tower, run on all captions of every image."""
 
     name = "text"
@@ -282,7 +309,7 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
     return bool((error.amax(1) <= ROUNDING * exact.abs().amax(1)).all())
 
 
-def _tower_digest(tower: nn.Module) -> str:
+def weights_digest(tower: nn.Module) -> str:
     """Return a hash of the weights and the config, without the place they were loaded from."""
     digest = hashlib.blake2b(digest_size=16)
     config = tower.config.to_dict()  # type: ignore[operator, union-attr]

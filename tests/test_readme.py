@@ -133,7 +133,7 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         if hasattr(module, "check_model"):
-            patch.setattr(module, "check_model", lambda name: None)
+            patch.setattr(module, "check_model", lambda *_: None)
         if hasattr(module, "start_run"):
             patch.setattr(module, "start_run", stop)
             patch.setattr(module, "dry_run", stop)

@@ -47,10 +47,11 @@ class Judge:
     def __init__(self, bench: Bench, clock: Clock):
         self.clock, self.found = clock, list[dict[str, Any]]()
         self.loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, *bench.geometry)
+        if "test" not in bench.splits:
+            raise ValueError("The data has no test split. Give --test_file.")
         self.rows = {
             split: tokenize_captions(bench.splits[split], bench.tokenizer, bench.max_tokens)
             for split in ("validation", "test")
-            if split in bench.splits
         }
 
     def __call__(self, towers: Towers) -> None:

@@ -50,7 +50,7 @@ from mm_utils.data.sources.source import DataArguments
 from mm_utils.model.build import ModelArguments, load_model
 from scripts import pretrain
 
-PROBE_STEPS = 12
+PROBE_STEPS = 8
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def tandem(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, 
         pretrain.main(
             [*flags, f"--max_steps={PROBE_STEPS}", "--save_steps=0", f"--output_dir={folder}/probe"], [probe]
         )
-        a_step = (probe.ends[-1] - probe.ready) / PROBE_STEPS
+        a_step = (probe.ends[-1] - probe.ends[0]) / (PROBE_STEPS - 1)  # the first waits for the loader
         planned = max(1, int((budget - probe.ready) / a_step))
         watch = Watch(Clock(bench.device), budget)
         pretrain.main([*flags, f"--max_steps={planned}", f"--output_dir={folder}/run"], [watch])
@@ -195,7 +195,8 @@ def tandem(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, 
             return model.visual_projection(seen), model.text_projection(read)
 
         judge(embed)
-    return {"points": watch.points, "seconds": watch.ends[-1], "steps": len(watch.ends), "planned_steps": planned}
+    seconds, _ = max(watch.points, key=lambda point: point[1])
+    return {"points": watch.points, "seconds": seconds, "steps": len(watch.ends), "planned_steps": planned}
 
 
 # -- one process ------------------------------------------------------------------------------------------------------

@@ -93,10 +93,16 @@ def test_bad_flags(flags, message, capsys):
 def test_a_small_contest(tmp_path, corpus):
     flags = ["--train_file", str(corpus), "--image_size", "32", "--dataloader_num_workers", "0", "--minutes", "0.03"]
     flags += ["--global_batch_size", "8", "--points", "2", "--seeds", "0", "--output_file", str(tmp_path / "l.jsonl")]
-    rows = learning.main([*flags, "--contestants", "tandem_towers,cca,ridge,tuned,transformers"])
-    for found in rows:
-        assert 0 <= found["validation"]["mean_recall"] <= 1
-        assert len(found["points"]) >= 1
-        if found["contestant"] in ("tuned", "transformers"):
-            assert found["points"][0][0] == pytest.approx(0.9, rel=0.5)
-            assert found["steps"] > 2
+    with pytest.raises(RunError, match="no test split"):
+        learning.main([*flags, "--contestants", "cca"])
+    others = tmp_path / "test.jsonl"
+    rows = [json.loads(line) | {"split": "test"} for line in corpus.read_text().splitlines()]
+    others.write_text("".join(json.dumps(row | {"image": str(corpus.parent / row["image"])}) + "\n" for row in rows))
+    flags += ["--test_file", str(others), "--allow_outside_root"]
+    found = learning.main([*flags, "--contestants", "tandem_towers,ridge,tuned,transformers"])
+    assert [each["contestant"] for each in found] == ["tandem_towers", "ridge", "tuned", "transformers"]
+    for each in found:
+        assert 0 <= each["test"]["mean_recall"] <= 1
+        assert each["points"]
+    assert all(each["points"][-1][0] >= 1.8 and each["steps"] >= 1 for each in found[2:])
+    assert "| ridge |" in (tmp_path / "l.md").read_text()

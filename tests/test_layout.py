@@ -51,7 +51,7 @@ ROAD = [
     "training/step.py",
     "checkpointing/state.py",
 ]
-MAX_ROAD_LINES = 4700  # of which the modelling file, which travels alone, has 1,265
+MAX_ROAD_LINES = 4800  # of which the modelling file, which travels alone, has 1,375
 
 
 def modules() -> dict[str, Path]:

@@ -151,7 +151,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "outputs/mine").mkdir(parents=True)
     (tmp_path / "outputs/mine/config.yaml").write_text("max_steps: 1\n")
-    (tmp_path / "pairs.jsonl").touch()
+    for name in ("pairs.jsonl", "b32.json"):
+        (tmp_path / name).touch()
     (tmp_path / "photos").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path

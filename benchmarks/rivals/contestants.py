@@ -85,6 +85,7 @@ class Task:
         synthetic: random images and captions of exactly `caption_tokens`, one batch that stays on the device; no loader.
         peers_keep_memory, peers_channels_last: see above.
         data, loader, model: fields of DataArguments, LoaderArguments and ModelArguments.
+        seed: of new weights and of the peers' order.
     """
 
     contestant: str
@@ -96,6 +97,7 @@ class Task:
     data: dict[str, Any]
     loader: dict[str, Any]
     model: dict[str, Any]
+    seed: int = SEED
 
 
 class Bench:
@@ -116,13 +118,15 @@ class Bench:
         self.model_args = ModelArguments(
             **{**task.model, "fusion_layers": 0, "vision_pooling": "pooler", "text_pooling": "pooler"}
         )
-        train = load_pairs(DataArguments(**task.data))["train"]
+        self.splits = load_pairs(DataArguments(**task.data))
+        train = self.splits["train"]
         processor = load_processor(self.model_args, iterate_captions(train))
-        self.pad_token_id, self.geometry = processor.tokenizer.pad_token_id, image_geometry(processor)
+        self.tokenizer, self.geometry = processor.tokenizer, image_geometry(processor)
+        self.pad_token_id = self.tokenizer.pad_token_id
         self.rows = tokenize_captions(train, processor.tokenizer, self.max_tokens)
         lengths = [len(ids) for captions in self.rows["input_ids"] for ids in captions]
         self.mean_tokens = self.max_tokens if task.synthetic else sum(lengths) / len(lengths)
-        torch.manual_seed(SEED)
+        torch.manual_seed(task.seed)
         self.model = build_model(self.model_args, processor.tokenizer)
         self.vocabulary = len(processor.tokenizer)
         if task.synthetic and self.vocabulary < self.model_args.vocab_size:

@@ -15,7 +15,7 @@ V words of the vocabulary, D fusion width, E embedding width.
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    AutoModelForZeroShotImageClassification,
+    AutoProcessor,
     ChineseCLIPTextModel,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,7 +35,8 @@ from transformers import (
     Siglip2VisionModel,
     SiglipTextModel,
 )
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.image_utils import load_image
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
 POOLINGS = ("auto", "pooler", "mean", "cls")
@@ -688,6 +691,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
     towers_rest = False  # whether no gradient goes through the towers, though their weights are trained at other times
+    processor: Any = None  # of `encode` and `rerank`; by default, that of the folder the model was loaded from
     _supports_sdpa = True
     _supports_flash_attn = True
 
@@ -1098,6 +1102,107 @@ class FusionDualEncoderModel(PreTrainedModel):
             ) / 2
         return FusionDualEncoderOutput(**output, logit_scale=self.logit_scale)  # in the order of the fields
 
+    # -- for people: pictures and sentences in, numbers out ---------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, images: Any = None, texts: Any = None, batch_size: int = 32) -> Tensor | tuple[Tensor, Tensor]:
+        """Return unit embeddings `[B, E]`, on the CPU, of images or of texts; of both, images first.
+
+        The model is set to evaluation mode.
+
+        Args:
+            images: a path, a URL or a PIL image, or a list of these.
+            texts: a sentence, or a list of these.
+            batch_size: how many go through a tower at a time.
+
+        Raises:
+            ValueError: if neither is given, or the model has no processor.
+        """
+        self.eval()
+        found = []
+        if images is not None:
+            parts = [
+                self.encode_image(pixels, with_keys_values=False)[0] for pixels in self._pixels(images, batch_size)
+            ]
+            found.append(torch.cat(parts).float().cpu())
+        if texts is not None:
+            texts = [texts] if isinstance(texts, str) else list(texts)
+            parts = [
+                self.encode_text(*self._tokens(texts[start : start + batch_size]), with_states=False)[0]
+                for start in range(0, len(texts), batch_size)
+            ]
+            found.append(torch.cat(parts).float().cpu())
+        if not found:
+            raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
+        return found[0] if len(found) == 1 else (found[0], found[1])
+
+    @staticmethod
+    def similarity(one: Tensor, other: Tensor) -> Tensor:
+        """Return the cosines `[A, B]` of embeddings `[A, E]` and `[B, E]`."""
+        return F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
+
+    @torch.no_grad()
+    def rerank(self, text: str, images: Any, batch_size: int = 32) -> list[tuple[int, float]]:
+        """Order images for a text; return their places in `images` with their scores, the best first.
+
+        The score is the scaled cosine + `head_scores`. Without weights that were fitted and help, that is the order of the
+        cosines. Arguments and errors are those of `encode`.
+        """
+        self.eval()
+        input_ids, attention_mask = self._tokens([text])
+        text_embed, text_states = self.encode_text(input_ids, attention_mask)
+        scores: list[float] = []
+        for pixels in self._pixels(images, batch_size):
+            image_embeds, keys_values = self.encode_image(pixels)
+            score = self.logit_scale.exp() * (image_embeds @ text_embed[0])
+            if keys_values is not None:
+                sides = (text_states, attention_mask, input_ids)
+                repeated = (side.expand(len(pixels), *side.shape[1:]) for side in sides)
+                score = score + self.head_scores(keys_values, *repeated)
+            scores += score.tolist()
+        return sorted(enumerate(scores), key=lambda hit: -hit[1])
+
+    def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """Return unit embeddings `[B, E]` as `pooler_output`, as stock dual encoders do."""
+        return BaseModelOutputWithPooling(pooler_output=self.encode_image(pixel_values, with_keys_values=False)[0])
+
+    def get_text_features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> BaseModelOutputWithPooling:
+        """Return unit embeddings `[B, E]` as `pooler_output`, as stock dual encoders do."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return BaseModelOutputWithPooling(pooler_output=self.encode_text(input_ids, mask, with_states=False)[0])
+
+    def _find_processor(self) -> Any:
+        if self.processor is None:
+            if not self.name_or_path:
+                raise ValueError("This model was not loaded from a folder. Set model.processor to its processor.")
+            self.processor = AutoProcessor.from_pretrained(self.name_or_path)
+        return self.processor
+
+    def _pixels(self, images: Any, batch_size: int) -> Iterator[Tensor]:
+        """Yield images in batches, read, upright, resized and normalised."""
+        images = list(images) if isinstance(images, (list, tuple)) else [images]
+        processor = self._find_processor()
+        for start in range(0, len(images), batch_size):
+            read = [load_image(image).convert("RGB") for image in images[start : start + batch_size]]
+            pixels = processor(images=read, return_tensors="pt")["pixel_values"]
+            yield pixels.to(self.logit_scale.device, self.dtype)
+
+    def _tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return token ids and mask `[B, L]`."""
+        given = self._find_processor()(text=list(texts), padding=True, truncation=True, return_tensors="pt")
+        mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
+        return given["input_ids"].to(self.logit_scale.device), mask.to(self.logit_scale.device)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **arguments: Any) -> None:
+        """Save as `PreTrainedModel` does, so that the pipeline zero-shot-image-classification finds this class too."""
+        if type(self) is FusionDualEncoderModel:
+            known = getattr(self.config, "auto_map", None) or {}
+            name = f"{__name__.rpartition('.')[2]}.{type(self).__name__}"
+            self.config.auto_map = {**known, "AutoModelForZeroShotImageClassification": name}
+        super().save_pretrained(save_directory, *args, **arguments)
+
     def to_dual_encoder(self) -> PreTrainedModel:
         """Return a stock model of `config.dual_encoder_type` with the same logits, which shares this model's tensors.
 
@@ -1202,6 +1307,11 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
     ):
         super().__init__(config, vision_model, text_model)
         reads = config.classifier_inputs
+        if len(config.id2label or ()) == 1:
+            raise ValueError(
+                "A classifier of one class, as CrossEncoder of sentence-transformers asks for, says nothing. To score texts "
+                "with images, use rerank of the model itself."
+            )
         if reads == "fused" and self.fusion is None:
             raise ValueError(
                 "classifier_inputs is 'fused'; this model was built with fusion_layers=0. Set classifier_inputs to pair."
@@ -1257,6 +1367,7 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
 
 AutoConfig.register(FusionDualEncoderConfig.model_type, FusionDualEncoderConfig, exist_ok=True)
 AutoModel.register(FusionDualEncoderConfig, FusionDualEncoderModel, exist_ok=True)
+AutoModelForZeroShotImageClassification.register(FusionDualEncoderConfig, FusionDualEncoderModel, exist_ok=True)
 FusionDualEncoderConfig.register_for_auto_class()
 FusionDualEncoderModel.register_for_auto_class("AutoModel")
 AutoModelForSequenceClassification.register(FusionDualEncoderConfig, FusionDualEncoderForClassification, exist_ok=True)

@@ -123,37 +123,25 @@ def _usage(card: CardInfo) -> str:
 def _search_code(name: str, card: CardInfo) -> str:
     stock = f", {card.dual_encoder}" if card.dual_encoder else ""
     code = f"""\
-import torch
 from PIL import Image
-from transformers import AutoModel, AutoProcessor{stock}
+from transformers import AutoModel{stock}
 
 folder = {name}
-model = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()  # its code comes with it
-processor = AutoProcessor.from_pretrained(folder)
+model = AutoModel.from_pretrained(folder, trust_remote_code=True)  # its code comes with it
 
-# Embed: vectors of length 1. Take your own pictures, Image.open("photo.jpg").convert("RGB"), and texts.
+# Embed: vectors of length 1. Take your own pictures, or paths to them, and texts.
 pictures = [Image.new("RGB", (224, 224), colour) for colour in ("red", "green", "blue")]
-pixels = processor(images=pictures, return_tensors="pt")["pixel_values"]
-query = processor(text=["something red"], return_tensors="pt")
-with torch.no_grad():
-    image_embeds, keys_values = model.encode_image(pixels)
-    text_embeds, text_states = model.encode_text(query["input_ids"], query["attention_mask"])
+image_embeds, text_embeds = model.encode(images=pictures, texts=["something red"])
 
 # Search: the cosine of the text with every picture, the best first.
-cosine = (text_embeds @ image_embeds.T)[0]
+cosine = model.similarity(text_embeds, image_embeds)[0]
 for place in cosine.argsort(descending=True).tolist():
     print(f"{{cosine[place]:.3f}}  picture {{place}}")"""
     if card.has_fusion:
         code += """
 
 # Re-rank: the fusion head reads the text and each of the best pictures together.
-with torch.no_grad():
-    count = len(pictures)
-    mask = query["attention_mask"].expand(count, -1)
-    ids = query["input_ids"].expand(count, -1)
-    added = model.head_scores(keys_values, text_states.expand(count, -1, -1), mask, ids)
-score = model.logit_scale.exp() * cosine + added
-print("re-ranked:", score.argsort(descending=True).tolist())"""
+print("re-ranked:", [place for place, score in model.rerank("something red", pictures)])"""
     if card.dual_encoder:
         code += f"""
 

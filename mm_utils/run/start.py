@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, to_dict
+from mm_utils.data.loading.workers import end_workers
 from mm_utils.distributed import RunError
 from mm_utils.reliability import failures, rendezvous
 from mm_utils.reports.hub import HubArguments, HubPusher
@@ -175,6 +176,7 @@ def run_script(main: Callable[[], Any]) -> None:
     monitor = failures.start_monitor()
     try:
         main()
+        end_workers()
     except (RunError, ValueError, FloatingPointError) as error:
         if monitor.report(error):
             logging.getLogger("mm_utils").error("%s", error)

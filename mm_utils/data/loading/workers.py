@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -118,6 +119,7 @@ class RestartingLoader:
     ):
         self.make, self.length, self.name, self.num_workers = make, length, name, num_workers
         self.loader: Any = None
+        _living.add(self)
 
     def __len__(self) -> int:
         return self.length
@@ -155,6 +157,18 @@ class RestartingLoader:
                 raise ValueError(message)
             logger.warning("%s New workers make the same batches.", message)
             loader = self.make(number)
+
+
+_living: weakref.WeakSet[RestartingLoader] = weakref.WeakSet()
+
+
+def end_workers() -> None:
+    """End the workers of all loaders, before a process ends.
+
+    Left to the garbage collector or to the exit, torch waits 5 seconds for every single one, as nothing tells it to end.
+    """
+    for loader in _living:
+        loader.loader = None
 
 
 _torch_handler: Any = None

@@ -1,8 +1,14 @@
-"""The number of workers is the smallest that is nearly as fast as the best. Killed workers: `tests/faults/test_loading.py`."""
+"""The number of workers is the smallest that is nearly as fast as the best; they end when told.
+
+Killed workers: `tests/faults/test_loading.py`.
+"""
+
+import multiprocessing
 
 import pytest
+from torch.utils.data import DataLoader
 
-from mm_utils.data.loading.workers import choose_workers
+from mm_utils.data.loading.workers import RestartingLoader, choose_workers, end_workers
 
 RATES = {
     "as good as it gets with four": ({1: 100, 2: 190, 4: 300, 8: 310}, 4),
@@ -27,3 +33,16 @@ def test_the_smallest_number_near_the_best_is_chosen(name: str, caplog: pytest.L
     assert tried == list(rates)
     [record] = caplog.records
     assert record.message.startswith(f"Loader workers: {best}; images per second: 100 with 1, {rates[2]} with 2")
+
+
+def test_workers_end_by_themselves_where_a_cycle_keeps_the_loader() -> None:
+    """Torch's own end, of what is garbage, waits 5 seconds for each and then kills it."""
+    loader = RestartingLoader(
+        lambda number: DataLoader(list(range(4)), num_workers=2, persistent_workers=True), 4, str, 2
+    )
+    loader.itself = loader  # type: ignore[attr-defined]
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    end_workers()
+    assert [worker.exitcode for worker in workers] == [0, 0]

@@ -1,0 +1,263 @@
+"""Measure what a training step is made of on a GPU: time, pairs per second, utilisation, launches, waits of the host.
+
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.gpu --output_file gpu.json
+    accelerate launch -m benchmarks.gpu --pairs 16 --vision_config tiny --text_config tiny --image_size 32   # a trial on a CPU
+
+Each setting of `--pairs`, `--objectives_tried` and `--compiled` takes steps of the real `TrainStep` on random pixels and captions
+of about 13 tokens (a normal distribution, deviation 3, cut to 7 to 40) that stay on the device, so no loader takes part.
+`bare` beside it is the loop one would write: both towers once, captions padded to the longest, two cross-entropies of the
+whole matrix of logits, the same fused AdamW and clipping, and one `.item()` a step.
+
+Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is model FLOPs of real tokens
+(`mm_utils.model.flops`) by the rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the
+step in which a kernel runs, launches and waits are calls of CUDA's runtime, all by torch's profiler, which slows a step down.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.harness import give_memory_back, machine, synchronize
+from mm_utils.arguments import arg, parse_args
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.flops import measure_flops
+from mm_utils.model.processor import load_processor
+from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives.padding import length_groups
+from mm_utils.run.start import make_accelerator, run_script
+from mm_utils.text import markdown_table
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.memory import peak_bytes, reset_peak
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[[int], Any]
+
+MATRIX = 8192
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+COLUMNS = {
+    "loop": "loop", "objectives": "objectives", "pairs": "pairs", "compiled": "compiled", "milliseconds": "ms a step",
+    "pairs_per_second": "pairs/s", "utilisation": "utilisation", "peak_gib": "peak GiB", "busy": "busy",
+    "launches": "launches", "waits": "waits", "groups": "text groups",
+}  # fmt: skip
+
+
+@dataclass
+class GpuBenchmarkArguments:
+    """What to measure."""
+
+    pairs: str = arg("256,1024", "Pairs per step.")
+    objectives_tried: str = arg("contrastive/contrastive,captioning", "Values of --objectives, with a slash between.")
+    compiled: str = arg("false,true", "With and without --torch_compile.")
+    loops: str = arg(
+        "tandem,bare", "tandem is this project's step; bare, for contrastive alone, a plain one beside it."
+    )
+    micro_batch_size: int | None = arg(None, "Pairs held at a time, as in pretrain.")
+    rounds: int = arg(3, "Turns.")
+    steps: int = arg(10, "Steps of a turn.")
+    profiled: bool = arg(True, "Also profile three steps of each setting.")
+    output_file: str | None = arg(None, "Write all figures to this JSON file, and the table beside it (.md).")
+
+
+def captions(pairs: int, vocabulary: int) -> dict[str, Any]:
+    """Random captions of COCO-like lengths, longest first, as the collator pads them."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(pairs, generator=generator).mul(3).add(13).round().clamp(7, 40).int()
+    lengths = sorted(drawn.tolist(), reverse=True)
+    mask = (torch.arange(lengths[0]) < torch.tensor(lengths)[:, None]).long()
+    words = torch.randint(5, vocabulary, mask.shape, generator=generator)
+    return {"input_ids": words * mask, "attention_mask": mask, "lengths": lengths}
+
+
+def random_batch(pairs: int, vocabulary: int, image_size: int, device: torch.device) -> dict[str, Any]:
+    """A batch of pairs that are all different, on the device."""
+    batch = captions(pairs, vocabulary) | {
+        "pixel_values": torch.randn(pairs, 3, image_size, image_size),
+        "ids": torch.arange(2 * pairs).view(pairs, 2),
+        "rows": torch.arange(pairs),
+    }
+    batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return batch | {"image_ids": [str(row) for row in range(pairs)], "skipped": [], "skipped_ids": []}
+
+
+def bare_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: dict[str, Any]) -> Step:
+    """The contrastive loop one would write for one device."""
+    target = torch.arange(len(batch["lengths"]), device=accelerator.device)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+
+    def step(number: int) -> float:
+        with accelerator.autocast():
+            image, _ = model.encode_image(batch["pixel_values"], with_keys_values=False)
+            text, _ = model.encode_text(batch["input_ids"], batch["attention_mask"], with_states=False)
+        image, text = image.float(), text.float()
+        logits = model.logit_scale.exp() * image @ text.T
+        loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def make_step(
+    accelerator: Accelerator, setting: dict[str, Any], model_args: ModelArguments, micro_batch_size: int | None
+) -> tuple[Step, float]:
+    """The step of one setting, and the model FLOPs of it."""
+    processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
+    torch.manual_seed(0)
+    model_args.torch_compile = setting["compiled"]
+    model = build_model(model_args, processor.tokenizer)
+    if len(processor.tokenizer) < model_args.vocab_size:
+        model.text_model.resize_token_embeddings(model_args.vocab_size)
+    image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), model_args.vocab_size)
+    objective_args, optimizer_args = ObjectiveArguments(objectives=setting["objectives"]), OptimizerArguments()
+    joint = build_objective(model, objective_args, 0, processor.tokenizer)
+    flops = measure_flops(model, image_size, 40)
+    model.to(accelerator.device)
+    batch = random_batch(setting["pairs"], vocabulary, image_size, accelerator.device)
+    lengths, scored = batch["lengths"], joint.pairs_per_image * setting["pairs"]
+    operations = flops.training_step(len(lengths), lengths, scored, round(sum(lengths) / len(lengths)))
+    setting["groups"] = len(length_groups(lengths, accelerator.device.type))
+    optimizer = build_optimizer(model, optimizer_args, pretrained=False, device=accelerator.device)
+    if setting["loop"] == "bare":
+        model.to(accelerator.device).train()
+        return bare_step(accelerator, model, accelerator.prepare(optimizer), batch), operations
+    objective, optimizer = accelerator.prepare(joint, optimizer)
+    size = None if micro_batch_size is None else str(micro_batch_size)
+    args = TrainingArguments(
+        output_dir="unused", max_steps=10**6, global_batch_size=setting["pairs"], micro_batch_size=size
+    )
+    train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, 10**6, 40)
+    return lambda number: train_step.run(batch, number), operations
+
+
+def profile(step: Step, device: torch.device, milliseconds: float) -> dict[str, float]:
+    """Busy share, launches and waits of a step, by torch's profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with torch.profiler.profile(activities=activities) as profiler:
+        for number in range(3):
+            step(number)
+        synchronize(device)
+    events = profiler.key_averages()
+    table = events.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70)
+    logger.info("%s", table)
+    busy = sum(event.self_device_time_total for event in events if event.device_type.name == "CUDA") / 3e3
+    count = {
+        name: sum(e.count for e in events if e.key in names) / 3
+        for name, names in (("launches", LAUNCHES), ("waits", WAITS))
+    }
+    return {"busy": busy / milliseconds, **count}
+
+
+def measure(
+    accelerator: Accelerator,
+    setting: dict[str, Any],
+    args: GpuBenchmarkArguments,
+    model_args: ModelArguments,
+    peak: float,
+) -> dict[str, Any]:
+    """The figures of one setting; the first three steps, in which it is compiled, are not counted."""
+    torch._dynamo.reset()
+    reset_peak(accelerator.device)
+    step, operations = make_step(accelerator, setting, model_args, args.micro_batch_size)
+    begin = time.perf_counter()
+    for number in range(3):
+        step(number)
+    synchronize(accelerator.device)
+    setting["start_seconds"] = time.perf_counter() - begin
+    times = []
+    for _ in range(args.rounds):
+        begin = time.perf_counter()
+        for number in range(args.steps):
+            step(number)
+        synchronize(accelerator.device)
+        times.append((time.perf_counter() - begin) / args.steps)
+    seconds = median(times)
+    setting |= {"milliseconds": 1e3 * seconds, "slowest": 1e3 * max(times), "fastest": 1e3 * min(times)}
+    setting |= {"pairs_per_second": setting["pairs"] / seconds, "utilisation": operations / seconds / peak}
+    setting |= {"tflop": operations / 1e12, "peak_gib": peak_bytes(accelerator.device) / 2**30}
+    return setting | (profile(step, accelerator.device, 1e3 * seconds) if args.profiled else {})
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """FLOPs per second of a large matrix product in bf16, and bytes per second of a large copy, read and written."""
+    side = MATRIX if device.type == "cuda" else 512
+    left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def seconds(work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(13):
+            synchronize(device)
+            begin = time.perf_counter()
+            work()
+            synchronize(device)
+            times.append(time.perf_counter() - begin)
+        return median(times[3:])
+
+    source = torch.randn(side * side * 8, device=device)
+    target = torch.empty_like(source)
+    product_seconds, copy_seconds = seconds(lambda: left @ right), seconds(lambda: target.copy_(source))
+    return {"flops": 2 * side**3 / product_seconds, "bytes": 2 * source.nbytes / copy_seconds}
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the script and return its results; `argv` lets tests and notebooks call it."""
+    args, model_args = parse_args(GpuBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+    logger.setLevel(logging.INFO)
+    accelerator = make_accelerator()
+    on_gpu = accelerator.device.type == "cuda"
+    name = torch.cuda.get_device_name(accelerator.device) if on_gpu else "cpu"
+    ceiling = ceilings(accelerator.device)
+    logger.info("%s: %.0f TFLOP/s, %.2f TB/s", name, ceiling["flops"] / 1e12, ceiling["bytes"] / 1e12)
+    settings = product(
+        args.pairs.split(","), args.objectives_tried.split("/"), args.compiled.split(","), args.loops.split(",")
+    )
+    results: list[dict[str, Any]] = []
+    for pairs, objectives, compiled, loop in settings:
+        if loop == "bare" and objectives != "contrastive":
+            continue
+        setting = {"loop": loop, "objectives": objectives, "pairs": int(pairs), "compiled": compiled == "true"}
+        try:
+            setting = measure(accelerator, setting, args, model_args, ceiling["flops"])
+        except torch.OutOfMemoryError as error:
+            setting["error"] = str(error).split(".")[0]
+        logger.info("%s", json.dumps(setting))
+        results.append(setting)
+        accelerator.free_memory()
+        give_memory_back(accelerator.device)
+
+    ceiling_text = f"{ceiling['flops'] / 1e12:.0f} TFLOP/s, {ceiling['bytes'] / 1e12:.2f} TB/s"
+    said = machine() | {"device": name, "precision": accelerator.mixed_precision, "ceiling": ceiling_text}
+    cells = [[result.get(column) for column in COLUMNS] for result in results]
+    table = markdown_table(list(COLUMNS.values()), cells)
+    text = table + "\n\n" + "; ".join(f"{what}: {value}" for what, value in said.items())
+    sys.stdout.write(text + "\n")
+    if args.output_file:
+        Path(args.output_file).write_text(
+            json.dumps({"about": said, "results": results}, indent=2) + "\n", encoding="utf-8"
+        )
+        Path(args.output_file).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    return results
+
+
+if __name__ == "__main__":
+    run_script(main)

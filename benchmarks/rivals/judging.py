@@ -1,0 +1,110 @@
+"""Held-out recall of the contestants of `benchmarks/learning.py`, and the clock that they learn by: the same for all."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.harness import synchronize
+from benchmarks.rivals.contestants import Batch, Bench
+from benchmarks.rivals.plain_contrastive import caption_relevance, retrieval_metrics
+from mm_utils.data.loading.loaders import Loaders
+from mm_utils.data.loading.tokens import tokenize_captions
+
+Towers = Callable[[Batch], tuple[Tensor, Tensor]]
+"""From a batch of evaluation to embeddings of its images [n, E] and captions [t, E]."""
+
+
+class Clock:
+    """Seconds of work; what happens while it is paused does not count."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.begin = device, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until now, all work done."""
+        synchronize(self.device)
+        return time.perf_counter() - self.begin
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what is done within."""
+        synchronize(self.device)
+        left = time.perf_counter()
+        yield
+        self.begin += time.perf_counter() - left
+
+
+class Judge:
+    """Held-out recall by one code for all; the seconds of each judgement are those of the clock, which stands still."""
+
+    def __init__(self, bench: Bench, clock: Clock):
+        self.clock, self.found = clock, list[dict[str, Any]]()
+        self.loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, *bench.geometry)
+        if "test" not in bench.splits:
+            raise ValueError("The data has no test split. Give --test_file.")
+        self.rows = {
+            split: tokenize_captions(bench.splits[split], bench.tokenizer, bench.max_tokens)
+            for split in ("validation", "test")
+        }
+
+    def __call__(self, towers: Towers) -> None:
+        """Embed the held-out splits and keep what they give."""
+        seconds = self.clock.seconds
+        with self.clock.paused(), torch.no_grad():
+            measured = {split: self.measure(towers, rows) for split, rows in self.rows.items()}
+        self.found.append({"seconds": seconds, **measured})
+
+    def measure(self, towers: Towers, rows: Dataset) -> dict[str, float]:
+        """Recalls of one split; equal captions have equal scores."""
+        batches = self.loaders.evaluation(rows, 64)
+        image_ME, text_TE = (torch.cat(side) for side in zip(*map(towers, batches), strict=True))
+        captions = [caption for own in rows["captions"] for caption in own]
+        first: dict[str, int] = {}
+        places = [first.setdefault(caption, place) for place, caption in enumerate(captions)]
+        return recalls(image_ME, text_TE[places], caption_relevance(list(rows["captions"]))[0])
+
+    def result(self) -> dict[str, Any]:
+        """What was best on validation, and recall over time."""
+        best = max(self.found, key=lambda each: each["validation"]["mean_recall"])
+        return best | {"points": [[each["seconds"], each["validation"]["mean_recall"]] for each in self.found]}
+
+
+def recalls(image_ME: Tensor, text_TE: Tensor, relevant_MT: Tensor) -> dict[str, float]:
+    """Recalls of cosines in both directions, and their mean."""
+    score_MT = F.normalize(image_ME.double().cpu(), dim=-1) @ F.normalize(text_TE.double().cpu(), dim=-1).T
+    found = retrieval_metrics(score_MT, relevant_MT)
+    return found | {"mean_recall": sum(found.values()) / len(found)}
+
+
+def stock_towers(bench: Bench, model: Any, pools_by_mean: bool, projects: bool = True) -> Towers:
+    """The stock class, pooled its own way or by the mean of tokens, with or without its projections."""
+
+    def embed(batch: Batch) -> tuple[Tensor, Tensor]:
+        input_ids = batch["input_ids"].to(bench.device)
+        attention_mask = (input_ids != bench.pad_token_id).long()
+        seen = model.vision_model(pixel_values=bench.layout(batch["pixel_values"]))[1]
+        states, pooled, *_ = model.text_model(input_ids=input_ids, attention_mask=attention_mask).to_tuple()
+        read = mean_of(states, attention_mask) if pools_by_mean else pooled
+        return (model.visual_projection(seen), model.text_projection(read)) if projects else (seen, read)
+
+    return embed
+
+
+def mean_of(state_NLC: Tensor, attention_mask_NL: Tensor) -> Tensor:
+    """The mean of the tokens that are no padding."""
+    weight_NL1 = attention_mask_NL[..., None].to(state_NLC)
+    return (state_NLC * weight_NL1).sum(1) / weight_NL1.sum(1)
+
+
+def judge_now(model: nn.Module, towers: Towers, judge: Judge) -> None:
+    """Judge a model that goes on being trained."""
+    model.eval()
+    judge(towers)
+    model.train()

@@ -1,0 +1,108 @@
+"""The plan, what is repeated, the table and picture; and one small contest."""
+
+import json
+
+import pytest
+
+from benchmarks import learning
+from benchmarks.learning import CLOSED_FORMS, CONTESTANTS, LearningArguments, draw, plan, read_results, report
+from benchmarks.rivals.learners import CONTESTANTS as LEARNERS
+from mm_utils.distributed import RunError
+
+
+def row(name: str, seed: int, recall: float) -> dict:
+    test = dict.fromkeys(learning.SHOWN, recall) | {"mean_recall": recall}
+    return {"contestant": name, "seed": seed, "seconds": 10.0, "test": test, "points": [[5.0, 0.1], [10.0, recall]]}
+
+
+@pytest.fixture
+def rivals(monkeypatch):
+    """Contestants that have the seed for a recall; `ridge` fails. Returns those that were started."""
+    begun = []
+
+    def compete(name, seed, settings):
+        begun.append((name, seed))
+        if name == "ridge":
+            return {"error": "no memory"}
+        return {key: value for key, value in row(name, seed, seed / 10).items() if key not in ("contestant", "seed")}
+
+    monkeypatch.setattr(learning, "compete", compete)
+    return begun
+
+
+def test_the_script_knows_all_contestants():
+    assert list(LEARNERS) == CONTESTANTS.split(",")
+    assert set(CLOSED_FORMS.split(",")) < set(LEARNERS)
+
+
+def test_closed_forms_are_run_once():
+    assert plan(LearningArguments(seeds="1,2", contestants="cca,tuned")) == [("cca", 1), ("tuned", 1), ("tuned", 2)]
+
+
+def test_finished_contestants_are_not_repeated(tmp_path, rivals, capsys):
+    flags = ["--contestants", "tuned,cca", "--output_file", str(tmp_path / "l.jsonl"), "--seeds"]
+    learning.main([*flags, "1"])
+    learning.main([*flags, "1,2"])
+    assert rivals == [("tuned", 1), ("cca", 1), ("tuned", 2)]
+    assert "| tuned | 0.150 ± 0.635 |" in (tmp_path / "l.md").read_text()
+    assert (tmp_path / "l.png").stat().st_size > 0
+    with pytest.raises(ValueError, match="results with other minutes"):
+        learning.main([*flags, "1", "--minutes", "9"])
+    capsys.readouterr()
+    learning.main([*flags, "2,3", "--dry_run"])
+    assert capsys.readouterr().out == "cca, seed 2\ntuned, seed 3\n"
+
+
+def test_a_failure_stops_no_other(tmp_path, rivals):
+    with pytest.raises(RunError, match=r"1 of 2 did not finish.*no memory"):
+        learning.main(["--contestants", "ridge,tuned", "--seeds", "1", "--output_file", str(tmp_path / "l.jsonl")])
+    [line] = (tmp_path / "l.jsonl").read_text().splitlines()
+    assert json.loads(line)["contestant"] == "tuned"
+
+
+def test_the_best_is_first_and_runs_of_different_length_are_drawn(tmp_path):
+    rows = [row("tuned", 0, 0.2), row("tuned", 1, 0.4), row("cca", 0, 0.5)]
+    rows[0]["points"].append([15.0, 0.3])
+    rows[2]["points"] = [[3.0, 0.5]]
+    text = report(rows, ["tuned", "cca", "ridge"])
+    assert text.index("| cca | 0.500 | 0.500 |") < text.index("| tuned | 0.300 ± 1.271 |")
+    draw(rows, ["tuned", "cca", "ridge"], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
+
+
+def test_a_file_that_is_not_there_has_no_results(tmp_path):
+    assert read_results(tmp_path / "none.jsonl", {"minutes": 1}) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--contestants", "cca,nobody"], "--contestants has nobody"),
+        (["--seeds", "0;1"], "--seeds is '0;1'"),
+        (["--minutes", "0"], "--minutes is 0"),
+        (["--output_file", "a.md"], "--output_file is a.md"),
+    ],
+)
+def test_bad_flags(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        learning.main(flags)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_small_contest(tmp_path, corpus):
+    flags = ["--train_file", str(corpus), "--image_size", "32", "--dataloader_num_workers", "0", "--minutes", "0.03"]
+    flags += ["--global_batch_size", "8", "--points", "2", "--seeds", "0", "--output_file", str(tmp_path / "l.jsonl")]
+    with pytest.raises(RunError, match="no test split"):
+        learning.main([*flags, "--contestants", "cca"])
+    others = tmp_path / "test.jsonl"
+    rows = [json.loads(line) | {"split": "test"} for line in corpus.read_text().splitlines()]
+    others.write_text("".join(json.dumps(row | {"image": str(corpus.parent / row["image"])}) + "\n" for row in rows))
+    flags += ["--test_file", str(others), "--allow_outside_root"]
+    found = learning.main([*flags, "--contestants", "tandem_towers,ridge,tuned,transformers"])
+    assert [each["contestant"] for each in found] == ["tandem_towers", "ridge", "tuned", "transformers"]
+    for each in found:
+        assert 0 <= each["test"]["mean_recall"] <= 1
+        assert each["points"]
+    assert all(each["points"][-1][0] >= 1.8 and each["steps"] >= 1 for each in found[2:])
+    assert "| ridge |" in (tmp_path / "l.md").read_text()

@@ -110,9 +110,10 @@ def distilled_info_nce(
     """
     wide = torch.stack([teacher_image_nE, teacher_text_nE], 1).detach().to(batch.image_NE.dtype)
     teacher_NE = distributed.gather(wide, batch.sizes)
-    mine = teacher_NE[batch.offset : batch.offset + len(image_nE)]
+    given = scale.detach().to(wide.dtype) if teacher_scale is None else teacher_scale
+    mine = given * teacher_NE[batch.offset : batch.offset + len(image_nE)]
     teachers = ((mine[:, 0], teacher_NE[:, 1]), (mine[:, 1], teacher_NE[:, 0]))
-    return _AtEmbeddings.apply(partial(_distilled, teachers, teacher_scale), batch, tile, image_nE, text_nE, scale)
+    return _AtEmbeddings.apply(partial(_distilled, teachers), batch, tile, image_nE, text_nE, scale)
 
 
 @contextmanager
@@ -187,21 +188,12 @@ def _info_nce(
 
 
 def _distilled(
-    teachers: Directions,
-    teacher_scale: float | None,
-    directions: Directions,
-    scale: Tensor,
-    batch: GlobalBatch,
-    total: int,
-    tile: int,
+    teachers: Directions, directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     def tiles(direction: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield slices of rows, their logits, and the teacher's logits."""
-        scales = (scale, scale if teacher_scale is None else teacher_scale)
-        own, given = (
-            _tiles(each * rows_nE, columns_NE, batch, tile)
-            for each, (rows_nE, columns_NE) in zip(scales, (directions[direction], teachers[direction]), strict=True)
-        )
+        rows_nE, columns_NE = directions[direction]
+        own, given = _tiles(scale * rows_nE, columns_NE, batch, tile), _tiles(*teachers[direction], batch, tile)
         for (part, logits_TN, _), (_, teacher_TN, _) in zip(own, given, strict=True):
             yield part, logits_TN, teacher_TN
 

@@ -137,7 +137,7 @@ class Source(ABC):
         if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
             raise ValueError(
                 f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another one "
-                "writes, and {self.flag} shares the work. Set it to a folder that all machines see."
+                f"writes, and {self.flag} shares the work. Set it to a folder that all machines see."
             )
         if temporary is not None:
             try:

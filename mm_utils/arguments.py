@@ -69,7 +69,9 @@ def arg(default: T, help: str, **metadata: Any) -> T:
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
-def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None) -> tuple[Any, ...]:
+def parse_args(
+    *arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None, rest: str = ""
+) -> tuple[Any, ...]:
     """Parse the command line into one instance of each dataclass.
 
     Any mistake, a ``ValueError`` of a dataclass's ``__post_init__`` included, ends the program with one line and exit
@@ -79,6 +81,7 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         arg_classes: the dataclasses; each becomes a group of flags in ``--help``, titled by its docstring.
         argv: the words to parse; default: the command line.
         doc: the script's docstring, which becomes the description in ``--help``.
+        rest: the name of a flag whose value may also be given without it, such as the text of a search.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(
@@ -98,6 +101,10 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         )
     except ValueError as error:
         parser.error(str(error))
+    if rest and unknown and not any(word.startswith("-") for word in unknown):
+        given = {rest: " ".join(unknown)}
+        filled = (dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed)
+        return tuple(filled)[: len(arg_classes)]
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]

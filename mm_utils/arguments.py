@@ -133,18 +133,19 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
     return words
 
 
-def launch_command(script: str, words: Sequence[str]) -> str:
+def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:
     """Return the shell command that launches a script of this repository, to be pasted in the working folder.
 
     Args:
         script: the script's name, such as `pretrain`.
         words: its arguments.
+        launcher: what stands before the script.
     """
     path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
     if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
         path = Path(__file__).resolve().parents[1] / "scripts" / f"{script}.py"
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"accelerate launch {shlex.join([str(path), *words])}"
+    return f"{launcher} {shlex.join([str(path), *words])}"
 
 
 class _Parser(HfArgumentParser):

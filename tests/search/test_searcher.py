@@ -64,7 +64,7 @@ def test_text_is_scored_as_by_the_model(searcher: Searcher, model: Path, photos:
 
 def test_blocks_change_nothing(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = searcher.search_text(QUERY, 30)
-    monkeypatch.setattr(searcher_module, "BLOCK", 7)
+    monkeypatch.setattr(searcher_module, "BLOCK", 7 * searcher.info.width)
     blocks = searcher.search_text(QUERY, 30)
     assert {hit.id: hit.score for hit in blocks} == pytest.approx({hit.id: hit.score for hit in whole}, abs=1e-6)
 

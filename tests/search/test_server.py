@@ -29,6 +29,7 @@ from mm_utils.search import server
 from mm_utils.search.listing import Listing, folder_listing, list_folder
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
+from scripts import search
 from tests.search.conftest import make_embedder, write_photos
 
 EVIL_CAPTION = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
@@ -346,6 +347,22 @@ def test_serving_others_needs_a_token(searcher: Searcher, host: str, token: str 
 def test_a_port_that_is_taken(searcher: Searcher, page: Served) -> None:
     with pytest.raises(RunError, match=f"--port is {page.port}; .*another port"):
         server.serve(searcher, "127.0.0.1", page.port, None)
+
+
+def test_the_script_serves_this_machine_alone(
+    index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = []
+
+    def run(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        addresses.extend(each.getsockname() for each in sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    with caplog.at_level("INFO", "mm_utils"):
+        search.main(["--index_dir", str(index), "--serve", "--port", "0"])
+    [(host, port)] = addresses
+    assert host == "127.0.0.1"
+    assert f"30 images at http://127.0.0.1:{port}/" in caplog.text
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

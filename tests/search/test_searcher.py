@@ -20,6 +20,7 @@ from mm_utils.model.processor import load_processor_of
 from mm_utils.search import searcher as searcher_module
 from mm_utils.search.searcher import Searcher, _best
 from scripts import embed, eval_retrieval, search
+from tests.model.stock_folders import KINDS, write_stock
 from tests.search.conftest import update, write_photos
 
 QUERY = "a red circle, number 1"
@@ -180,3 +181,13 @@ def test_words_without_quotes_are_one_text(index: Path, capsys: pytest.CaptureFi
 def test_one_query_is_asked_for(index: Path, more: list[str]) -> None:
     with pytest.raises(ValueError, match=r"There are [02] of a text"):
         search.main(["--index_dir", str(index), *more])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stock_model_searches_as_it_came(kind: str, photos: Path, tmp_path: Path) -> None:
+    start = Path(write_stock(tmp_path / "start", kind))
+    update(tmp_path / "index", start, photos)
+    found = Searcher(tmp_path / "index", device="cpu")
+    assert not found.reranks
+    own = found.search_text("a " * 200, 1)[0]
+    assert found.search_image(open_image({"bytes": None, "path": own.path}), 1)[0].score == pytest.approx(1, abs=2e-3)

@@ -69,7 +69,9 @@ def arg(default: T, help: str, **metadata: Any) -> T:
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
-def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None) -> tuple[Any, ...]:
+def parse_args(
+    *arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None, rest: str = ""
+) -> tuple[Any, ...]:
     """Parse the command line into one instance of each dataclass.
 
     Any mistake, a ``ValueError`` of a dataclass's ``__post_init__`` included, ends the program with one line and exit
@@ -79,6 +81,7 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         arg_classes: the dataclasses; each becomes a group of flags in ``--help``, titled by its docstring.
         argv: the words to parse; default: the command line.
         doc: the script's docstring, which becomes the description in ``--help``.
+        rest: the name of a flag whose value may also be given without it, such as the text of a search.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(
@@ -98,6 +101,10 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         )
     except ValueError as error:
         parser.error(str(error))
+    if rest and unknown and not any(word.startswith("-") for word in unknown):
+        given = {rest: " ".join(unknown)}
+        filled = (dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed)
+        return tuple(filled)[: len(arg_classes)]
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
@@ -126,18 +133,19 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
     return words
 
 
-def launch_command(script: str, words: Sequence[str]) -> str:
+def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:
     """Return the shell command that launches a script of this repository, to be pasted in the working folder.
 
     Args:
         script: the script's name, such as `pretrain`.
         words: its arguments.
+        launcher: what stands before the script.
     """
     path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
     if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
         path = Path(__file__).resolve().parents[1] / "scripts" / f"{script}.py"
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"accelerate launch {shlex.join([str(path), *words])}"
+    return f"{launcher} {shlex.join([str(path), *words])}"
 
 
 class _Parser(HfArgumentParser):

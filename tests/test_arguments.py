@@ -276,3 +276,12 @@ def test_wrong_values_of_the_real_flags(capsys: pytest.CaptureFixture[str]) -> N
             parse_args(*ALL, argv=flags)
         line = capsys.readouterr().err.strip().splitlines()[-1]
         assert flags[0] in line
+
+
+def test_words_beside_the_flags_fill_the_one_that_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = parse_args(First, Second, argv=["a", "--limit", "2", "b c"], rest="name")
+    assert (first.name, first.learning_rate, second.limit) == ("a b c", 0.5, 2)
+    for argv, rest in ((["a", "--unknown"], "name"), (["a"], "")):
+        with pytest.raises(SystemExit):
+            parse_args(First, Second, argv=argv, rest=rest)
+        assert "unknown argument" in capsys.readouterr().err

@@ -14,7 +14,7 @@ FLOORS = [
     {"objectives", "reliability"},
     {"checkpointing"},
     {"reports"},
-    {"evaluation"},
+    {"evaluation", "search"},
     {"training"},
     {"run"},
 ]

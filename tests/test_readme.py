@@ -18,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from scripts import embed, pretrain
 from tests.conftest import COLOURS, draw
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,7 @@ FOREIGN = {
         "--bf16",
         "--warmup_steps",
     ),
-    *("--signal", "--shm-size", "--target", "--no-deps", "--rdzv_backend", "--faults_report"),
+    *("--signal", "--data-binary", "--shm-size", "--target", "--no-deps", "--rdzv_backend", "--faults_report"),
 }
 REMOVED = {"--length_bucket_window", "--look_alikes", "--rerank_score", "--rerank_weight", "--stream_lanes"}
 
@@ -332,7 +333,12 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     write_inputs(places)
     monkeypatch.syspath_prepend(str(places))
     found = [block for page in ROOT.glob("docs/*.md") for language, block in blocks(page) if language == "python"]
-    assert len(found) == 2
+    assert len(found) == 3
+    model = ["--train_file", "pairs.jsonl", "--image_size", "32", "--global_batch_size", "16", "--max_steps", "1"]
+    pretrain.main([*model, "--output_dir", "outputs/small"])
+    embed.main(["--model_name_or_path", "outputs/small", "--images", "photos", "--index_dir", "outputs/index"])
     for block in found:
         exec(compile(block, "docs", "exec"), {"__name__": "docs"})
-    assert re.search(r"^\d \d+\.\d+", capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    assert re.search(r"^\d \d+\.\d+", shown, re.MULTILINE)
+    assert re.search(r"^3 -?\d\.\d{3} .*/photos/\d+\.jpg$", shown, re.MULTILINE)

@@ -42,15 +42,26 @@ def longer_command(script: str, folder: Path, settings: Mapping[str, Any]) -> st
 
 
 def commands_after_training(
-    folder: Path, settings: Mapping[str, Any], *, has_test: bool, has_fusion: bool
+    folder: Path, settings: Mapping[str, Any], *, has_test: bool, has_fusion: bool, query: str
 ) -> list[str]:
-    """Return what to try after pre-training: the evaluation, a longer run, and for the embedded scenes a task."""
+    """Return what to try after pre-training: the evaluation, a longer run, for the embedded scenes a task, and a search."""
     flags = ("test",) if has_test else ("validation", "--rerank_top_k", "32")
     commands = [evaluation_command(folder, settings, *flags), longer_command("pretrain", folder, settings)]
     if has_fusion and not any(settings.get(name) for name in SOURCES):
         words = ["--model_name_or_path", str(folder), "--task", "scenes:colour"]
         commands.append(launch_command("finetune", words))
-    return [command for command in commands if command]
+    return [*filter(None, commands), *search_commands(folder, settings, query)]
+
+
+def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
+    """Return the commands that embed the images of the run's data, all splits, and search them; none for a stream."""
+    if settings.get("streaming"):
+        return []
+    index = _beside(folder, "index")
+    data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples", "preprocessing_num_workers"])
+    words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
+    found = ["--index_dir", index, "--query", query]
+    return [launch_command("embed", words), launch_command("search", found, launcher="python")]
 
 
 def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str, *flags: str) -> str | None:

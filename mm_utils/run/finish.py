@@ -20,9 +20,11 @@ from mm_utils.reports.plots import draw_confusion, plot_training
 from mm_utils.run.cards import CLASSIFIER_INPUTS, DIRECTIONS, MEASURED, classification_card, retrieval_card
 from mm_utils.run.commands import commands_after_training, longer_command
 from mm_utils.run.start import Run
-from mm_utils.text import no_formula
+from mm_utils.text import no_formula, printable
 
 logger = logging.getLogger(__name__)
+
+_WORDS = 12  # of a caption that stands for a text to search for
 
 
 def finish_run(
@@ -51,7 +53,7 @@ def finish_run(
         write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, argv))
     pushed = _push(run)
     if run.accelerator.is_main_process:
-        logger.info("%s", "\n".join(_retrieval_summary(run, model, metrics, "test" in data.splits, pushed)))
+        logger.info("%s", "\n".join(_retrieval_summary(run, model, metrics, data, pushed)))
     run.tracking.finish()
 
 
@@ -127,7 +129,7 @@ def _push(run: Run) -> str | None:
 
 
 def _retrieval_summary(
-    run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], has_test: bool, pushed: str | None
+    run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], data: TrainingData, pushed: str | None
 ) -> list[str]:
     folder, settings = run.output_dir, run.settings
     lines = ["", "Retrieval on images that were not trained on:"]
@@ -152,7 +154,9 @@ def _retrieval_summary(
         "metrics.jsonl": "every figure that was logged",
         "config.yaml": "the arguments, to run it again",
     }
-    commands = commands_after_training(folder, settings, has_test=has_test, has_fusion=model.fusion is not None)
+    query = printable(" ".join(data.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
+    flags = {"has_test": "test" in data.splits, "has_fusion": model.fusion is not None}
+    commands = commands_after_training(folder, settings, **flags, query=query)
     return [*lines, *_listing(folder, contents, pushed), "", "Next:", *(f"  {command}" for command in commands)]
 
 

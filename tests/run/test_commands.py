@@ -103,6 +103,8 @@ def next_commands(found: Finished) -> list[str]:
 def parsed(command: str) -> tuple[str, list[str]]:
     """The script of a command, which exists, and its arguments."""
     words = shlex.split(command)
+    if words[0] == "python":
+        words = ["accelerate", "launch", *words[1:]]
     assert words[:2] == ["accelerate", "launch"]
     given = launch_command_parser().parse_args(words[2:])
     assert Path(given.training_script).is_file()
@@ -123,6 +125,19 @@ def test_the_evaluation_measures_the_rows_that_training_held_out(trained: Finish
     command = next_commands(trained)[0]
     again = paste(command, "--rerank_top_k", "2")
     assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(trained.metrics, rel=1e-4)
+
+
+def test_the_images_of_the_run_are_embedded_and_searched(
+    trained: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    embed, search = next_commands(trained)[-2:]
+    assert paste(embed)["images"] == 60
+    capsys.readouterr()
+    assert search.strip().startswith("python ")
+    paste(search, "--top_k", "60")
+    table = capsys.readouterr().out
+    assert len(table.splitlines()) == 61
+    assert " ".join(parsed(search)[1][-1].split()) in table
 
 
 @pytest.mark.slow

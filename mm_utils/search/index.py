@@ -1,0 +1,245 @@
+"""The folder of an index: embeddings of images, and what is needed to show them.
+
+It is one Arrow data set, which `datasets.load_from_disk` opens:
+
+================  =====================================================================================================
+column            meaning
+================  =====================================================================================================
+``id``            the image's path in its folder, or its split and id
+``path``          absolute path of the file; "" if the bytes were stored in a data set
+``captions``      known captions, perhaps none
+``size``          bytes of the image
+``mtime_ns``      time of the file's last change in nanoseconds; 0 for stored bytes
+``content_hash``  BLAKE2b-128 of the bytes, hexadecimal
+``embedding``     unit vector of the image tower, float16 `[E]`
+``thumbnail``     a JPEG of the image, decoded and encoded anew
+================  =====================================================================================================
+
+Beside it lie `index.json` (`IndexInfo`), `skipped.jsonl` (images that could not be read, with reasons), and during a run
+the folder `parts`: what has been embedded so far.
+
+Nothing is ever half written: parts are written under another name and renamed, and new rows replace the old ones when
+`state.json`, which names their files, is replaced.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import torch
+
+from mm_utils.data.loading.column_cache import to_arrow
+from mm_utils.distributed import RunError
+from mm_utils.files import write_atomic
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.search.listing import STAMPS
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "tandem-index"
+VERSION = 1
+SKIPPED = "skipped.jsonl"
+_INFO, _STATE, _PARTS = "index.json", "state.json", "parts"
+_SHARD_BYTES = 500 << 20
+_TOWERS = ("vision_model.", "visual_projection.", "text_model.", "text_projection.")
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """What `index.json` says.
+
+    Attributes:
+        model: the folder of the model, or its Hub id.
+        fingerprint: `model_fingerprint` of the model.
+        image_size: side of the squares that were embedded.
+        width: numbers of an embedding.
+        images: rows of the index; 0 until the first run has ended.
+        skipped: lines of `skipped.jsonl`.
+    """
+
+    model: str
+    fingerprint: str
+    image_size: int
+    width: int
+    images: int = 0
+    skipped: int = 0
+
+    def save(self, folder: Path) -> None:
+        """Write `index.json`."""
+        content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
+
+
+def model_fingerprint(model: FusionDualEncoderModel, geometry: object) -> str:
+    """Return 32 hexadecimal digits that identify both towers, their projections and the image processor's `geometry`."""
+    digest = hashlib.blake2b(repr(geometry).encode(), digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        if name.startswith(_TOWERS):
+            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_info(folder: Path) -> IndexInfo | None:
+    """Return what `index.json` says; None in a folder that is empty or does not exist.
+
+    Raises:
+        ValueError: if the folder holds something else, or an index of another version.
+    """
+    path = folder / _INFO
+    if not path.is_file():
+        if folder.is_dir() and any(name for name in os.listdir(folder) if not name.startswith(".")):
+            raise ValueError(f"--index_dir is {folder}; this folder holds something else. Give a new folder.")
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
+            raise ValueError("it is of another version")
+        return IndexInfo(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no index of this version ({error}). Delete the folder, and run scripts/embed.py again."
+        ) from error
+
+
+def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
+    """Open an index for reading.
+
+    Raises:
+        ValueError: if there is none, or its first run has not ended.
+    """
+    info = read_info(folder) if folder.is_dir() else None
+    if info is None:
+        raise ValueError(f"--index_dir is {folder}; there is no index. Make one with scripts/embed.py.")
+    rows = read_rows(folder)
+    if rows is None:
+        raise ValueError(
+            f"--index_dir is {folder}; its images are not all embedded. Run the command of scripts/embed.py again."
+        )
+    return info, rows
+
+
+def read_rows(folder: Path) -> datasets.Dataset | None:
+    """Return the rows, memory-mapped; None before the first run has ended."""
+    return datasets.load_from_disk(str(folder)) if (folder / _STATE).is_file() else None
+
+
+def schema(width: int) -> pa.Schema:
+    """Return the columns of an index whose embeddings have `width` numbers."""
+    return pa.schema(
+        [
+            *STAMPS,
+            pa.field("embedding", pa.list_(pa.float16(), width)),
+            pa.field("thumbnail", pa.binary()),
+        ]
+    )
+
+
+def replace_rows(folder: Path, tables: Iterable[pa.Table], width: int) -> int:
+    """Write all rows anew, from tables of the columns `schema`; return their number.
+
+    A process that has the old rows open can still read them.
+    """
+    old = list(folder.glob("data-*.arrow"))  # those of a killed run among them
+    columns, run = schema(width), uuid.uuid4().hex[:8]
+    features = datasets.Features.from_arrow_schema(columns)
+    names: list[str] = []
+    waiting, count, table = iter(tables), 0, None
+    table = next(waiting, None)
+    while table is not None:
+        names.append(f"data-{run}-{len(names):05d}.arrow")
+        written = 0
+        with (
+            pa.OSFile(str(folder / names[-1]), "wb") as file,
+            pa.ipc.new_stream(file, features.arrow_schema) as writer,
+        ):
+            while table is not None and written < _SHARD_BYTES:
+                writer.write_table(table.cast(features.arrow_schema))
+                count, written = count + len(table), written + table.nbytes
+                table = next(waiting, None)
+    datasets.DatasetInfo(features=features).write_to_directory(str(folder))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": run,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    write_atomic(folder / _STATE, json.dumps(state, indent=2))
+    for path in old:
+        path.unlink(missing_ok=True)
+    return count
+
+
+# -- parts --------------------------------------------------------------------------------------------------------------
+
+
+def write_part(folder: Path, rows: list[dict[str, Any]], width: int) -> None:
+    """Write embedded rows, so that a run that is killed later need not embed them again.
+
+    Args:
+        folder: the folder of the index.
+        rows: the columns of `schema`, the embedding as a float16 tensor.
+        width: numbers of an embedding.
+    """
+    (folder / _PARTS).mkdir(exist_ok=True)
+    columns, sink = schema(width), pa.BufferOutputStream()
+    arrays = {
+        name: to_arrow(torch.stack([row[name] for row in rows]))
+        if name == "embedding"
+        else pa.array([row[name] for row in rows], columns.field(name).type)
+        for name in columns.names
+    }
+    with pa.ipc.new_stream(sink, columns) as writer:
+        writer.write_table(pa.table(arrays).cast(columns))
+    write_atomic(folder / _PARTS / f"{uuid.uuid4().hex}.arrow", sink.getvalue().to_pybytes())
+
+
+def read_parts(folder: Path, width: int, without: Collection[str] = ()) -> dict[str, pa.Table]:
+    """Return the parts of runs that did not end by name, memory-mapped, except `without`; damaged ones are left out."""
+    parts = {}
+    for path in sorted((folder / _PARTS).glob("*.arrow")):
+        if path.name in without:
+            continue
+        try:
+            table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+            if table.schema != schema(width):
+                raise pa.ArrowInvalid("it has other columns")
+            parts[path.name] = table
+        except (pa.ArrowException, OSError) as error:
+            logger.warning("%s is damaged (%s); its images are embedded again.", path, error)
+    return parts
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove all parts, and what a killed run left of writing one."""
+    parts = folder / _PARTS
+    if parts.is_dir():
+        for path in parts.iterdir():
+            path.unlink(missing_ok=True)
+        parts.rmdir()
+
+
+def write_skipped(folder: Path, lines: Iterable[dict[str, str]]) -> None:
+    """Write `skipped.jsonl`, one image a line."""
+    write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def check_same_model(info: IndexInfo, fingerprint: str, model: str, folder: Path) -> None:
+    """Raise RunError unless the index was made with this model."""
+    if info.fingerprint != fingerprint:
+        raise RunError(
+            f"--model_name_or_path is {model}; the index {folder} was made with other weights (of {info.model}), whose "
+            "embeddings do not compare. Embed into a new --index_dir, or delete this one first."
+        )

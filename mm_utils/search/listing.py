@@ -1,0 +1,133 @@
+"""List the images that an index should hold: of a folder, or of pairs from any source."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from mm_utils.data.faults import REASONS, Fault, storable
+from mm_utils.data.paths import Jail
+from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.sources.records import IMAGE_SUFFIXES
+
+Skip = dict[str, str]
+STAMPS = pa.schema(
+    {
+        "id": pa.string(),
+        "path": pa.string(),
+        "captions": pa.list_(pa.string()),
+        "size": pa.int64(),
+        "mtime_ns": pa.int64(),
+        "content_hash": pa.string(),
+    }
+)
+_FEATURES = datasets.Features(
+    {"image": datasets.Image(decode=False), "captions": datasets.List(datasets.Value("string"))}
+)
+_ROWS = 1000
+
+
+@dataclass
+class Listing:
+    """The images that an index should hold.
+
+    Attributes:
+        ids: the ids of the images, each once.
+        rows: their `image` and `captions`, as `mm_utils.data.pairs` has them.
+        skipped: lines of `skipped.jsonl` for files that cannot be taken.
+    """
+
+    ids: list[str]
+    rows: datasets.Dataset
+    skipped: list[Skip] = field(default_factory=list)
+
+
+def list_folder(folder: str, allow_outside: bool = False) -> tuple[list[str], list[Skip]]:
+    """Return the paths of all images below a folder, relative to it and sorted, and the files that cannot be taken.
+
+    A file counts as an image by its ending; hidden files and folders are passed over, and links to folders are not followed.
+
+    Raises:
+        ValueError: if there is no such folder, or no image in it.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of images.")
+    jail, found, skipped = Jail(folder, allow_outside), [], []
+
+    def set_aside(error: OSError) -> None:
+        fault = Fault("permission_denied", f"{error.filename}: {error.strerror}")
+        skipped.append(skip(os.path.relpath(error.filename, folder), fault))
+
+    for place, folders, files in os.walk(folder, onerror=set_aside):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if name.startswith(".") or not name.lower().endswith(IMAGE_SUFFIXES):
+                continue
+            path = os.path.relpath(os.path.join(place, name), folder)
+            try:
+                jail.resolve(path)
+                if storable(path) != path:
+                    raise Fault("bad_path", f"{storable(path)} is not UTF-8")
+                found.append(Path(path).as_posix())
+            except Fault as fault:
+                skipped.append(skip(path, fault))
+    if not found:
+        raise ValueError(
+            f"--images is {folder}; it holds no image that can be read ({', '.join(IMAGE_SUFFIXES)}). Check the path; links to "
+            "folders are not followed."
+        )
+    return sorted(found), sorted(skipped, key=lambda line: line["id"])
+
+
+def folder_listing(folder: str, names: list[str], skipped: list[Skip]) -> Listing:
+    """Return the images `names` of a folder; their ids are these paths."""
+    root = os.path.abspath(folder)
+    images = [{"bytes": None, "path": os.path.join(root, name)} for name in names]
+    return Listing(
+        names, datasets.Dataset.from_dict({"image": images, "captions": [[]] * len(names)}, _FEATURES), skipped
+    )
+
+
+def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:
+    """Return the images of all splits; their ids are `split/id`."""
+    ids = [
+        f"{split}/{name}" for split, rows in splits.items() for name in rows.with_format("arrow")[:]["id"].to_pylist()
+    ]
+    return Listing(
+        ids, datasets.concatenate_datasets([each.select_columns(list(_FEATURES)) for each in splits.values()])
+    )
+
+
+def stamps(listing: Listing) -> pa.Table:
+    """Return what tells a changed image from an unchanged one, and is shown with it: the columns of `STAMPS`.
+
+    The path of stored bytes is "", and their time 0. The hash of a file is "": files are not read here. A file that is gone
+    has the size -1.
+    """
+    found: list[dict[str, Any]] = []
+    for block in listing.rows.iter(_ROWS):
+        found.extend(map(_stamp, block["image"], block["captions"]))
+    table = pa.Table.from_pylist(found, pa.schema([each for each in STAMPS if each.name != "id"]))
+    return table.add_column(0, STAMPS.field("id"), [pa.array(listing.ids, pa.string())])
+
+
+def skip(name: str, fault: Fault) -> Skip:
+    """Return the line of `skipped.jsonl` for an image that cannot be taken."""
+    return {"id": storable(name), "reason": fault.reason, "detail": fault.detail, "remedy": REASONS[fault.reason]}
+
+
+def _stamp(image: Mapping[str, Any], captions: list[str]) -> dict[str, Any]:
+    content, path = image["bytes"], image["path"] or ""
+    if content:
+        own = {"path": "", "size": len(content), "mtime_ns": 0, "content_hash": stored_hash(content)}
+        return {**own, "captions": captions}
+    try:
+        status = os.stat(path)
+        size, changed = status.st_size, status.st_mtime_ns
+    except OSError:
+        size, changed = -1, 0
+    return {"path": path, "size": size, "mtime_ns": changed, "content_hash": "", "captions": captions}

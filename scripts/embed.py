@@ -1,0 +1,103 @@
+"""Embed images into an index, which scripts/search.py searches by text or by image.
+
+A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
+    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
+
+A prepared data set with its captions, or any other source that scripts/pretrain.py takes:
+    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+
+from mm_utils.arguments import arg, parse_args
+from mm_utils.data.loading.loaders import LoaderArguments, image_geometry
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.sources.source import DataArguments
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import make_accelerator, run_script
+from mm_utils.search.embedding import Embedder
+from mm_utils.search.index import SKIPPED, model_fingerprint
+from mm_utils.search.listing import folder_listing, list_folder, pair_listing
+from mm_utils.search.updating import try_out, update_index
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EmbedArguments:
+    """The model, the index, and a folder of images."""
+
+    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
+    index_dir: str | None = arg(None, "The folder of the index; a new one, or one that is brought up to date.")
+    images: str | None = arg(None, "A folder of images, with all folders in it; instead of a source of pairs.")
+    split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
+    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
+    dataloader_num_workers: str = arg("auto", "Processes that decode images, per rank; auto = one per spare core.")
+    dry_run: bool = arg(False, "Say what would be embedded and how long it would take; write nothing.")
+
+    def __post_init__(self) -> None:
+        for name in ("model_name_or_path", "index_dir"):
+            if getattr(self, name) is None:
+                raise ValueError(f"--{name} is missing; give a folder.")
+        if self.per_device_eval_batch_size < 1:
+            raise ValueError(
+                f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; give at least 1 image."
+            )
+        if self.images and self.split:
+            raise ValueError(f"--split is {self.split}; a folder of images has no splits. Drop one of the two.")
+
+
+def main(argv: list[str] | None = None) -> dict[str, int]:
+    """Run the script and return the numbers of images; `argv` lets tests and notebooks call it."""
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    args, data_args = parse_args(EmbedArguments, DataArguments, argv=argv, doc=__doc__)
+    source = data_args.dataset_name or data_args.train_file or data_args.dataset_dir
+    if args.images and source:
+        raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
+    workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
+    check_model(args.model_name_or_path)
+    accelerator = make_accelerator()
+    folder = Path(args.index_dir)
+
+    # 2. Images: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
+    if args.images:
+        found = list_folder(args.images, data_args.allow_outside_root) if accelerator.process_index == 0 else None
+        [found] = broadcast_object_list([found])
+        listing = folder_listing(args.images, *found)
+    else:
+        with accelerator.main_process_first():
+            pairs = load_pairs(data_args, need_train=False)
+        if args.split and args.split not in pairs:
+            raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
+        listing = pair_listing({name: rows for name, rows in pairs.items() if args.split in (None, name)})
+
+    # 3. Model.
+    geometry = image_geometry(load_processor_of(args.model_name_or_path))
+    model = load_model(args.model_name_or_path, fusion_layers=0).eval().to(accelerator.device)
+    fingerprint = model_fingerprint(model, geometry)
+    embedder = Embedder(model, fingerprint, geometry, args.per_device_eval_batch_size, workers.num_workers)
+
+    # 4. Embed what is new.
+    if args.dry_run:
+        try_out(folder, args.model_name_or_path, listing, embedder, accelerator)
+        return {}
+    done = update_index(folder, args.model_name_or_path, listing, embedder, accelerator)
+
+    # 5. Report.
+    logger.info(
+        "%s: %s images; %s embedded, %s unchanged, %s removed, %s left out%s",
+        folder, *(f"{count:,}" for count in (done.images, done.embedded, done.kept, done.removed, done.skipped)),
+        f", see {folder / SKIPPED}" if done.skipped else "",
+    )  # fmt: skip
+    accelerator.end_training()
+    return vars(done)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,89 @@
+"""Search the images of an index that scripts/embed.py made: by text, by an image, or on a local page.
+
+A ranked table of the best hits:
+    python scripts/search.py --index_dir outputs/index "a red door"
+    python scripts/search.py --index_dir outputs/index --image query.jpg --top_k 5
+
+A page and a JSON API on this machine (pip install tandem-mm[search]):
+    python scripts/search.py --index_dir outputs/index --serve
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+
+from mm_utils.arguments import arg, parse_args
+from mm_utils.data.images import open_image
+from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.search.searcher import Searcher
+from mm_utils.text import printable, shortened
+
+
+@dataclass
+class SearchArguments:
+    """The index, the query, and the form of the answer."""
+
+    index_dir: str | None = arg(None, "The folder that scripts/embed.py wrote.")
+    query: str | None = arg(None, "The text to search for; it may also stand alone, without this flag.")
+    image: str | None = arg(None, "Search for images that are similar to this file.")
+    top_k: int = arg(10, "Hits to show.")
+    rerank_top_k: int = arg(
+        10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
+    )
+    model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
+    json: bool = arg(False, "Print one JSON object per hit.")
+    serve: bool = arg(False, "Serve a page and a JSON API instead.")
+    host: str = arg("127.0.0.1", "The address to serve on; beyond this machine, --token is needed.")
+    port: int = arg(8000, "The port to serve on.")
+    token: str | None = arg(None, "A secret of 16 or more letters that the page and the API ask for.")
+
+    def __post_init__(self) -> None:
+        if self.index_dir is None:
+            raise ValueError("--index_dir is missing; give the folder that scripts/embed.py wrote.")
+        if self.top_k < 1 or self.rerank_top_k < 0:
+            raise ValueError(
+                f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
+            )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the script; `argv` lets tests and notebooks call it."""
+    # 1. Arguments.
+    [args] = parse_args(SearchArguments, argv=argv, doc=__doc__, rest="query")
+    set_up_logging()
+    given = [name for name in ("query", "image", "serve") if getattr(args, name)]
+    if len(given) != 1:
+        raise ValueError(
+            f'There are {len(given)} of a text, --image and --serve; give one, e.g. --index_dir {args.index_dir} "a red door".'
+        )
+
+    # 2. The index and its model.
+    searcher = Searcher(args.index_dir, args.model_name_or_path, args.rerank_top_k)
+
+    # 3. Serve, or answer one query.
+    if args.serve:
+        from mm_utils.search.server import serve  # its packages are optional
+
+        serve(searcher, args.host, args.port, args.token)
+        return
+    if args.image:
+        hits = searcher.search_image(
+            open_image({"bytes": None, "path": args.image}, searcher.info.image_size), args.top_k
+        )
+    else:
+        hits = searcher.search_text(args.query, args.top_k)
+
+    # 4. Print.
+    if args.json:
+        lines = [json.dumps(vars(hit)) for hit in hits]
+    else:
+        lines = [f"rank   score{'  re-ranked' if searcher.reranks else ''}  image"]
+        for hit in hits:
+            again = "" if not searcher.reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
+            caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
+            lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    run_script(main)

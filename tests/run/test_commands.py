@@ -124,7 +124,8 @@ def card_blocks(folder: Path, language: str) -> list[str]:
 def test_the_evaluation_measures_the_rows_that_training_held_out(trained: Finished) -> None:
     command = next_commands(trained)[0]
     again = paste(command, "--rerank_top_k", "2")
-    assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(trained.metrics, rel=1e-4)
+    held_out = {name: value for name, value in trained.metrics.items() if name != "eval_train_mean_recall"}
+    assert {f"eval_{name}": value for name, value in again.items()} == pytest.approx(held_out, rel=1e-4)
 
 
 def test_the_images_of_the_run_are_embedded_and_searched(

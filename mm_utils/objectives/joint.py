@@ -27,7 +27,7 @@ class Objective(nn.Module):
     all ranks. A subclass implements `encode`, `plan`, `part` and `report`.
 
     Attributes:
-        is_sharded: True with FSDP.
+        is_wrapped: True where DDP or DeepSpeed waits for a gradient of every trained parameter; the step sets it.
         groups_texts: True if texts go through their tower in groups of about one length; False where all ranks must run it
             equally often, as with FSDP.
         teacher: the weight average, for terms that learn from it; the trainer sets it.
@@ -39,7 +39,7 @@ class Objective(nn.Module):
     """
 
     groups_texts = True
-    is_sharded = False
+    is_wrapped = True
     teacher: WeightAverage | None = None
     seed = 0
     row_ids = "ids"
@@ -93,8 +93,8 @@ class Objective(nn.Module):
         return [weight for weight in weights if weight.requires_grad]
 
     def zero_of_resting(self) -> Tensor | float:
-        """Return 0 with a gradient for the weights that rest: DDP waits for one of everything that is trained."""
-        if self.is_sharded or distributed.world_size() == 1:  # FSDP does not wait
+        """Return 0, with a gradient for the weights that rest where one is waited for."""
+        if not self.is_wrapped:
             return 0.0
         return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
 

@@ -47,7 +47,6 @@ def _configure_fsdp(accelerator: Accelerator, objective: Objective) -> None:
         )
     plugin.mixed_precision_policy = None
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, blocks(objective)
-    objective.is_sharded = True
     objective.groups_texts = False  # ranks with different numbers of groups would wait for each other
     make_shardable(objective)
 

@@ -59,6 +59,7 @@ class TrainStep:
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
         unwrapped = accelerator.unwrap_model(objective)
+        unwrapped.is_wrapped = unwrapped is not objective
         model, self.tower_steps = unwrapped.model, max_steps
         if (
             optimizer_args.head_share

@@ -45,7 +45,7 @@ SHARDED = SimpleNamespace(
 
 def sharded(objective: JointObjective) -> JointObjective:
     make_shardable(objective)
-    objective.is_sharded, objective.groups_texts = True, False
+    objective.is_wrapped, objective.groups_texts = False, False
     mesh = init_device_mesh("cpu", (distributed.world_size(),))
     model = objective.model
     layers = model.fusion.layers if model.fusion is not None else ()

@@ -1,5 +1,6 @@
 """README and docs keep their word: commands parse or run, code runs, links, paths and flags exist."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -308,8 +309,9 @@ def test_the_readme_runs_from_its_first_line_to_its_last(places, monkeypatch, ca
         elif language == "python":
             capsys.readouterr()
             exec(compile(block, "README.md", "exec"), {})
-            shown = capsys.readouterr().out.splitlines()
+            *shown, reranked = capsys.readouterr().out.splitlines()
             assert len(shown) == 3
+            assert sorted(place for place, _ in ast.literal_eval(reranked)) == [0, 1, 2]
             assert all(re.fullmatch(r"-?\d\.\d{3}  photos/000[123]\.jpg", line) for line in shown)
         for command in map(understand, command_lines(block)) if language == "bash" else ():
             seen = any(

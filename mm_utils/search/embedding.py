@@ -54,11 +54,13 @@ class Embedder:
         """Numbers of an embedding."""
         return self.model.config.projection_dim
 
-    def normalised(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the model's input `[b, 3, S, S]` for uint8 squares, on its device."""
-        device = self.model.device
-        mean, std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in self.geometry[1:])
-        return squares.to(device).float().sub_(mean).div_(std)
+
+def normalised(
+    squares: torch.Tensor, geometry: tuple[int, list[float], list[float]], device: torch.device
+) -> torch.Tensor:
+    """Return a model's input `[b, 3, S, S]` on its device, for uint8 squares."""
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in geometry[1:])
+    return squares.to(device).float().sub_(mean).div_(std)
 
 
 def embed_share(
@@ -100,7 +102,8 @@ def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator:
     """Return the rows of read images, with their embeddings."""
     if not examples:
         return []
-    pixels_b = embedder.normalised(torch.stack([each.pop("square") for each in examples]))
+    squares = torch.stack([each.pop("square") for each in examples])
+    pixels_b = normalised(squares, embedder.geometry, embedder.model.device)
     with accelerator.autocast():
         embeds_bE, _ = embedder.model.encode_image(pixels_b, with_keys_values=False)
     embeds_bE = normalize(embeds_bE.float(), dim=-1)

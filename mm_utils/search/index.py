@@ -37,7 +37,7 @@ import datasets
 import pyarrow as pa
 import torch
 
-from mm_utils.data.loading.column_cache import to_arrow
+from mm_utils.data.loading.column_cache import add_weights, to_arrow
 from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -82,10 +82,7 @@ class IndexInfo:
 def model_fingerprint(model: FusionDualEncoderModel, geometry: object) -> str:
     """Return 32 hexadecimal digits that identify both towers, their projections and the image processor's `geometry`."""
     digest = hashlib.blake2b(repr(geometry).encode(), digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
-        if name.startswith(_TOWERS):
-            digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    add_weights(digest, {name: value for name, value in model.state_dict().items() if name.startswith(_TOWERS)})
     return digest.hexdigest()
 
 

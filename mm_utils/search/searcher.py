@@ -25,6 +25,7 @@ from mm_utils.data.loading.loaders import image_geometry
 from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
+from mm_utils.search.embedding import normalised
 from mm_utils.search.index import check_same_model, model_fingerprint, open_index
 
 BLOCK = (
@@ -172,10 +173,8 @@ class Searcher:
 
     def _pixels(self, images: list[Image.Image]) -> Tensor:
         """Return the model's input `[B, 3, S, S]`."""
-        side, *normalisation = self._geometry
-        mean, std = (torch.tensor(values).view(3, 1, 1) * 255 for values in normalisation)
-        squares = torch.stack([center_square(image, side) for image in images]).float()
-        return squares.sub_(mean).div_(std).to(self._device)
+        squares = torch.stack([center_square(image, self._geometry[0]) for image in images])
+        return normalised(squares, self._geometry, self._device)
 
     def _hits(self, rows: list[int], score_N: Tensor, reranked: dict[int, float]) -> list[Hit]:
         found = self._texts[rows] if rows else {"id": [], "path": [], "captions": []}

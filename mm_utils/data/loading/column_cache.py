@@ -25,7 +25,7 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,13 @@ def to_arrow(values: Tensor, *counts: Sequence[int]) -> pa.Array:
     for lengths in counts:
         array = pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), array)
     return array
+
+
+def add_weights(digest: Any, weights: Mapping[str, Tensor]) -> None:
+    """Add names, types, shapes and values of weights to a hash, sorted by name."""
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def to_tensor(row: pa.Scalar) -> Tensor:

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.loading.column_cache import SKIPPED, image_digest, to_arrow, token_digest
+from mm_utils.data.loading.column_cache import SKIPPED, add_weights, image_digest, to_arrow, token_digest
 from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.order import EvaluationBatches
 from mm_utils.data.loading.tokens import fingerprint, pad_captions
@@ -316,9 +316,7 @@ def weights_digest(tower: nn.Module) -> str:
     passing = ("transformers_version", "dtype", "torch_dtype")
     kept = sorted((name, value) for name, value in config.items() if name[0] != "_" and name not in passing)
     digest.update(f"{type(tower).__name__} {kept}".encode())
-    for name, value in sorted(tower.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    add_weights(digest, tower.state_dict())
     return digest.hexdigest()
 
 

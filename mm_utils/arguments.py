@@ -1,6 +1,7 @@
-"""Turn dataclasses into command-line flags and back, with a flat YAML file as a second source of defaults.
+"""Turn dataclasses into command-line flags and back.
 
-Precedence: dataclass default < ``--config file.yaml`` < command line. An unknown key is an error in both places.
+A flat YAML file is a second source of defaults. Precedence: dataclass default < ``--config file.yaml`` < command line. An
+unknown key is an error in both places.
 """
 
 import argparse
@@ -118,7 +119,7 @@ def to_dict(*parsed: Any) -> dict[str, Any]:
 
 
 def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[str] = ()) -> list[str]:
-    """Return the command line of those fields of `arg_class` whose value in `settings` is not the default.
+    """Return the command line of the fields of `arg_class` that `settings` change.
 
     Args:
         arg_class: a dataclass of flags.
@@ -134,7 +135,7 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
 
 
 def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:
-    """Return the shell command that launches a script of this repository, to be pasted in the working folder.
+    """Return the shell command that launches a script, to be pasted in the working folder.
 
     Args:
         script: the script's name, such as `pretrain`.
@@ -228,7 +229,7 @@ def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _advice(word: str, known: dict[str, Any]) -> str:
-    """Return what to write in place of an unknown flag: the equal of another trainer's flag, or the closest match."""
+    """Return what to write for an unknown flag: the equal of another trainer's, or the closest."""
     name = word.partition("=")[0].replace("-", "_")
     for names, needed, advice in _OF_OTHERS:
         if name in names.split() and (not needed or needed in known):
@@ -252,7 +253,10 @@ class Entry(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuse aliases, nine of which can stand for gigabytes, and repeated keys; tags that make objects are off anyway."""
+    """Refuse repeated keys and aliases, nine of which can stand for gigabytes.
+
+    Tags that make objects are off anyway.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

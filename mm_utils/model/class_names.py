@@ -20,7 +20,7 @@ ClassReader = Callable[[Tensor], Tensor]
 
 @contextmanager
 def read_classes(name: str, tower: PreTrainedModel) -> Iterator[tuple[list[str], ClassReader | None]]:
-    """Yield the names of the classes of a backbone, and their reader; no names and None if it has none.
+    """Yield the names of a backbone's classes and their reader; no names and None without any.
 
     A classifier whose backbone is of another class than the tower, as timm's are, is not read.
 

@@ -314,7 +314,7 @@ def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = Non
 def _pad_unmasked(
     input_ids: Tensor, attention_mask: Tensor, length: int, side: str, pad_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Pad texts `[B, L]` on one side to `length` tokens; return them and the column `[B, L]` of each given token."""
+    """Pad texts `[B, L]` to `length` tokens; return them and each given token's column `[B, L]`."""
     missing = (0, max(0, length - input_ids.shape[1]))
     is_token = F.pad(attention_mask.bool(), missing)
     order = (is_token if side == "left" else ~is_token).byte().argsort(dim=1, stable=True)
@@ -990,7 +990,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     @property
     def voices(self) -> list[str]:
-        """The scores that this model's head can give a pair: those of parts that it has and that were trained."""
+        """Name the scores that the head can give a pair: those of its parts that were trained."""
         has = {
             "match": self.fusion is not None and bool(self.fusion.match.weight.any()),
             "caption": self.caption_adapter is not None,
@@ -1005,7 +1005,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         attention_mask: Tensor,
         input_ids: Tensor,
     ) -> Tensor:
-        """Return the scores `[P, voices]` of P pairs, one column per name in `voices`; only `caption` reads `input_ids`."""
+        """Return the scores `[P, voices]` of P pairs; only `caption` reads `input_ids`."""
         columns = [
             self.match_pairs(keys_values, text_states, attention_mask)
             if name == "match"
@@ -1017,7 +1017,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     def head_scores(
         self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, input_ids: Tensor
     ) -> Tensor:
-        """Return what the head adds to the scaled cosines of P pairs, `[P]`: its scores x `config.rerank_weights`."""
+        """Return what the head adds to scaled cosines, `[P]`: scores x `config.rerank_weights`."""
         weights = {name: weight for name, weight in (self.config.rerank_weights or {}).items() if weight}
         if not weights:
             return torch.zeros(len(text_states), device=text_states.device)

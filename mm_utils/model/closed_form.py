@@ -56,7 +56,7 @@ class Features:
 
 @dataclass
 class Moments:
-    """Weighted sums over pairs of features; those of two sets of pairs add up, and can be subtracted again."""
+    """Weighted sums over pairs of features; those of a part of the pairs can be subtracted."""
 
     weight: Tensor  # scalar, the sum of the weights
     image: Tensor  # [A]
@@ -80,9 +80,6 @@ class Moments:
             weighed_TB.T @ text_TB,
             weighed_TA.T @ text_TB,
         )
-
-    def __add__(self, other: "Moments") -> "Moments":
-        return Moments(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def __sub__(self, other: "Moments") -> "Moments":
         return Moments(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))

@@ -122,6 +122,7 @@ class TrainingArguments:
         """Replace an `eval_steps` of -1, for a run of `steps`."""
         if self.eval_steps < 0:
             self.eval_steps = -(-steps // 5) if has_baseline else 0
+            self.eval_strategy = "steps" if has_baseline else "no"
 
     def total_steps(self, num_rows: int) -> int:
         """Return the number of steps of the whole run, for a training split of `num_rows` images."""

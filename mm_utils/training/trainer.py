@@ -100,16 +100,15 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from: Path | None = None, has_baseline: bool = False) -> dict[str, float]:
+    def train(self, resume_from: Path | None = None, evaluate_start: bool = False) -> dict[str, float]:
         """Train to the last step, or until a callback stops the run; save the model; return the metrics of what is saved.
 
-        With `has_baseline`, the first weights are evaluated too, and kept if no later ones are better.
+        With `evaluate_start`, the first weights are evaluated too, and kept if no later ones are better.
 
         Raises:
             Interrupted: if a signal stopped the run (`mm_utils.reliability.signals`); the checkpoint is written then.
             distributed.RunError: if checkpoints cannot be written any more.
         """
-        self.args.settle_eval_steps(self.state.max_steps, has_baseline)
         with ExitStack() as stack:
             self.signals = stack.enter_context(Interruption())
             for callback in self.callbacks.callbacks:
@@ -117,7 +116,7 @@ class Trainer:
                     stack.enter_context(callback)
             try:
                 self._begin(resume_from)
-                metrics = self._evaluate_if_due(has_baseline)
+                metrics = self._evaluate_if_due(evaluate_start)
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics
                 if self.evaluate_model and self._evaluated_step != self.state.global_step:

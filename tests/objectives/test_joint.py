@@ -19,6 +19,8 @@ from mm_utils.objectives.contrastive import Distillation, InfoNCE
 from mm_utils.objectives.language import MaskedLanguageModelling, continuations
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.terms import LossInputs
+from tests.objectives.test_losses import dense_info_nce, dense_sigmoid
 from tests.test_distributed import run_on_ranks
 
 PAIRS = 9
@@ -29,6 +31,8 @@ TERMS = {
     "contrastive_matching": "contrastive:1,matching:0.7",
     "sigmoid": "sigmoid:1",
     "sigmoid_matching": "sigmoid:1,matching:0.7",
+    "contrastive_of_widths": "contrastive:1",
+    "sigmoid_of_widths": "sigmoid:1,matching:0.7",
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
@@ -76,7 +80,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_objective(kind: str) -> JointObjective:
     teacher = "larger" if "distillation" in TERMS[kind].replace("self_distillation", "") else None
-    args = ObjectiveArguments(TERMS[kind], teacher, mlm_probability=0.4)
+    widths = "3,8" if "widths" in kind else None
+    args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
     model = tiny_model(
         fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions"} else 0
     )
@@ -234,6 +239,37 @@ def test_the_weight_counts_without_matching_too() -> None:
     assert found["report"]["loss"] == pytest.approx(3 * right["report"]["loss"])
     for name, values in right["gradients"].items():
         torch.testing.assert_close(torch.tensor(found["gradients"][name]), 3 * torch.tensor(values))
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])
+def test_every_width_is_an_embedding(kind: str) -> None:
+    """The loss and its gradient are the mean of those of cut embeddings, renormalised, at one temperature."""
+    batch, objective = global_batch(), tiny_objective(f"{kind}_of_widths")
+    loss, found = next(iter(objective.weights)), objective.encode(batch)
+    leaves = [found.embeds[side].detach().requires_grad_() for side in ("image", "text")]
+    scalars = [value.detach().requires_grad_() for value in (found.scale, found.bias) if value is not None]
+    own = LossInputs(dict(zip(("image", "text"), leaves, strict=True)), *scalars, *[None] * (2 - len(scalars)))
+    value = loss.loss(own, gather_batch(*leaves, batch["ids"]))  # type: ignore[attr-defined]
+    dense = 0.0
+    definition = dense_info_nce if kind == "contrastive" else dense_sigmoid
+    for embeds in (leaves, *([normalize(leaf[:, :width], dim=1) for leaf in leaves] for width in (3, 8))):
+        dense = dense + definition(*embeds, *scalars, batch["ids"]) / 3
+    assert value.item() == pytest.approx(dense.item(), rel=1e-12)
+    for one, other in zip(*(torch.autograd.grad(each, [*leaves, *scalars]) for each in (value, dense)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_widths_are_checked() -> None:
+    for wrong in ("0", "64,", "64,x", "8,8", "-4", "1.5"):
+        with pytest.raises(ValueError, match=f"--matryoshka_dims is {wrong}; give different numbers"):
+            ObjectiveArguments(matryoshka_dims=wrong)
+    model = tiny_model()
+    for kind in ("contrastive", "sigmoid"):
+        with pytest.raises(
+            ValueError, match=r"--matryoshka_dims has 12; the embeddings have 12 numbers.*raise --proj"
+        ):
+            build_objective(model, ObjectiveArguments(kind, matryoshka_dims="4,12"), 0)
+    assert ObjectiveArguments().widths == []
 
 
 def test_negatives_do_not_depend_on_the_order_of_the_batch() -> None:

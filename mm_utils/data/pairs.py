@@ -8,6 +8,7 @@ column          type                                   meaning
 ``captions``    list of string                         one or more captions, none empty, none twice
 ``languages``   list of string, if the source has it   one per caption, "" where unknown
 ``regions``     boxes with phrases, if it has any      what is where in the image
+``negatives``   list of string, if the source has it   captions that are wrong for the image
 ==============  =====================================  ====================================================
 
 The splits are ``train``, ``validation`` and, if the source has one, ``test``. `mm_utils.data.prepare.on_disk` lists the

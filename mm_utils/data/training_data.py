@@ -150,6 +150,8 @@ def _content(rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase, 
         found["images"] = image_digest(rows)
         if loaders.regions:
             found["regions"] = column_digest(rows, "regions")
+        if "negatives" in rows.column_names:
+            found["negatives"] = column_digest(rows, "negatives")
     return found
 
 

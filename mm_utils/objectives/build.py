@@ -11,7 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.contrastive import Distillation, InfoNCE, PairwiseSigmoid, RegionPointing, SelfDistillation
+from mm_utils.objectives.contrastive import (
+    Contrastive,
+    Distillation,
+    InfoNCE,
+    PairwiseSigmoid,
+    RegionPointing,
+    SelfDistillation,
+)
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.language import Captioning, MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
@@ -39,6 +46,11 @@ class ObjectiveArguments:
         "A larger dual encoder whose similarities the towers learn as soft targets, a folder or a Hub id as of "
         "--model_name_or_path; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
     )
+    matryoshka_dims: str | None = arg(
+        None,
+        "Train the first 32, 64 and 128 numbers of an embedding to be one, too: 32,64,128. The contrastive or sigmoid loss is "
+        "then the mean over these widths and the full one.",
+    )
     hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.")
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.")
     whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.")
@@ -48,7 +60,7 @@ class ObjectiveArguments:
     )
 
     def __post_init__(self) -> None:
-        self.weights  # noqa: B018  (complain now, not after the data is loaded)
+        self.weights, self.widths  # noqa: B018  (complain now, not after the data is loaded)
         if not 0 < self.mlm_probability < 1:
             raise ValueError(f"--mlm_probability is {self.mlm_probability}; give a share of the tokens in (0, 1).")
 
@@ -81,6 +93,16 @@ class ObjectiveArguments:
                 "least 0."
             )
         return {name: weight for name, weight in weights.items() if weight}
+
+    @property
+    def widths(self) -> list[int]:
+        """The widths of `--matryoshka_dims`."""
+        given = [word.strip() for word in (self.matryoshka_dims or "").split(",")] if self.matryoshka_dims else []
+        if not all(word.isdecimal() and int(word) for word in given) or len(set(given)) < len(given):
+            raise ValueError(
+                f"--matryoshka_dims is {self.matryoshka_dims}; give different numbers of dimensions from 1 on, e.g. 32,64,128."
+            )
+        return [int(word) for word in given]
 
     @property
     def reads_regions(self) -> bool:
@@ -146,7 +168,8 @@ def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedT
         assert tokenizer is not None
         return MaskedLanguageModelling(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
     known = {term.name: term for term in (*CONTRASTIVE, Captioning, RegionPointing, SelfDistillation, Distillation)}
-    return (known.get(name) or _own_term(name))(seed)
+    found = known.get(name) or _own_term(name)
+    return found(seed, args.widths) if issubclass(found, Contrastive) else found(seed)
 
 
 def _own_term(path: str) -> type[Term]:

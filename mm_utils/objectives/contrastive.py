@@ -1,7 +1,11 @@
 """Contrastive terms: over the pairs of the global batch, and over the cells of an image."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from mm_utils import distributed
 from mm_utils.data.loading.regions import regions_of
@@ -10,13 +14,56 @@ from mm_utils.objectives.losses import GlobalBatch, distilled_info_nce, info_nce
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs, Report, RowPlan, RowTerm
 
 
-class InfoNCE(EmbeddingTerm):
+class Contrastive(EmbeddingTerm):
+    """The loss of all pairs of the batch, averaged over the widths of the embeddings (Matryoshka, arXiv 2205.13147).
+
+    The first d numbers of an embedding, at unit length again, are an embedding of width d. All widths share the temperature
+    and weigh the same.
+
+    Attributes:
+        widths: widths besides the full one; with none, the loss is that of the full width.
+    """
+
+    def __init__(self, seed: int = 0, widths: Sequence[int] = ()):
+        super().__init__(seed)
+        self.widths = widths
+
+    def prepare(self, model: FusionDualEncoderModel) -> None:
+        """Raise ValueError if a width is not below the model's."""
+        full = model.config.projection_dim
+        if wrong := [width for width in self.widths if width >= full]:
+            raise ValueError(
+                f"--matryoshka_dims has {wrong[0]}; the embeddings have {full} numbers, and that width is always trained. Give "
+                "smaller ones, or raise --projection_dim."
+            )
+
+    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Compute the loss in tiles; each rank computes its own rows."""
+        losses = [self.of_width(own, batch), *(self.of_width(*first_numbers(own, batch, d)) for d in self.widths)]
+        return torch.stack(losses).mean()
+
+    def of_width(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Return the loss of embeddings of one width."""
+        raise NotImplementedError
+
+
+def first_numbers(own: LossInputs, batch: GlobalBatch, width: int) -> tuple[LossInputs, GlobalBatch]:
+    """Return the inputs of a loss with the first `width` numbers of every embedding, at unit length."""
+
+    def cut(embeds: Tensor) -> Tensor:
+        return normalize(embeds[:, :width], dim=1)
+
+    shorter = replace(own, embeds={side: cut(own.embeds[side]) for side in ("image", "text")})
+    return shorter, replace(batch, image_NE=cut(batch.image_NE), text_NE=cut(batch.text_NE))
+
+
+class InfoNCE(Contrastive):
     """A softmax over the batch, in both directions (CLIP, arXiv 2103.00020); see `mm_utils.objectives.losses.info_nce`."""
 
     name = "contrastive"
 
-    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
-        """Compute the loss in tiles; each rank computes its own rows."""
+    def of_width(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Return the loss of embeddings of one width."""
         return info_nce(own.embeds["image"], own.embeds["text"], own.scale, batch)
 
     def metrics(self, value: Tensor, own: LossInputs) -> Report:
@@ -24,18 +71,19 @@ class InfoNCE(EmbeddingTerm):
         return {"contrastive_loss": value, "temperature": 1 / own.scale.detach()}
 
 
-class PairwiseSigmoid(EmbeddingTerm):
+class PairwiseSigmoid(Contrastive):
     """A binary loss for every pair of the batch (SigLIP, arXiv 2303.15343); see `mm_utils.objectives.losses.sigmoid_loss`."""
 
     name = "sigmoid"
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add the bias that this loss starts from, if the model has none."""
+        super().prepare(model)
         if model.logit_bias is None:
             model.add_logit_bias()
 
-    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
-        """Compute the loss in tiles; each rank computes its own rows."""
+    def of_width(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Return the loss of embeddings of one width."""
         assert own.bias is not None
         return sigmoid_loss(own.embeds["image"], own.embeds["text"], own.scale, own.bias, batch)
 

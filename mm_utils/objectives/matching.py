@@ -19,9 +19,10 @@ class MatchingPlan(RowPlan):
     """The pairs that this rank scores."""
 
     image_P: Tensor  # the pair's image among this rank's
-    text_P: Tensor  # its text among all ranks'
+    text_P: Tensor  # its text among all ranks'; or N + i, the negative that the data has for image i
     is_match_P: Tensor
-    input_ids: Tensor  # tokens of all texts of the global batch
+    weight_P: Tensor  # of the pair's loss
+    input_ids: Tensor  # tokens of the N texts of the global batch and, if the data has them, of its N negatives
     attention_mask: Tensor
 
 
@@ -31,6 +32,9 @@ class Matching(RowTerm):
     Each image is paired with a wrong text, and each text with a wrong image, drawn by similarity. A pair is scored on the
     rank and in the part of the batch that holds its image; only token ids are exchanged, so the result depends neither on
     the number of ranks nor on the number of parts. Without `hard`, negatives are drawn uniformly.
+
+    An image for which the data has a negative (`negative_input_ids` of the batch) is paired with that, too. Its two wrong
+    texts then count half each, so that one in three stays a match.
     """
 
     name = "matching"
@@ -45,11 +49,15 @@ class Matching(RowTerm):
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> MatchingPlan:
         """Draw the pairs, with noise keyed by the seed and the step."""
-        return MatchingPlan(
-            *self._draw_pairs(shared, scale if self.hard else torch.zeros_like(scale), step),
-            distributed.gather_ragged(batch["input_ids"], shared.sizes),
-            distributed.gather_ragged(batch["attention_mask"], shared.sizes),
-        )
+        names = ("input_ids", "attention_mask")
+        tokens = [distributed.gather_ragged(batch[name], shared.sizes) for name in names]
+        has_negative_N = tokens[1].new_zeros(len(tokens[1]), dtype=torch.bool)
+        if "negative_input_ids" in batch:
+            negatives = [distributed.gather_ragged(batch[f"negative_{name}"], shared.sizes) for name in names]
+            has_negative_N = negatives[1].any(1)
+            tokens = [_stacked(*both) for both in zip(tokens, negatives, strict=True)]
+        scale = scale if self.hard else torch.zeros_like(scale)
+        return MatchingPlan(*self._draw_pairs(shared, scale, step, has_negative_N), *tokens)
 
     def part(
         self,
@@ -63,17 +71,20 @@ class Matching(RowTerm):
         """Score the pairs whose image is in this part of the batch."""
         here = (plan.image_P >= start_row) & (plan.image_P < start_row + len(encoded))
         image_P, text_P, is_match_P = plan.image_P[here] - start_row, plan.text_P[here], plan.is_match_P[here]
+        weight_P = plan.weight_P[here]
         states, mask, text_P = _texts(model, text_P, batch, encoded, plan, shared.offset + start_row)
         logits_P = _score(model, encoded.keys_values, states, mask, image_P, text_P).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
-        return losses_P.sum(), ((logits_P > 0) == is_match_P).sum()
+        return (weight_P * losses_P).sum(), (weight_P * ((logits_P > 0) == is_match_P)).sum()
 
     def metrics(self, loss: Tensor, accuracy: Tensor) -> Report:
         """Log also how far the loss is below the entropy of the share of matches."""
         return {**super().metrics(loss, accuracy), "matching_lift": MATCH_PRIOR_ENTROPY - loss}
 
-    def _draw_pairs(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the number of pairs of all ranks, and image, text and match flag of the pairs that this rank scores."""
+    def _draw_pairs(
+        self, shared: GlobalBatch, scale: Tensor, step: int, has_negative_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the weight of the pairs of all ranks, and image, text, match flag and weight of those of this rank."""
         mine = slice(shared.offset, shared.offset + shared.sizes[distributed.rank()])
         key = 2 * (self.seed * 1_000_003 + step)
         chosen_texts = hard_negatives(shared.image_NE[mine], shared.text_NE, scale, shared, key)
@@ -82,11 +93,22 @@ class Matching(RowTerm):
         own = torch.arange(mine.start, mine.stop, device=text_N.device)
         with_text = own[chosen_texts >= 0]
         here = ((image_N >= mine.start) & (image_N < mine.stop)).nonzero()[:, 0]
-        image_P = torch.cat([own, with_text, image_N[here]]) - mine.start
-        text_P = torch.cat([own, text_N[with_text], here])
+        with_negative = own[has_negative_N[mine]]
+        image_P = torch.cat([own, with_text, image_N[here], with_negative]) - mine.start
+        text_P = torch.cat([own, text_N[with_text], here, len(text_N) + with_negative])
         is_match_P = torch.arange(len(image_P), device=own.device) < len(own)
-        total = len(text_N) + (text_N >= 0).sum() + (image_N >= 0).sum()
-        return total.clamp(min=1), image_P, text_P, is_match_P
+        wrong_texts_N = (text_N >= 0).long() + has_negative_N
+        weight_P = torch.ones(len(image_P), device=own.device)
+        weight_P[len(own) : len(own) + len(with_text)] /= wrong_texts_N[with_text]
+        weight_P[len(image_P) - len(with_negative) :] /= wrong_texts_N[with_negative]
+        total = len(text_N) + (wrong_texts_N > 0).sum() + (image_N >= 0).sum()
+        return total.clamp(min=1), image_P, text_P, is_match_P, weight_P
+
+
+def _stacked(tokens_NL: Tensor, negatives_NL: Tensor) -> Tensor:
+    """Return both, one below the other, padded to the longer, `[2N, L]`."""
+    width = max(tokens_NL.shape[1], negatives_NL.shape[1])
+    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in (tokens_NL, negatives_NL)])
 
 
 def _texts(

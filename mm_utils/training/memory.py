@@ -84,6 +84,7 @@ def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
     if "all_input_ids" in batch:
         captions = ones.new_ones(pairs, batch["all_input_ids"].shape[1], length)
         inputs |= {"all_input_ids": captions, "all_attention_mask": captions}
+    inputs |= {name: ones for name in batch if name.startswith("negative_")}
     regions = {
         name: value.new_ones(pairs, *value.shape[1:]) for name, value in batch.items() if name.startswith("region_")
     }

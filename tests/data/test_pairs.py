@@ -204,7 +204,18 @@ def test_languages_and_regions_stay_beside_their_captions(folder: Path) -> None:
     assert (loaded[0]["captions"], loaded[0]["languages"]) == (["Bild"], ["de"])
     assert (loaded[1]["captions"], loaded[1]["languages"]) == (["same", "image"], ["en", "fr"])
     assert loaded[1]["regions"] == [box, other]
+    assert "negatives" not in loaded.column_names
     assert "x" not in loaded.column_names
+
+
+def test_negatives_of_the_rows_of_an_image_are_joined(folder: Path) -> None:
+    rows = rows_of()
+    rows[1]["negatives"] = ["a", "b"]
+    rows.append({"image": "1.png", "captions": ["image"], "negatives": ["b", "c"]})
+    loaded = load_pairs(DataArguments(train_file=write(folder / "p.jsonl", rows)), need_train=False)["train"]
+    assert list(loaded["negatives"]) == [[], ["a", "b", "c"], *[[]] * (COUNT - 2)]
+    stored = embedded(folder, rows_of()).add_column("negatives", [["x"]] * COUNT, feature=List(Value("string")))
+    assert list(load_pairs(saved(folder, stored), need_train=False)["train"]["negatives"]) == [["x"]] * COUNT
 
 
 @pytest.mark.parametrize("one_a_row", [True, False])

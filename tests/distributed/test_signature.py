@@ -135,7 +135,9 @@ def train(
     )
     torch.manual_seed(args.seed)
     model = build_model(model_args, processor.tokenizer)
-    trained = build_objective(model, ObjectiveArguments(objective), args.seed, processor.tokenizer)
+    widths = "8,16" if "self_distillation" in objective else None
+    objectives = ObjectiveArguments(objective, matryoshka_dims=widths)
+    trained = build_objective(model, objectives, args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
     order = global_order(rows, args.batch_sizes, args.seed)
     watched: list[Watched] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from mm_utils import distributed
@@ -19,6 +19,8 @@ from mm_utils.objectives.contrastive import Distillation, InfoNCE
 from mm_utils.objectives.language import MaskedLanguageModelling, continuations
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.terms import LossInputs
+from tests.objectives.test_losses import dense_info_nce, dense_sigmoid
 from tests.test_distributed import run_on_ranks
 
 PAIRS = 9
@@ -29,6 +31,9 @@ TERMS = {
     "contrastive_matching": "contrastive:1,matching:0.7",
     "sigmoid": "sigmoid:1",
     "sigmoid_matching": "sigmoid:1,matching:0.7",
+    "contrastive_of_widths": "contrastive:1",
+    "sigmoid_of_widths": "sigmoid:1,matching:0.7",
+    "matching_with_negatives": "contrastive:1,matching:0.7",
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
@@ -76,7 +81,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_objective(kind: str) -> JointObjective:
     teacher = "larger" if "distillation" in TERMS[kind].replace("self_distillation", "") else None
-    args = ObjectiveArguments(TERMS[kind], teacher, mlm_probability=0.4)
+    widths = "3,8" if "widths" in kind else None
+    args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
     model = tiny_model(
         fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions"} else 0
     )
@@ -102,8 +108,8 @@ def tiny_objective(kind: str) -> JointObjective:
     return objective
 
 
-def global_batch() -> dict[str, Any]:
-    """Captions of 3 to 11 tokens; two pairs share an image, two others a caption."""
+def global_batch(kind: str = "") -> dict[str, Any]:
+    """Captions of 3 to 11 tokens; two pairs share an image, two others a caption. Negatives for the kind that has them."""
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([3, 11, 4, 5, 9, 3, 7, 6, 10])
     mask = (torch.arange(16) < lengths[:, None]).long()
@@ -118,7 +124,16 @@ def global_batch() -> dict[str, Any]:
         **regions(),
         **teacher(),
         **all_captions(generator, torch.where(mask.bool(), 1, 0)),
+        **(negatives() if "negatives" in kind else {}),
     }
+
+
+def negatives() -> dict[str, Tensor]:
+    """Texts of 1 to 13 tokens; two images have none."""
+    generator = torch.Generator().manual_seed(7)
+    mask = (torch.arange(13) < torch.tensor([4, 0, 13, 1, 2, 9, 5, 0, 6])[:, None]).long()
+    ids = torch.randint(1, 50, mask.shape, generator=generator) * mask
+    return {"negative_input_ids": ids, "negative_attention_mask": mask}
 
 
 def all_captions(generator: torch.Generator, mask: Tensor) -> dict[str, Tensor]:
@@ -178,7 +193,7 @@ def steps_on_this_rank(splits: list[tuple[int, ...]]) -> list[dict[str, Any]]:
         objective = tiny_objective(kind)
         for number, sizes in enumerate(splits):
             low = sum(sizes[: distributed.rank()])
-            mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
+            mine = share_of(global_batch(kind), low, low + sizes[distributed.rank()])
             found.append({"kind": kind, "step": number} | step(objective, mine, number))
     return found
 
@@ -187,7 +202,8 @@ def steps_on_this_rank(splits: list[tuple[int, ...]]) -> list[dict[str, Any]]:
 def test_gradients_and_values_do_not_depend_on_the_processes(world: int) -> None:
     by_rank = run_on_ranks(world, steps_on_this_rank, SPLITS[world])
     for by_case in zip(*by_rank, strict=True):
-        alone = step(tiny_objective(by_case[0]["kind"]), global_batch(), by_case[0]["step"])
+        kind, number = by_case[0]["kind"], by_case[0]["step"]
+        alone = step(tiny_objective(kind), global_batch(kind), number)
         for found in by_case:
             assert found["report"] == by_case[0]["report"]  # to the last bit: ranks must not decide differently
             assert found["report"] == pytest.approx(alone["report"], rel=1e-6, abs=3e-7)
@@ -236,6 +252,37 @@ def test_the_weight_counts_without_matching_too() -> None:
         torch.testing.assert_close(torch.tensor(found["gradients"][name]), 3 * torch.tensor(values))
 
 
+@pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])
+def test_every_width_is_an_embedding(kind: str) -> None:
+    """The loss and its gradient are the mean of those of cut embeddings, renormalised, at one temperature."""
+    batch, objective = global_batch(), tiny_objective(f"{kind}_of_widths")
+    loss, found = next(iter(objective.weights)), objective.encode(batch)
+    leaves = [found.embeds[side].detach().requires_grad_() for side in ("image", "text")]
+    scalars = [value.detach().requires_grad_() for value in (found.scale, found.bias) if value is not None]
+    own = LossInputs(dict(zip(("image", "text"), leaves, strict=True)), *scalars, *[None] * (2 - len(scalars)))
+    value = loss.loss(own, gather_batch(*leaves, batch["ids"]))  # type: ignore[attr-defined]
+    dense = 0.0
+    definition = dense_info_nce if kind == "contrastive" else dense_sigmoid
+    for embeds in (leaves, *([normalize(leaf[:, :width], dim=1) for leaf in leaves] for width in (3, 8))):
+        dense = dense + definition(*embeds, *scalars, batch["ids"]) / 3
+    assert value.item() == pytest.approx(dense.item(), rel=1e-12)
+    for one, other in zip(*(torch.autograd.grad(each, [*leaves, *scalars]) for each in (value, dense)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_widths_are_checked() -> None:
+    for wrong in ("0", "64,", "64,x", "8,8", "-4", "1.5"):
+        with pytest.raises(ValueError, match=f"--matryoshka_dims is {wrong}; give different numbers"):
+            ObjectiveArguments(matryoshka_dims=wrong)
+    model = tiny_model()
+    for kind in ("contrastive", "sigmoid"):
+        with pytest.raises(
+            ValueError, match=r"--matryoshka_dims has 12; the embeddings have 12 numbers.*raise --proj"
+        ):
+            build_objective(model, ObjectiveArguments(kind, matryoshka_dims="4,12"), 0)
+    assert ObjectiveArguments().widths == []
+
+
 def test_negatives_do_not_depend_on_the_order_of_the_batch() -> None:
     """So a batch may be sorted, and ranks may hold whichever rows of it."""
     batch, objective = global_batch(), tiny_objective("contrastive_matching")
@@ -272,7 +319,10 @@ def test_matching_pairs(number: int) -> None:
     objective, batch = tiny_objective("contrastive_matching"), global_batch()
     encoded = objective.encode(batch)
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
-    total, image, text, is_match = matching_of(objective)._draw_pairs(shared, encoded.scale.detach(), number)
+    none = torch.zeros(PAIRS, dtype=torch.bool)
+    drawn = matching_of(objective)._draw_pairs(shared, encoded.scale.detach(), number, none)
+    total, image, text, is_match, weight = drawn
+    assert (weight == 1).all()
     assert total == len(image) == len(text) == 3 * PAIRS
     everyone = list(range(PAIRS))
     assert image[is_match].tolist() == text[is_match].tolist() == everyone
@@ -280,11 +330,59 @@ def test_matching_pairs(number: int) -> None:
     assert not same_pair(batch["ids"], batch["ids"])[image[~is_match], text[~is_match]].any()
 
 
+def test_the_negative_of_an_image_is_one_more_wrong_text() -> None:
+    """It takes half of the weight of the wrong text; all else is as without it."""
+    objective, batch = tiny_objective("contrastive_matching"), global_batch()
+    with_negatives = global_batch("negatives")
+    plans, values = [], []
+    for each in (batch, with_negatives):
+        encoded = objective.encode(each)
+        shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], each["ids"])
+        plans.append(matching_of(objective).plan(objective.model, each, shared, encoded.scale.detach(), 4))
+        parts = encoded, each, plans[-1], shared, 0
+        values.append(matching_of(objective).part(objective.model, *parts))
+    plain, plan = plans
+    count, has_one = 3 * PAIRS, with_negatives["negative_attention_mask"].any(1)
+    assert plan.total == plain.total == count
+    for name in ("image_P", "text_P", "is_match_P"):
+        assert torch.equal(getattr(plan, name)[:count], getattr(plain, name))
+    assert torch.equal(plan.image_P[count:], has_one.nonzero()[:, 0])
+    assert torch.equal(plan.weight_P[PAIRS : 2 * PAIRS], 1 - has_one.float() / 2)
+    assert torch.equal(plan.weight_P[count:], torch.full((7,), 0.5))
+    assert plan.weight_P.sum() == count
+
+    def losses(texts: Tensor, mask: Tensor, images: Tensor) -> Tensor:
+        _, states = objective.model.encode_text(texts, mask)
+        keys_values = tuple(layer[:, images] for layer in encoded.keys_values)
+        return softplus(objective.model.match_pairs(keys_values, states, mask).float())
+
+    wrong = losses(batch["input_ids"][plain.text_P], batch["attention_mask"][plain.text_P], plain.image_P)
+    own = losses(
+        *(with_negatives[f"negative_{name}"][has_one] for name in ("input_ids", "attention_mask")),
+        plan.image_P[count:],
+    )
+    replaced = wrong[PAIRS : 2 * PAIRS][has_one]
+    difference = (own - replaced).sum() / 2
+    assert (values[1][0] - values[0][0]).item() == pytest.approx(difference.item(), rel=1e-4)
+
+
+def test_an_image_without_a_wrong_text_in_the_batch_has_its_negative() -> None:
+    batch = global_batch("negatives")
+    batch["ids"][:, 0] = 5
+    found = step(tiny_objective("contrastive_matching"), batch, 0)
+    encoded = tiny_objective("contrastive_matching").encode(batch)
+    shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
+    plan = Matching().plan(tiny_model(), batch, shared, encoded.scale.detach(), 0)
+    assert (plan.weight_P == 1).all()
+    assert plan.total == len(plan.image_P) == PAIRS + 7
+    assert math.isfinite(found["report"]["matching_loss"])
+
+
 def test_texts_and_images_are_drawn_apart() -> None:
     """With one noise for both directions, image i would get text j exactly where text i gets image j."""
     same = torch.full((100, 4), 0.5)
     shared = gather_batch(same, same, torch.arange(200).view(100, 2))
-    _, image, text, _ = Matching()._draw_pairs(shared, torch.tensor(1.0), 0)
+    _, image, text, *_ = Matching()._draw_pairs(shared, torch.tensor(1.0), 0, torch.zeros(100, dtype=torch.bool))
     assert (text[100:200] == image[200:]).sum() < 8  # one in expectation
 
 
@@ -315,7 +413,7 @@ def test_matching_without_any_negative() -> None:
 
 def test_a_batch_without_a_readable_image() -> None:
     for kind in KINDS:
-        found = step(tiny_objective(kind), share_of(global_batch(), 0, 0), 0)
+        found = step(tiny_objective(kind), share_of(global_batch(kind), 0, 0), 0)
         assert found["report"]["loss"] == 0
         assert all(not torch.tensor(values).any() for values in found["gradients"].values())
 
@@ -343,7 +441,7 @@ def test_build_objective() -> None:
 def test_every_trained_parameter_gets_a_gradient(kind: str) -> None:
     """DDP waits for those of all of them, also of weights that rest."""
     objective = tiny_objective(kind)
-    objective(global_batch(), 0)["loss"].backward()
+    objective(global_batch(kind), 0)["loss"].backward()
     missing = [name for name, value in objective.named_parameters() if value.requires_grad and value.grad is None]
     assert [name for name in missing if "text_model.pooler" not in name] == []
 

@@ -33,7 +33,7 @@ from mm_utils.data.loading.column_cache import FEATURES, SKIPPED, feature_tensor
 from mm_utils.data.loading.directional_words import mentions_direction
 from mm_utils.data.loading.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.loading.regions import REGION_COLUMNS, collate_regions, visible_regions
-from mm_utils.data.loading.tokens import pad_captions
+from mm_utils.data.loading.tokens import NEGATIVES, pad_captions
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
@@ -109,7 +109,7 @@ class EvaluationTransform(Transform):
 class TrainingTransform(Transform):
     """Show a random square of an image with one of its captions.
 
-    An example is a pure function of (seed, epoch, image id): caption, crop, colours and mirroring. Rows with features of a
+    An example is a pure function of (seed, epoch, image id): caption, negative, crop, colours and mirroring. Rows with features of a
     frozen tower (`mm_utils.data.loading.column_cache`) give these; where they stand for images, none is decoded.
 
     The batch may have a column `epoch`; without it, the examples are those of epoch 0.
@@ -131,14 +131,21 @@ class TrainingTransform(Transform):
     @property
     def columns(self) -> set[str]:
         """The columns to read, as far as a data set has them."""
-        return super().columns | {"captions", "regions"} if self.horizontal_flip else super().columns
+        columns = super().columns | {NEGATIVES}
+        return columns | {"captions", "regions"} if self.horizontal_flip else columns
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row, see `Transform.examples`."""
         epochs = np.array(batch.get("epoch", [0] * len(batch["id"])))
         counts = np.array([len(captions) for captions in batch["input_ids"]])
-        captions = choose_captions(self.seed, epochs, np.array(batch["image_key"]), counts)
-        return super().examples({**batch, "epoch": epochs.tolist(), "caption": captions.tolist()})
+        keys = np.array(batch["image_key"])
+        drawn = {"epoch": epochs.tolist(), "caption": choose_captions(self.seed, epochs, keys, counts).tolist()}
+        if NEGATIVES in batch:
+            counts = np.array([max(1, len(negatives)) for negatives in batch[NEGATIVES]])
+            places = choose_captions(self.seed, epochs, ~keys, counts)  # of other keys: not in step with the captions
+            both = zip(batch[NEGATIVES], places, strict=True)
+            drawn["negative"] = [negatives[place] if negatives else [] for negatives, place in both]
+        return super().examples({**batch, **drawn})
 
     def _show(self, row: dict[str, Any]) -> Example:
         example: Example = {name: [row[name][row["caption"]]] for name in ("input_ids", "caption_keys")}
@@ -147,6 +154,8 @@ class TrainingTransform(Transform):
         example["all_input_ids"] = [
             row["input_ids"][(row["caption"] + more) % count] for more in range(min(count, MOST_CAPTIONS))
         ]
+        if "negative" in row:
+            example["negative"] = row["negative"]
         if SKIPPED in row:
             return {**example, **feature_tensors(row, row["caption"])}
         draw = f"{self.seed} {row['epoch']} {row['id']}"
@@ -247,6 +256,8 @@ class Collator:
         languages: list of t, "" where unknown; empty in training
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
+        negative_input_ids, negative_attention_mask: with `negatives`, int64 `[b, L]`, a caption that is wrong for the image;
+            all zeros where there is none
         all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
         region_boxes, ..., with `regions`: see `mm_utils.data.loading.regions`
 
@@ -256,6 +267,7 @@ class Collator:
         longest_first: sort rows by length, as described above.
         cached: the features of no example, see `mm_utils.data.loading.column_cache.empty_features`.
         regions: whether examples have regions.
+        negatives: whether examples have a negative, perhaps an empty one.
     """
 
     pad_token_id: int
@@ -263,6 +275,7 @@ class Collator:
     longest_first: bool = False
     cached: dict[str, Tensor] = field(default_factory=dict)
     regions: bool = False
+    negatives: bool = False
 
     def __call__(self, examples: list[Example]) -> Batch:
         """Collate the examples of `Pairs`."""
@@ -291,6 +304,7 @@ class Collator:
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
             **(_collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),
             **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
+            **(_collate_negatives(kept, self.pad_token_id) if self.negatives else {}),
         }
 
 
@@ -301,6 +315,11 @@ def _collate_all_captions(examples: list[Example], pad_token_id: int) -> Batch:
     names = ("all_input_ids", "all_attention_mask")
     padded = pad_captions(captions, pad_token_id)
     return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
+
+
+def _collate_negatives(examples: list[Example], pad_token_id: int) -> Batch:
+    names = (NEGATIVES, "negative_attention_mask")
+    return dict(zip(names, pad_captions([example["negative"] for example in examples], pad_token_id), strict=True))
 
 
 def _stack(values: list[Tensor], empty: Tensor) -> Tensor:

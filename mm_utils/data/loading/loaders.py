@@ -16,6 +16,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.loading.column_cache import empty_features
 from mm_utils.data.loading.dataset import Batch, Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.loading.order import EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.loading.tokens import NEGATIVES
 from mm_utils.data.loading.workers import (
     PREFETCH,
     RestartingLoader,
@@ -151,7 +152,8 @@ class Loaders:
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
         pairs, batches = TrainingPairs(rows, self.training_transform(order.seed)), RankBatches(order, start, stop)
-        collate = Collator(self.pad_token_id, self.image_size, True, empty_features(rows), self.regions)
+        kinds = empty_features(rows), self.regions, NEGATIVES in rows.column_names
+        collate = Collator(self.pad_token_id, self.image_size, True, *kinds)
         has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
         if not has_choice or "vision_pooled" in collate.cached:
             return self._loader(pairs, batches, collate, self.arguments.num_workers)

@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
+from datasets import List, Value
 from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,8 @@ from mm_utils.data.loading.language_codes import own_codes
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 
 _CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
+NEGATIVES = "negative_input_ids"  # a column, and a tensor of a batch
+_FEATURES = {"input_ids": [[Value("int32")]], "image_key": Value("int64"), "caption_keys": [Value("int64")]}
 _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
 
 
@@ -31,17 +34,29 @@ def tokenize_captions(
     `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64 hashes; equal keys mean the same
     image or, except for case and spacing, the same caption.
 
-    Captions are tokenised by the rules of `encode_captions`. Only ids, captions and languages are read and only the new
-    columns are written, see `add_columns`.
+    Where rows have `negatives`, captions that are wrong for the image, `negative_input_ids` has their token ids. One that is
+    also a caption of the image is left out. They are taken to be in the language of the row's first caption.
+
+    Captions are tokenised by the rules of `encode_captions`. Only ids and texts are read and only the new columns are
+    written, see `add_columns`.
 
     Raises:
-        ValueError: if a row has languages, and not as many as captions.
+        ValueError: if a row has languages, and not as many as captions, or if `negatives` are no lists of texts.
     """
     codes = own_codes(tokenizer, _languages(rows))
-    columns = [name for name in ("id", "captions", "languages") if name in rows.column_names]
+    columns = [name for name in ("id", "captions", "languages", "negatives") if name in rows.column_names]
     compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
-    name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())))
-    return add_columns(rows, columns, compute, name, title="Tokenising captions", num_proc=num_proc)
+    content: tuple = (fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items()))
+    features = None
+    if "negatives" in columns:
+        if rows.features["negatives"] != List(Value("string")):
+            raise ValueError(
+                f"the column negatives holds {rows.features['negatives']}; it should have, for each image, a list of captions "
+                "that are wrong for it. Write it anew."
+            )
+        content, features = (*content, "negatives"), datasets.Features({**_FEATURES, NEGATIVES: [[Value("int32")]]})
+    name, title = Hasher.hash(content), "Tokenising captions"
+    return add_columns(rows, columns, compute, name, title=title, num_proc=num_proc, features=features)
 
 
 def encode_captions(
@@ -170,13 +185,25 @@ def _tokenize(
     if wanted is not None:
         all_captions = [row if is_wanted else [] for row, is_wanted in zip(all_captions, wanted, strict=True)]
     all_languages = _languages_of(rows, all_captions)
-    captions, languages = ([item for row in column for item in row] for column in (all_captions, all_languages))
-    tokens = iter(encode_captions(tokenizer, captions, languages, max_seq_length, codes))
-    return {
-        "input_ids": [[next(tokens) for _ in row] for row in all_captions],
+
+    def encode(all_texts: list[list[str]], all_languages: list[list[str]]) -> list[list[list[int]]]:
+        texts, languages = ([item for row in column for item in row] for column in (all_texts, all_languages))
+        tokens = iter(encode_captions(tokenizer, texts, languages, max_seq_length, codes))
+        return [[next(tokens) for _ in row] for row in all_texts]
+
+    found: Columns = {
+        "input_ids": encode(all_captions, all_languages),
         "image_key": [image_key(image_id) for image_id in rows["id"]],
         "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
     }
+    if "negatives" in rows:
+        listed = [
+            [text for text in given or () if own and caption_key(text) not in own]
+            for given, own in zip(rows["negatives"], found["caption_keys"], strict=True)
+        ]
+        languages = [of_row[:1] * len(texts) for of_row, texts in zip(all_languages, listed, strict=True)]
+        found[NEGATIVES] = encode(listed, languages)
+    return found
 
 
 def _languages_of(rows: Columns, all_captions: list[list[str]]) -> list[list[str]]:

@@ -40,6 +40,7 @@ PART_SCHEMA = pa.schema(
         "captions": pa.list_(pa.string()),
         "languages": pa.list_(pa.string()),
         "regions": REGIONS_TYPE,
+        "negatives": pa.list_(pa.string()),
         "source": pa.string(),
         "where": pa.string(),
         "split": pa.string(),
@@ -207,6 +208,7 @@ class _Worker:
                     "captions": captions,
                     "languages": languages,
                     "regions": self._regions(item),
+                    "negatives": self._negatives(item),
                     "source": item.source,
                     "where": item.where,
                     "split": item.split,
@@ -230,6 +232,16 @@ class _Worker:
         if not good:
             raise faults[-1]
         return list(good), None if record.languages is None else list(good.values())
+
+    def _negatives(self, record: Record) -> list[str] | None:
+        """Return the good captions that are wrong for the image, each once; the others are set aside."""
+        if not record.negatives:
+            return None
+        given = record.negatives if isinstance(record.negatives, list) else [record.negatives]
+        good, faults, _ = check_captions(given, None, self.checks)
+        for fault in faults:
+            self._set_aside(record, fault)
+        return list(good)
 
     def _image(self, record: Record, measured: bool, notes: Counter[str]) -> dict[str, Any]:
         if self.last is None or self.last[0] != record.image:

@@ -11,6 +11,7 @@ column                meaning
 ``captions``          one or more, none empty, none twice
 ``languages``         one code per caption, "" where unknown; if any source has them
 ``regions``           boxes (x, y, width, height in stored pixels) with phrases; if any source has them
+``negatives``         captions that are wrong for the image; if any source has them
 ``source``            name of the source
 ``image_hash``        SHA-256 of the original bytes, hexadecimal
 ``content_id``        BLAKE2b-128 over stored bytes and captions, hexadecimal: proof that they belong together
@@ -43,10 +44,10 @@ from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
 VERSION = 2
-_DECIDING = ("id", "content_id", "languages", "regions")  # `content_id` stands for images and captions
+_DECIDING = ("id", "content_id", "languages", "regions", "negatives")  # `content_id` stands for images and captions
 SHARD_BYTES = 500 << 20
 _STORED = ("image", "width", "height", "original_width", "original_height")
-_TEXT = ("captions", "languages", "regions")
+_TEXT = ("captions", "languages", "regions", "negatives")
 
 
 def is_prepared(name: str) -> bool:
@@ -192,7 +193,7 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
 
 
 def content_fingerprint(pairs: DatasetDict) -> str:
-    """Return the BLAKE2b-128 over ids, content ids, languages and regions of all rows of all splits."""
+    """Return the BLAKE2b-128 over all columns of all splits but those that content ids stand for."""
     digest = hashlib.blake2b(digest_size=16)
     for split, rows in pairs.items():
         digest.update(split.encode())
@@ -275,23 +276,26 @@ def _columns(found: Reconciled) -> dict[str, pa.Table]:
 
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the captions and regions of rows of one image, each once."""
+    """Join the captions, regions and negatives of rows of one image, each once."""
     captions: dict[str, str] = {}
     regions: dict[str, Any] = {}
+    negatives: dict[str, None] = {}
     for row in rows:
         for caption, language in zip(row["captions"], row["languages"] or [""] * len(row["captions"]), strict=True):
             captions[caption] = captions.get(caption) or language
         regions |= {repr(region): region for region in row["regions"] or []}
+        negatives |= dict.fromkeys(row["negatives"] or [])
     known = any(row["languages"] is not None for row in rows)
     return {
         "captions": list(captions),
         "languages": list(captions.values()) if known else None,
         "regions": list(regions.values()),
+        "negatives": list(negatives),
     }
 
 
 def _no_nulls(text: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return a column of lists, with an empty code per caption, or no regions, in place of null."""
+    """Return a column of lists, with an empty code per caption, or nothing, in place of null."""
     if not text[name].null_count:
         return text[name]
     rows = zip(text[name].to_pylist(), text["captions"].to_pylist(), strict=True)

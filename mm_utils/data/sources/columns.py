@@ -20,6 +20,7 @@ USUAL_NAMES = {
     "id": ["image_id", "imgid", "cocoid", "id"],
     "language": ["languages"],
 }
+BESIDE = ("regions", "negatives")  # columns that a row may have under these names alone
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),

@@ -131,6 +131,7 @@ class Record:
         captions: unchecked values.
         languages: one code per caption, "" where unknown; None where the source has none.
         regions: unchecked boxes with phrases.
+        negatives: unchecked captions that are wrong for the image.
         split: train, validation or test; None where the source does not say.
     """
 
@@ -142,6 +143,7 @@ class Record:
     languages: list[str] | None = None
     regions: Any = None
     split: str | None = None
+    negatives: Any = None
 
 
 @dataclass(slots=True)
@@ -195,6 +197,7 @@ class RecordBuilder:
         *,
         languages: list[str] | None = None,
         regions: Any = None,
+        negatives: Any = None,
         split: str | None = None,
     ) -> Record:
         """Return the record of an image with its id."""
@@ -202,7 +205,7 @@ class RecordBuilder:
             languages = [self.source.language] * len(captions)
         ref, key = image
         split = self.source.split or split
-        return Record(self.source.name, storable(where), key, ref, captions, languages, regions, split)
+        return Record(self.source.name, storable(where), key, ref, captions, languages, regions, split, negatives)
 
     def bad(self, where: str, fault: Fault, raw: str = "") -> BadRow:
         """Return the bad row of a fault."""

@@ -15,7 +15,16 @@ from datasets import Dataset, Image, Value
 from mm_utils.data.faults import Fault
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, check_own_file
-from mm_utils.data.sources.columns import SPLIT_NAMES, Columns, captions_of, find_columns, id_of, is_null, split_of
+from mm_utils.data.sources.columns import (
+    BESIDE,
+    SPLIT_NAMES,
+    Columns,
+    captions_of,
+    find_columns,
+    id_of,
+    is_null,
+    split_of,
+)
 from mm_utils.data.sources.records import (
     ArrowImage,
     BadRow,
@@ -162,8 +171,8 @@ def _record(
             split = split_of(values["split"])
         elif by_folder and key is not None:
             split = SPLIT_NAMES.get(str(values[str(columns.image)]).split("/")[0].lower(), split)
-    regions = values.get("regions")
-    return builder.record(where, (image, key), captions, languages=languages, regions=regions, split=split)
+    beside = {name: values.get(name) for name in BESIDE}
+    return builder.record(where, (image, key), captions, languages=languages, split=split, **beside)
 
 
 def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> _Table:
@@ -249,7 +258,7 @@ def _dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: boo
 
 def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
-    wanted = (columns.caption, columns.id, columns.language, "split", "regions")
+    wanted = (columns.caption, columns.id, columns.language, "split", *BESIDE)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_BYTES
 from mm_utils.data.paths import check_own_file, is_url
-from mm_utils.data.sources.columns import USUAL_NAMES, Columns, captions_of, split_of
+from mm_utils.data.sources.columns import BESIDE, USUAL_NAMES, Columns, captions_of, split_of
 from mm_utils.data.sources.records import (
     IMAGE_SUFFIXES,
     BadRow,
@@ -236,8 +236,8 @@ def _record(builder: RecordBuilder, sample: Sample, where: str, key: str, names:
     else:
         raise Fault("image_missing", f"{sample.key} has no image among its members")
     split = None if values.get("split") is None or builder.source.split else split_of(values["split"])
-    regions = values.get("regions")
-    return builder.record(where, (image, storable(key)), captions, languages=languages, regions=regions, split=split)
+    beside = {name: values.get(name) for name in BESIDE}
+    return builder.record(where, (image, storable(key)), captions, languages=languages, split=split, **beside)
 
 
 def captions_of_sample(

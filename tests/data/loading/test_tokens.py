@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, Features, Value, disable_progress_bars
+from datasets import Dataset, Features, List, Value, disable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from mm_utils.data.loading.tokens import (
+    NEGATIVES,
     caption_key,
     encode_captions,
     fingerprint,
@@ -33,6 +34,7 @@ from mm_utils.data.loading.tokens import (
 )
 from tests.data.numbered_rows import FEATURES, new_tokenizer, png, rows_of
 
+TEXTS = List(Value("string"))
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -46,6 +48,29 @@ def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = tokenize_captions(one_row("one " * 100, "two"), tokenizer, 10)[0]["input_ids"]
     assert list(map(len, tokens)) == [10, 3]
     assert tokens[0][-1] == tokenizer.sep_token_id
+
+
+def with_negatives(rows: Dataset, negatives: list[Any], kind: Any = TEXTS) -> Dataset:
+    return rows.add_column("negatives", negatives, feature=kind)
+
+
+def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = rows_of(4)
+    plain = tokenize_captions(rows, tokenizer, 16)
+    given = [["Picture  ZERO", "picture two"], [], None, ["picture one"]]
+    found = tokenize_captions(with_negatives(rows, given), tokenizer, 16)
+    expected = encode_captions(tokenizer, ["picture two", "picture one"], None, 16)
+    assert list(found[NEGATIVES]) == [[expected[0]], [], [], [expected[1]]]
+    for name in ("input_ids", "image_key", "caption_keys"):
+        assert list(found[name]) == list(plain[name])
+    assert NEGATIVES not in plain.column_names
+    none = tokenize_captions(with_negatives(rows, [[]] * 4), tokenizer, 16)
+    assert list(none[NEGATIVES]) == [[]] * 4
+
+
+def test_negatives_that_are_no_lists_are_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"the column negatives holds Value\('string'\); it should have.*a list"):
+        tokenize_captions(with_negatives(rows_of(2), ["a", "b"], Value("string")), tokenizer, 16)
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):

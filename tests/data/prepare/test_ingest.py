@@ -98,6 +98,14 @@ def test_regions_that_are_none(regions: Any, tmp_path: Path) -> None:
     assert [fault["reason"] for fault in result.faults] == ["bad_regions"]
 
 
+def test_a_row_survives_bad_negatives(tmp_path: Path) -> None:
+    given = [["a  dog", None, "a dog", ""], "a cat", [], None, 5]
+    rows, result = stored(tmp_path, *(record(save(picture(), "JPEG"), negatives=each) for each in given))
+    assert [row["negatives"] for row in rows] == [["a dog"], ["a cat"], None, None, []]
+    assert [fault["reason"] for fault in result.faults] == ["caption_null", "caption_empty", "caption_not_text"]
+    assert not sum(result.bad.values())
+
+
 def test_a_row_survives_one_bad_caption(tmp_path: Path) -> None:
     items = [
         record(save(picture(), "JPEG"), "good", None, "good", " good  too", languages=["en", "de", "fr", "en"]),

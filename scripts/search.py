@@ -30,6 +30,11 @@ class SearchArguments:
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
     )
+    index_factory: str | None = arg(
+        None,
+        "For a million images and more, a coarse first pass, whose best are scored exactly: int8, binary, or a string of "
+        "FAISS's index factory such as IVF4096,PQ64 or HNSW32. Default: exact search.",
+    )
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
     json: bool = arg(False, "Print one JSON object per hit.")
     serve: bool = arg(False, "Serve a page and a JSON API instead.")
@@ -58,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     # 2. The index and its model.
-    searcher = Searcher(args.index_dir, args.model_name_or_path, args.rerank_top_k)
+    searcher = Searcher(args.index_dir, args.model_name_or_path, args.rerank_top_k, index_factory=args.index_factory)
 
     # 3. Serve, or answer one query.
     if args.serve:

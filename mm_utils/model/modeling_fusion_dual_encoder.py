@@ -1017,11 +1017,16 @@ class FusionDualEncoderModel(PreTrainedModel):
     def head_scores(
         self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, input_ids: Tensor
     ) -> Tensor:
-        """Return what the head adds to scaled cosines, `[P]`: scores x `config.rerank_weights`."""
+        """Return what the head adds to scaled cosines, `[P]`: scores x `config.rerank_weights`.
+
+        Texts are as many as images, or one for all.
+        """
         weights = {name: weight for name, weight in (self.config.rerank_weights or {}).items() if weight}
+        pairs = keys_values[0].shape[1]
         if not weights:
-            return torch.zeros(len(text_states), device=text_states.device)
-        scores = self.voice_scores(list(weights), keys_values, text_states, attention_mask, input_ids)
+            return torch.zeros(pairs, device=text_states.device)
+        texts = (side.expand(pairs, *side.shape[1:]) for side in (text_states, attention_mask, input_ids))
+        scores = self.voice_scores(list(weights), keys_values, *texts)
         return scores @ scores.new_tensor(list(weights.values()))
 
     def token_logits(
@@ -1156,9 +1161,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             image_embeds, keys_values = self.encode_image(pixels)
             score = self.logit_scale.exp() * (image_embeds @ text_embed[0])
             if keys_values is not None:
-                sides = (text_states, attention_mask, input_ids)
-                repeated = (side.expand(len(pixels), *side.shape[1:]) for side in sides)
-                score = score + self.head_scores(keys_values, *repeated)
+                score = score + self.head_scores(keys_values, text_states, attention_mask, input_ids)
             scores += score.tolist()
         return sorted(enumerate(scores), key=lambda hit: -hit[1])
 

@@ -16,7 +16,7 @@ column            meaning
 ================  =====================================================================================================
 
 Beside it lie `index.json` (`IndexInfo`), `skipped.jsonl` (images that could not be read, with reasons), and during a run
-the folder `parts`: what has been embedded so far.
+the folder `parts`: what has been embedded so far; and FAISS indexes of the rows, where a search has asked for one.
 
 Nothing is ever half written: parts are written under another name and renamed, and new rows replace the old ones when
 `state.json`, which names their files, is replaced.
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "tandem-index"
 VERSION = 1
 SKIPPED = "skipped.jsonl"
+FAISS = "faiss-"  # begins the names of FAISS indexes of the rows
 _INFO, _STATE, _PARTS = "index.json", "state.json", "parts"
 _SHARD_BYTES = 500 << 20
 _TOWERS = ("vision_model.", "visual_projection.", "text_model.", "text_projection.")
@@ -146,7 +147,7 @@ def replace_rows(folder: Path, tables: Iterable[pa.Table], width: int) -> int:
 
     A process that has the old rows open can still read them.
     """
-    old = list(folder.glob("data-*.arrow"))  # those of a killed run among them
+    old = [*folder.glob("data-*.arrow"), *folder.glob(f"{FAISS}*")]  # those of a killed run among them
     columns, run = schema(width), uuid.uuid4().hex[:8]
     features = datasets.Features.from_arrow_schema(columns)
     names: list[str] = []

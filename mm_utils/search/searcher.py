@@ -1,20 +1,19 @@
-"""Answer queries from an index: exact search by cosine, then re-ranking of the first hits where the model gains by it.
+"""Answer queries from an index: search by cosine, then re-ranking of the first hits where the model gains by it.
 
-Scores are products in fp32 of the query and every embedding, in blocks: nothing is approximated. For a text, the fusion head
-then reorders the first `rerank_top_k` images if `config.rerank_weights` of the model has a weight above 0, which training sets
+Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
+(`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if `config.rerank_weights` of the model has a weight above 0, which training sets
 only where it helped on the validation split. The head reads an image from its file, or from its thumbnail if the file
 has changed, is gone, or was never there.
 
-Shape letters: N images of the index, E embedding width, K re-ranked images.
+Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
 """
 
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -26,11 +25,9 @@ from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.search.embedding import normalised
+from mm_utils.search.first_pass import StoredVectors, open_find
 from mm_utils.search.index import check_same_model, model_fingerprint, open_index
 
-BLOCK = (
-    1 << 20
-)  # numbers of a product that are turned into fp32 at a time; 4 MB stay in a core's cache, ten times faster
 _MOST_TOKENS = 64  # of a query, as of a caption in training
 
 
@@ -63,21 +60,28 @@ class Searcher:
         model: the folder or Hub id of the model, if it has moved since.
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
+        index_factory: the first pass: `int8`, `binary`, or a string of FAISS's index factory; default: exact search.
 
     Raises:
-        ValueError: if there is no index, or no model.
-        RunError: if the model's weights have changed since the index was made.
+        ValueError: if there is no index, no model, or FAISS cannot make the first pass.
+        RunError: if the model's weights have changed since the index was made, or FAISS is needed and missing.
     """
 
     def __init__(
-        self, index_dir: str | Path, model: str | None = None, rerank_top_k: int = 10, device: str | None = None
+        self,
+        index_dir: str | Path,
+        model: str | None = None,
+        rerank_top_k: int = 10,
+        device: str | None = None,
+        index_factory: str | None = None,
     ):
         self.info, rows = open_index(Path(index_dir))
         self._rows, self._lock = rows, threading.Lock()
         self._texts = rows.select_columns(
             [name for name in rows.column_names if name not in ("embedding", "thumbnail")]
         )
-        self._embeds_NE = _embeddings(rows, self.info.width)
+        self._vectors = StoredVectors(rows)
+        self._find = open_find(index_factory, Path(index_dir), rows)
         name = model or self.info.model
         processor = load_processor_of(name)
         self._tokenizer, self._geometry = processor.tokenizer, image_geometry(processor)
@@ -105,21 +109,20 @@ class Searcher:
         ids, mask = ids.to(self._device), mask.to(self._device)
         with self._lock, torch.no_grad():
             query_1E, states = self._model.encode_text(ids, mask)
-            score_N = self._scores(query_1E[0])
-            order = _best(score_N, max(top_k, self.rerank_top_k))
+            found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
             reranked: dict[int, float] = {}
             if rerank and self.reranks:
-                first = order[: self.rerank_top_k]
-                reranked = dict(zip(first, self._head(first, score_N, states, mask, ids), strict=True))
-                order = [*sorted(first, key=lambda row: -reranked[row]), *order[self.rerank_top_k :]]
-        return self._hits(order[:top_k], score_N, reranked)
+                first = found[: self.rerank_top_k]
+                reranked = self._head(first, states, mask, ids)
+                found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
+        return self._hits(found[:top_k], reranked)
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an RGB image, best first."""
         with self._lock, torch.no_grad():
             query_1E, _ = self._model.encode_image(self._pixels([image]), with_keys_values=False)
-            score_N = self._scores(query_1E[0])
-        return self._hits(_best(score_N, top_k), score_N, {})
+            found = self._best(query_1E[0], top_k)
+        return self._hits(found)
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an image of the index, without itself.
@@ -128,8 +131,9 @@ class Searcher:
             IndexError: if the index has no such row.
         """
         self._check(row)
-        score_N = self._scores(self._embeds_NE[row].float())
-        return self._hits([other for other in _best(score_N, top_k + 1) if other != row][:top_k], score_N, {})
+        with self._lock:
+            found = self._best(self._vectors.take([row])[0], top_k + 1)
+        return self._hits([hit for hit in found if hit[0] != row][:top_k])
 
     def thumbnail(self, row: int) -> bytes:
         """Return the JPEG of an image of the index; raise IndexError if there is no such row."""
@@ -143,22 +147,17 @@ class Searcher:
     def _encode(self, text: str) -> list[list[int]]:
         return encode_captions(self._tokenizer, [text], None, self._most_tokens)
 
-    def _scores(self, query_E: Tensor) -> Tensor:
-        """Return the cosine of the query and every image, fp32 `[N]` on the CPU."""
-        query_E = torch.nn.functional.normalize(query_E.float().cpu(), dim=0)
-        return torch.cat([block.float() @ query_E for block in self._embeds_NE.split(max(1, BLOCK // len(query_E)))])
+    def _best(self, query_E: Tensor, count: int) -> list[tuple[int, float]]:
+        """Return rows and cosines of the best images for a query, best first."""
+        return self._find(torch.nn.functional.normalize(query_E.float().cpu(), dim=0), count)
 
-    def _head(self, rows: list[int], score_N: Tensor, states: Tensor, mask: Tensor, ids: Tensor) -> list[float]:
-        """Return the scores `[K]` of images after re-ranking."""
-        count = len(rows)
-        images = [self._image(row) for row in rows]
-        _, keys_values = self._model.encode_image(self._pixels(images))
+    def _head(self, hits: list[tuple[int, float]], states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
+        """Return the scores of images after re-ranking, by row."""
+        _, keys_values = self._model.encode_image(self._pixels([self._image(row) for row, _ in hits]))
         assert keys_values is not None
-        added = self._model.head_scores(
-            keys_values, states.expand(count, -1, -1), mask.expand(count, -1), ids.expand(count, -1)
-        )
+        added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()
         scale = self._model.logit_scale.float().exp().item()
-        return (scale * score_N[rows] + added.float().cpu()).tolist()
+        return {row: scale * cosine + added for (row, cosine), added in zip(hits, added_K, strict=True)}
 
     def _image(self, row: int) -> Image.Image:
         """Return an image of the index: its file if it is unchanged, else its thumbnail."""
@@ -176,26 +175,10 @@ class Searcher:
         squares = torch.stack([center_square(image, self._geometry[0]) for image in images])
         return normalised(squares, self._geometry, self._device)
 
-    def _hits(self, rows: list[int], score_N: Tensor, reranked: dict[int, float]) -> list[Hit]:
-        found = self._texts[rows] if rows else {"id": [], "path": [], "captions": []}
-        columns = zip(rows, found["id"], found["path"], found["captions"], strict=True)
+    def _hits(self, hits: list[tuple[int, float]], reranked: Mapping[int, float] | None = None) -> list[Hit]:
+        found = self._texts[[row for row, _ in hits]] if hits else {"id": [], "path": [], "captions": []}
+        columns = zip(hits, found["id"], found["path"], found["captions"], strict=True)
         return [
-            Hit(row, rank, score_N[row].item(), reranked.get(row), name, path, captions)
-            for rank, (row, name, path, captions) in enumerate(columns, 1)
+            Hit(row, rank, cosine, (reranked or {}).get(row), name, path, captions)
+            for rank, ((row, cosine), name, path, captions) in enumerate(columns, 1)
         ]
-
-
-def _best(score_N: Tensor, top_k: int) -> list[int]:
-    """Return the rows of the highest scores, best first; of equal ones, the first comes first."""
-    if not 0 < top_k < len(score_N):
-        return score_N.sort(descending=True, stable=True).indices[: max(0, top_k)].tolist()
-    least = score_N.topk(top_k).values[-1]
-    rows = (score_N >= least).nonzero().flatten()
-    return rows[score_N[rows].sort(descending=True, stable=True).indices[:top_k]].tolist()
-
-
-def _embeddings(rows: datasets.Dataset, width: int) -> Tensor:
-    """Copy all embeddings into memory, float16 `[N, E]`: 2 x E bytes an image."""
-    chunks = rows.data.column("embedding").chunks
-    parts = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
-    return torch.from_numpy(np.concatenate(parts).reshape(-1, width))

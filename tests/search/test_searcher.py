@@ -17,8 +17,8 @@ from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.search import searcher as searcher_module
-from mm_utils.search.searcher import Searcher, _best
+from mm_utils.search import first_pass
+from mm_utils.search.searcher import Searcher
 from scripts import embed, eval_retrieval, search
 from tests.model.stock_folders import KINDS, write_stock
 from tests.search.conftest import update, write_photos
@@ -65,7 +65,7 @@ def test_text_is_scored_as_by_the_model(searcher: Searcher, model: Path, photos:
 
 def test_blocks_change_nothing(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = searcher.search_text(QUERY, 30)
-    monkeypatch.setattr(searcher_module, "BLOCK", 7 * searcher.info.width)
+    monkeypatch.setattr(first_pass, "BLOCK", 7 * searcher.info.width)
     blocks = searcher.search_text(QUERY, 30)
     assert {hit.id: hit.score for hit in blocks} == pytest.approx({hit.id: hit.score for hit in whole}, abs=1e-6)
 
@@ -82,12 +82,6 @@ def test_an_image_finds_itself_first(searcher: Searcher, photos: Path) -> None:
         searcher.similar(30)
     with pytest.raises(IndexError):
         searcher.thumbnail(-1)
-
-
-def test_equal_scores_keep_the_order_of_the_index() -> None:
-    scores = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5])
-    assert [_best(scores, k) for k in range(6)] == [[1, 3, 0, 2, 4][:k] for k in range(6)]
-    assert _best(scores, 50) == [1, 3, 0, 2, 4]
 
 
 @pytest.fixture

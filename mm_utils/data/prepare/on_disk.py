@@ -15,6 +15,7 @@ column                meaning
 ``source``            name of the source
 ``image_hash``        SHA-256 of the original bytes, hexadecimal
 ``content_id``        BLAKE2b-128 over stored bytes and captions, hexadecimal: proof that they belong together
+``negatives``         captions of other images that resemble this one, if scripts/mine_negatives.py has looked for them
 ====================  ================================================================================================
 
 It is an ordinary `datasets` folder with the splits train, validation and test, if they have rows; beside them lie
@@ -44,10 +45,11 @@ from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
 VERSION = 2
-_DECIDING = ("id", "content_id", "languages", "regions", "negatives")  # `content_id` stands for images and captions
+NEGATIVES = "negatives"
+_DECIDING = ("id", "content_id", "languages", "regions", NEGATIVES)  # `content_id` stands for images and captions
 SHARD_BYTES = 500 << 20
 _STORED = ("image", "width", "height", "original_width", "original_height")
-_TEXT = ("captions", "languages", "regions", "negatives")
+_TEXT = ("captions", "languages", "regions", NEGATIVES)
 
 
 def is_prepared(name: str) -> bool:
@@ -193,7 +195,7 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
 
 
 def content_fingerprint(pairs: DatasetDict) -> str:
-    """Return the BLAKE2b-128 over all columns of all splits but those that content ids stand for."""
+    """Return the BLAKE2b-128 over ids, content ids, languages, regions and negatives of all rows of all splits."""
     digest = hashlib.blake2b(digest_size=16)
     for split, rows in pairs.items():
         digest.update(split.encode())

@@ -1,0 +1,138 @@
+"""Measure searches of an index: recall@10 against exact search, time of a query, memory, and time to make it ready.
+
+    python -m benchmarks.searching
+    python -m benchmarks.searching --images 1000000 --factories "int8 IVF1024,PQ32" --folder /tmp/index
+
+Embeddings are drawn: pairs of an image and a text on the unit sphere, with the spectrum and the cosines of a trained model (a
+closed form between MobileNetV2 and all-MiniLM-L6-v2 on 1,610 photographs: variance of direction k about (k + 4)^-1.4, mean cosine
+of a pair 0.58), without clusters, which real ones have. Queries are texts. Times are those of the processor, on one
+thread, with the files in the system's cache: the median, and what one query in ten does not exceed, for a machine that is
+shared.
+"""
+
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from tqdm.auto import tqdm
+
+from benchmarks.harness import machine
+from mm_utils.arguments import arg, parse_args
+from mm_utils.data.loading.column_cache import to_arrow
+from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.search.first_pass import faiss_file, open_find
+from mm_utils.search.index import read_rows, replace_rows, schema
+from mm_utils.text import markdown_table
+
+logger = logging.getLogger(__name__)
+
+TOP_K = 10
+TEXT_NOISE = 1.4  # length of a text's own part beside the part that it shares with its image: cosine 0.58
+_ROWS = 1000  # of a table, as scripts/embed.py writes them
+
+
+@dataclass
+class SearchingBenchmarkArguments:
+    """What to measure."""
+
+    images: str = arg("10000,100000,1000000", "Sizes of the index.")
+    factories: str = arg(
+        "int8 binary IVF1024,PQ32 IVF1024,PQ32;nprobe=256 IVF1024,SQ8",
+        "Values of --index_factory, with spaces between them.",
+    )
+    width: int = arg(256, "Numbers of an embedding.")
+    queries: int = arg(200, "Texts to search for.")
+    folder: str | None = arg(None, "Where indexes are written; default: a folder that is removed.")
+    output_file: str | None = arg(None, "Also write the figures to this JSON file.")
+
+
+def draw(count: int, width: int, seed: int, axes_EE: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw unit embeddings of images and of their texts, both `[n, E]`."""
+    source = torch.Generator().manual_seed(seed)
+    deviation_E = (torch.arange(1, width + 1) + 4.0) ** -0.7
+    image, own = (torch.randn(count, width, generator=source) * deviation_E for _ in range(2))
+    return normalize(image @ axes_EE, dim=1), normalize((image + TEXT_NOISE * own) @ axes_EE, dim=1)
+
+
+def write_index(folder: Path, images: int, width: int, queries: int) -> Tensor:
+    """Write an index of drawn images without thumbnails; return texts of the first ones, `[queries, E]`."""
+    folder.mkdir(parents=True)
+    axes_EE = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(0)))[0]
+    texts = []
+
+    def tables() -> Iterator[pa.Table]:
+        for start in tqdm(range(0, images, _ROWS), desc=f"Drawing {images:,}"):
+            image_NE, text_NE = draw(min(_ROWS, images - start), width, start + 1, axes_EE)
+            texts.append(text_NE[: max(0, queries - start)])
+            count = len(image_NE)
+            known = {"embedding": to_arrow(image_NE.half()), "id": pa.array(map(str, range(start, start + count)))}
+            columns = [known.get(each.name, pa.nulls(count, each.type)) for each in schema(width)]
+            yield pa.table(columns, schema(width))
+
+    replace_rows(folder, tables(), width)
+    return torch.cat(texts)
+
+
+def measure(kind: str | None, folder: Path, text_QE: Tensor, expected: list[list[int]]) -> dict[str, Any]:
+    """Search once for every text, and compare with the rows that are `expected`, if there are any."""
+    rows = read_rows(folder)
+    assert rows is not None
+    begin = time.process_time()
+    find = open_find(kind, folder, rows)
+    ready = time.process_time() - begin
+    find(text_QE[0], TOP_K)
+    found, seconds = [], []
+    for text_E in text_QE:
+        begin = time.process_time()
+        found.append([row for row, _ in find(text_E, TOP_K)])
+        seconds.append(time.process_time() - begin)
+    same = [len({*one} & {*other}) / TOP_K for one, other in zip(found, expected or found, strict=True)]
+    expected[:] = expected or found
+    width = text_QE.shape[1]
+    if kind in (None, "int8", "binary"):
+        size = len(rows) * {None: 2 * width, "int8": width, "binary": width // 8}[kind]
+    else:
+        size = faiss_file(folder, rows, kind.partition(";")[0]).stat().st_size
+    return {
+        "images": len(rows),
+        "search": kind or "exact",
+        f"recall@{TOP_K}": float(np.mean(same)),
+        "ms": 1e3 * float(np.median(seconds)),
+        "fastest ms": 1e3 * float(np.quantile(seconds, 0.1)),
+        "MB": size / 1e6,
+        "s to make": ready,
+    }
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run the benchmark and return its figures."""
+    [args] = parse_args(SearchingBenchmarkArguments, argv=argv, doc=__doc__)
+    set_up_logging()
+    torch.set_num_threads(1)
+    figures = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as base:
+        for images in map(int, args.images.split(",")):
+            folder = Path(base, str(images))
+            text_QE, expected = write_index(folder, images, args.width, args.queries), list[list[int]]()
+            for kind in (None, *args.factories.split()):
+                figures.append(measure(kind, folder, text_QE, expected))
+                logger.info("%s", figures[-1])
+    sys.stdout.write(markdown_table(list(figures[0]), [list(each.values()) for each in figures]) + "\n")
+    if args.output_file:
+        Path(args.output_file).write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n")
+    return figures
+
+
+if __name__ == "__main__":
+    run_script(main)

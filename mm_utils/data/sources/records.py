@@ -132,6 +132,7 @@ class Record:
         languages: one code per caption, "" where unknown; None where the source has none.
         regions: unchecked boxes with phrases.
         split: train, validation or test; None where the source does not say.
+        notes: where the captions came from, keys of `NOTES`.
     """
 
     source: str
@@ -142,6 +143,7 @@ class Record:
     languages: list[str] | None = None
     regions: Any = None
     split: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

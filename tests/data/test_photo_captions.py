@@ -192,7 +192,7 @@ def test_damaged_metadata_count_as_none(tmp_path: Path) -> None:
         whole.write_bytes(broken)
         found = outcome(str(whole))
         assert isinstance(found, PhotoCaption) or found in (None, "bad_encoding")
-    for deep in (b"<a>" * 300_000, b"<a>" * 300_000 + b"</a>" * 300_000):
+    for deep in (b"<a>" * 100_000, b"<a>" * 100_000 + b"</a>" * 100_000):
         assert photo_caption(photo(tmp_path / "b.webp", xmp=deep)) is None
 
 

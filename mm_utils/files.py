@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
-def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | None = None) -> bytes:
-    """Read `size` bytes from `offset`, by default the whole file.
+@contextmanager
+def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file for reading, and give it with its size in bytes.
 
     The file is judged once it is open, so that nothing can take its place between the check and the reading.
 
     Raises:
-        OSError: errno EINVAL if it is no regular file, EFBIG above `max_bytes`, ENODATA if it is empty, ERANGE if it
-            ends too early; otherwise as the system says.
+        OSError: errno EINVAL if it is no regular file; otherwise as the system says.
     """
     # O_NONBLOCK: else opening a pipe waits for its writer forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -69,7 +69,18 @@ def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | No
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", path)
-        wanted = status.st_size if size is None else size
+        yield file, status.st_size
+
+
+def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | None = None) -> bytes:
+    """Read `size` bytes from `offset`, by default the whole file.
+
+    Raises:
+        OSError: errno EINVAL if it is no regular file, EFBIG above `max_bytes`, ENODATA if it is empty, ERANGE if it
+            ends too early; otherwise as the system says.
+    """
+    with open_regular_file(path) as (file, length):
+        wanted = length if size is None else size
         if wanted > max_bytes:
             raise OSError(errno.EFBIG, f"it has {wanted:,} bytes; {max_bytes:,} is the most", path)
         if wanted == 0:

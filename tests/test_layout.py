@@ -22,6 +22,7 @@ FLOORS = [
 DATA_FLOORS = [
     {"faults", "images", "parquet"},
     {"paths"},
+    {"photo_captions"},
     {"sources", "scenes"},
     {"prepare", "labelled_rows"},
     {"pairs", "labelled_images", "tasks"},

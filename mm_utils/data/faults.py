@@ -49,6 +49,7 @@ REASONS = {
     "caption_nan": "The caption is a program's placeholder for no value. Write one, or remove the row.",
     "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
     "caption_is_file_name": "The caption is a file name or web address. Write what the image shows.",
+    "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what the image shows.",
     "no_caption_left": "The image has no usable caption. Write one, or remove the row.",
     # between rows
     "near_duplicate": "Another row has nearly the same image. Keep one of them.",
@@ -75,6 +76,9 @@ NOTES = {
     "caption_special_token": "The caption holds text like a tokenizer's special token; it was kept as text.",
     "caption_composed": "Letters and their accents were composed (NFC).",
     "caption_spaces_joined": "Line breaks and runs of spaces became single spaces.",
+    "caption_from_xmp": "The photo's own XMP data gave the caption.",
+    "caption_from_iptc": "The photo's own IPTC data gave the caption.",
+    "caption_from_exif": "The photo's own EXIF data gave the caption.",
     "caption_repeated": "A caption given twice for an image was kept once.",
 }
 """note -> the conversion."""

@@ -25,7 +25,7 @@ from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.scenes import load_scenes
 from mm_utils.data.sources.columns import SPLITS, held_out
-from mm_utils.data.sources.detect import METADATA_FILES, metadata_files
+from mm_utils.data.sources.detect import METADATA_FILES, is_image_folder, metadata_files
 from mm_utils.data.sources.source import DataArguments, PathArguments, Source
 
 logger = logging.getLogger(__name__)
@@ -108,10 +108,11 @@ def _sources(args: DataArguments) -> list[Source]:
 def _check_image_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"--dataset_dir is {folder}; there is no such folder. Check the path.")
-    if not metadata_files(folder):
+    if not metadata_files(folder) and not is_image_folder(folder):
         raise ValueError(
             f"--dataset_dir is {folder}; neither it nor a train, validation or test folder in it has one of "
-            f"{', '.join(METADATA_FILES)}. Write one, with the columns file_name and caption."
+            f"{', '.join(METADATA_FILES)}, and no caption is beside an image or in its metadata. Write one, with the columns "
+            "file_name and caption."
         )
 
 

@@ -70,7 +70,7 @@ class Jail:
                 mode = os.stat(path).st_mode
         except OSError as error:
             hint = self._similar_name(path) if isinstance(error, FileNotFoundError) else ""
-            raise _fault(error, path, hint) from error
+            raise file_fault(error, path, hint) from error
         if not stat.S_ISREG(mode):
             raise Fault("not_a_file", f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}")
         return path
@@ -123,10 +123,11 @@ def read_file(path: str, limits: Limits, offset: int = 0, size: int | None = Non
     try:
         return retry(lambda: read_regular_file(path, limits.max_bytes, offset, size), is_passing, pauses)
     except OSError as error:
-        raise _fault(error, path) from error
+        raise file_fault(error, path) from error
 
 
-def _fault(error: OSError, path: str, hint: str = "") -> Fault:
+def file_fault(error: OSError, path: str, hint: str = "") -> Fault:
+    """Return the fault of an error of opening or reading a file."""
     if error.errno == errno.ENAMETOOLONG:
         return Fault("path_too_long", f"{path[:80]}... has {len(os.fsencode(path))} bytes")
     reason = _REASONS.get(error.errno or 0, "read_error")

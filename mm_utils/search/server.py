@@ -6,10 +6,11 @@ GET /search           hits of a text: q, and optionally k, offset and rerank (0 
 POST /search          hits of an image, whose bytes are the body: k, offset
 GET /similar/ROW      hits of an image of the index: k, offset
 GET /image/ROW        its thumbnail
+GET /icon.svg         the page's icon
 ====================  =================================================================================================
 
-An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. Only what is in the index is ever sent: no request
-names a file.
+An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, and `before`:
+its rank without re-ranking, null where the head has not seen it. Only what is in the index is ever sent: no request names a file.
 
 Other web pages, open in the same browser, may send requests here. They are refused by the names in Host (DNS rebinding),
 Origin and Sec-Fetch-Site. Beyond this machine a token is needed, which `/?token=...` turns into a cookie.
@@ -55,6 +56,8 @@ MOST_LETTERS = 1000  # of a text
 LEAST_TOKEN = 16
 _COOKIE = "tandem_search"
 _CONNECTIONS = 64
+_ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
+<circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
 
 
 def serve(searcher: Searcher, host: str, port: int, token: str | None) -> None:
@@ -98,8 +101,12 @@ def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
     async def show(request: Request) -> Response:
         return HTMLResponse(page)
 
+    async def icon(request: Request) -> Response:
+        return Response(_ICON, media_type="image/svg+xml")
+
     routes = [
         Route("/", show),
+        Route("/icon.svg", icon),
         Route("/search", api.text),
         Route("/search", api.image, methods=["POST"]),
         Route("/similar/{row:int}", api.similar),
@@ -150,13 +157,14 @@ class _Api:
 
     def _page(self, request: Request, hits: list[Hit]) -> Response:
         count, offset = _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
-        shown = hits[offset : offset + count]
+        reranked = sorted((hit for hit in hits if hit.reranked is not None), key=lambda hit: -hit.score)
+        before = {hit.row: place for place, hit in enumerate(reranked, 1)}
         return JSONResponse(
             {
                 "total": len(self.searcher),
                 "reranks": self.searcher.reranks,
                 "more": offset + count < len(hits),
-                "hits": [asdict(hit) for hit in shown],
+                "hits": [{**asdict(hit), "before": before.get(hit.row)} for hit in hits[offset : offset + count]],
             }
         )
 

@@ -1,22 +1,13 @@
 """The page and the API answer their user, and nobody else: names, origins, paths, sizes and texts that an attacker would send."""
 
 import builtins
-import html
-import http.client
 import importlib
 import io
-import json
 import re
-import shutil
 import socket
-import subprocess
 import sys
-import threading
-import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import datasets
 import pytest
@@ -31,57 +22,7 @@ from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import search
 from tests.search.conftest import make_embedder, write_photos
-
-EVIL_CAPTION = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
-EVIL_NAME = "<img src=x onerror=document.title='hacked'>.png"
-TOKEN = "a-token-of-sixteen-letters"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-class Answer(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> dict:
-        return json.loads(self.body)
-
-    @property
-    def hits(self) -> list[dict]:
-        return self.json["hits"]
-
-
-class Served(NamedTuple):
-    port: int
-    searcher: Searcher
-
-    def ask(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> Answer:
-        """Send a request whose path is not normalised; `host` is a header like others."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-        sent = {"host": f"127.0.0.1:{self.port}", **headers}
-        if body is not None:
-            sent.setdefault("content-length", str(len(body)))
-        for name, value in sent.items():
-            connection.putheader(name.replace("_", "-"), value)
-        connection.endheaders(body)
-        answer = connection.getresponse()
-        found = Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
-        connection.close()
-        return found
-
-
-def served(searcher: Searcher, token: str | None = None) -> Iterator[Served]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(server.make_app(searcher, token), log_level="warning"))
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    yield Served(listener.getsockname()[1], searcher)
-    running.should_exit = True
-    thread.join(10)
+from tests.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, bomb, served
 
 
 @pytest.fixture(scope="module")
@@ -278,21 +219,6 @@ def test_too_large_an_upload_is_refused_early(page: Served) -> None:
     connection.close()
 
 
-def bomb(side: int) -> bytes:
-    """A PNG of white pixels: a few kB that decode to a gigabyte."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-
-    header = side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(1000)))
-        + chunk(b"IEND", b"")
-    )
-
-
 @pytest.mark.parametrize(
     "content",
     [bomb(9_000), bomb(60_000), b"", b"no image", b"<svg onload='x'/>", b"\xff\xd8\xff" + bytes(100)],
@@ -377,27 +303,3 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(RunError, match=re.escape("pip install tandem-mm[search]")):
         importlib.import_module("mm_utils.search.server")
-
-
-# -- in a browser -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
-def test_a_browser_shows_hits_and_runs_no_caption(page: Served, tmp_path: Path) -> None:
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}",
-        "--virtual-time-budget=8000",
-    ]
-    url = f"http://127.0.0.1:{page.port}/?q=a%20red%20circle"
-    shown = subprocess.run(
-        [str(BROWSER), *flags, "--window-size=400,20000", "--enable-logging=stderr", "--dump-dom", url],
-        capture_output=True, text=True, timeout=90, check=True,
-    )  # fmt: skip
-    assert shown.stdout.count("<li>") == 40  # a tall window: it has loaded the next page, too
-    assert "<title>Search images</title>" in shown.stdout
-    assert "40 of 40 images" in shown.stdout
-    assert html.escape(EVIL_NAME, quote=False) in shown.stdout
-    assert "CONSOLE" not in shown.stderr

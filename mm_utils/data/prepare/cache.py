@@ -29,7 +29,7 @@ from mm_utils.text import redact
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # part of the cache's key; raise it with every change of the rows that are written
+_VERSION = 2  # part of the cache's key; raise it with every change of the rows that are written
 _CHECKS = CheckArguments(max_image_pixels=PILLOW_PIXELS, min_image_side=1, max_aspect_ratio=math.inf)
 _RECONCILE = ReconcileArguments(validation_fraction=0.0, on_leakage="keep")
 _NAMED = 3  # places that a warning names

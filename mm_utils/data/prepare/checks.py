@@ -20,6 +20,7 @@ from PIL import Image
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import FORMATS, MOST_BYTES, TooManyPixelsError, decode, decoder_message, read_header
+from mm_utils.data.photo_captions import is_of_camera
 
 PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
 
@@ -287,6 +288,8 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
         raise Fault("caption_empty", ascii(part[:80]))
     if text.casefold().strip(" .\"'<>()[]{}#") in _PLACEHOLDERS:
         raise Fault("caption_nan", repr(text))
+    if is_of_camera(text):
+        raise Fault("caption_of_camera", repr(text))
     if len(text) <= _LONGEST_NAME and _FILE_NAME.fullmatch(text):
         raise Fault("caption_is_file_name", repr(text))
     if len(text) > limit or len(part) < len(whole):

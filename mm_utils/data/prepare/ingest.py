@@ -226,7 +226,7 @@ class _Worker:
     def _captions(self, record: Record, notes: Counter[str]) -> tuple[list[str], list[str] | None]:
         """Return the good captions, each once; raise the last fault if none is good."""
         good, faults, found = check_captions(record.captions, record.languages, self.checks)
-        notes.update(found)
+        notes.update([*found, *(record.notes if good else ())])
         for fault in faults[: None if good else -1]:
             self._set_aside(record, fault)
         if not good:

@@ -3,11 +3,14 @@
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from mm_utils.data.faults import Fault
+from mm_utils.data.paths import Jail
+from mm_utils.data.photo_captions import photo_caption
 from mm_utils.data.sources.annotations import read_coco, read_flickr, read_karpathy
 from mm_utils.data.sources.columns import SPLIT_NAMES
 from mm_utils.data.sources.folders import (
@@ -27,6 +30,7 @@ from mm_utils.data.sources.webdataset import read_webdataset
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
+_PHOTOS_LOOKED_AT = 50  # in which a caption is looked for
 _TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
 _FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
@@ -90,6 +94,15 @@ def metadata_files(folder: Path) -> dict[str | None, Path]:
     return {split: file for split, file in found.items() if file is not None}
 
 
+def is_image_folder(folder: Path) -> bool:
+    """Return whether images in a folder have a caption file each, or a caption in their metadata."""
+    return _of_names(_files_of(folder), folder) == "imagefolder"
+
+
+def _files_of(folder: Path) -> list[tuple[str, str]]:
+    return [*islice(((place, name) for place, names in image_files(str(folder)) for name in names), _LOOKED_AT)]
+
+
 def _metadata_file(folder: Path) -> Path | None:
     return next((folder / name for name in METADATA_FILES if (folder / name).is_file()), None)
 
@@ -101,7 +114,7 @@ def _of_folder(path: Path, source: Source) -> str:
         return "imagefolder"
     if (path / "images").is_dir() and (path / "captions").is_dir():
         return "parallel"
-    files = [*islice(((place, name) for place, names in image_files(str(path)) for name in names), _LOOKED_AT)]
+    files = _files_of(path)
     found = _of_names(files, path)
     if found is None:
         raise ValueError(
@@ -126,11 +139,28 @@ def _of_names(files: list[tuple[str, str]], path: Path) -> str | None:
         return "webdataset"
     if images & captions:
         return "imagefolder"
-    if any(place != str(path) for place, _ in images):
+    places = {os.path.relpath(place, path).lower() for place, _ in images}
+    if (
+        places <= {".", *SPLIT_NAMES}
+        and not suffixes & {*TEXT_SUFFIXES, ".parquet", ".arrow"}
+        and _is_captioned(files, path)
+    ):
+        return "imagefolder"
+    if places - {"."}:
         return "classes"
     if ".parquet" in suffixes and not (path / "README.md").is_file():
         return "parquet"
     return "datasets" if suffixes & {".parquet", ".arrow", ".jsonl", ".csv"} else None
+
+
+def _is_captioned(files: list[tuple[str, str]], path: Path) -> bool:
+    """Return whether one of the first photos has a caption in its metadata."""
+    jail = Jail(str(path), False)
+    for place, name in [each for each in files if each[1].lower().endswith(IMAGE_SUFFIXES)][:_PHOTOS_LOOKED_AT]:
+        with suppress(Fault):
+            if photo_caption(jail.resolve(os.path.relpath(os.path.join(place, name), path))) is not None:
+                return True
+    return False
 
 
 def _of_file(path: Path, source: Source) -> str:

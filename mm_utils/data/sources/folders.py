@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail
+from mm_utils.data.photo_captions import photo_caption
 from mm_utils.data.sources.columns import SPLIT_NAMES
 from mm_utils.data.sources.records import IMAGE_SUFFIXES, BadRow, Record, RecordBuilder
 from mm_utils.data.sources.source import WORDNET_ID, PathArguments, Source, class_names, readable
@@ -38,7 +39,7 @@ def image_files(folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read images with a caption file of the same name beside them, one caption a line."""
+    """Read images with a caption file of the same name beside them, one caption a line, else in their own metadata."""
     builder = RecordBuilder(source, safety, source.path)
     jail = Jail(source.path, safety.allow_outside_root)
     for place, names in image_files(source.path):
@@ -50,10 +51,11 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
             path = os.path.relpath(os.path.join(place, name), source.path)
             file = beside.get(os.path.splitext(name)[0])
             left.discard(file or "")
-            captions = []
-            if file is not None:
-                captions.append(_Caption("", None, os.path.relpath(os.path.join(place, file), source.path), jail))
-            yield _join(builder, f"file {path}", path, captions, _split_of_folder(path))
+            if file is None:
+                yield _with_own_caption(builder, path)
+                continue
+            caption = _Caption("", None, os.path.relpath(os.path.join(place, file), source.path), jail)
+            yield _join(builder, f"file {path}", path, [caption], _split_of_folder(path))
         for name in sorted(left):
             path = os.path.relpath(os.path.join(place, name), source.path)
             yield builder.bad(f"file {path}", Fault("unmatched_caption", f"there is no image of the name {path}"))
@@ -138,6 +140,21 @@ def _join(
         return builder.record(where, builder.image(path), texts, split=split)
     except Fault as fault:
         return builder.bad(where, fault, path)
+
+
+def _with_own_caption(builder: RecordBuilder, path: str) -> Record | BadRow:
+    """Give an image without a caption file the caption of its metadata."""
+    where = f"file {path}"
+    try:
+        image = builder.image(path)
+        found = photo_caption(image[0].name)
+        if found is None:
+            raise Fault("unmatched_image", f"there is no caption for {path}, beside it or in its metadata")
+    except Fault as fault:
+        return builder.bad(where, fault, path)
+    record = builder.record(where, image, [found.text], split=_split_of_folder(path))
+    record.notes = (found.note,)
+    return record
 
 
 def _texts(caption: _Caption) -> list[str]:

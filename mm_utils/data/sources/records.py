@@ -133,6 +133,7 @@ class Record:
         regions: unchecked boxes with phrases.
         negatives: unchecked captions that are wrong for the image.
         split: train, validation or test; None where the source does not say.
+        notes: where the captions came from, keys of `NOTES`.
     """
 
     source: str
@@ -144,6 +145,7 @@ class Record:
     regions: Any = None
     split: str | None = None
     negatives: Any = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

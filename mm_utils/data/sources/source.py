@@ -21,7 +21,8 @@ FORMATS = {
     "csv": "a table with a header; commas, semicolons, tabs or pipes between cells",
     "tsv": "a table with a header, tabs between cells",
     "parquet": "a Parquet file or a folder of them",
-    "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt)",
+    "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt), or "
+    "with a caption in its own metadata (XMP, IPTC, EXIF)",
     "classes": "a folder of images per class, below split folders or not; captions are made from templates",
     "parallel": "a list or folder of images and one of captions, joined by key: lines of key, tab, path or caption",
     "coco": "a COCO captions file: images and annotations",
@@ -53,7 +54,9 @@ class DataArguments:
     )
     validation_file: str | None = arg(None, "Validation pairs; without any, some training images are held out.")
     test_file: str | None = arg(None, "Test pairs.")
-    dataset_dir: str | None = arg(None, "A folder of images with metadata.jsonl or .csv, in it or per split.")
+    dataset_dir: str | None = arg(
+        None, "A folder of images with metadata.jsonl or .csv, in it or per split, or with captions in them."
+    )
     image_column: str | None = arg(None, "Column of image paths or images; found by its usual names.")
     caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
     id_column: str | None = arg(None, "Column that identifies the image; default image_id or id, else the path.")

@@ -108,6 +108,10 @@ CAPTIONS = [
         _caption(f"that reads {name}", name, "caption_is_file_name")
         for name in ("IMG_20190812_101112.jpg", "DSC00012", "https://example.org/a?b=c", "C:\\Users\\me\\dog.png")
     ),
+    *(
+        _caption(f"that reads {name}", name, "caption_of_camera")
+        for name in ("OLYMPUS DIGITAL CAMERA", "SONY DSC", "Exif_JPEG_PICTURE")
+    ),
     Row("more captions than languages", line(caption=["{caption}", "a dog"], languages=["en"]), "languages_mismatch"),
     Row("fewer captions than languages", line(caption=["{caption}"], languages=["en", "de"]), "languages_mismatch"),
     _caption("list of which none is left", [None, ""], "caption_null caption_empty"),

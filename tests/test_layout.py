@@ -23,6 +23,7 @@ DATA_FLOORS = [
     {"faults", "images", "parquet"},
     {"paths"},
     {"sources", "scenes"},
+    {"benchmarks"},
     {"prepare", "labelled_rows"},
     {"pairs", "labelled_images", "tasks"},
     {"loading"},

@@ -55,7 +55,7 @@ class LabelledArguments:
     max_eval_samples: int | None = arg(None, "At most N images, evenly spaced over the split.")
 
     def __post_init__(self) -> None:
-        if self.benchmark is None and self.dataset_name is None:
+        if self.dataset_name is None and self.benchmark is None:
             raise ValueError(
                 "--dataset_name is missing; give a labelled data set, a folder of one, or the name of a benchmark as --classes."
             )

@@ -14,6 +14,7 @@ from datasets import Dataset, Features, Image, Value
 from datasets.exceptions import DatasetsError
 
 from mm_utils.data.paths import Limits, check_own_file
+from mm_utils.data.sources.columns import SPLIT_NAMES
 from mm_utils.data.sources.source import Source
 from mm_utils.data.sources.webdataset import read_shard, shard_paths, split_of_folder
 from mm_utils.text import one_line
@@ -24,9 +25,12 @@ _FEATURES = Features({"image": Image(decode=False), "label": Value("string")})
 
 
 def holds_shards(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder, or a folder in it, holds tar files."""
+    """Return whether a folder, or the folder of a split in it, holds tar files."""
     path = Path(folder)
-    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in ("*.tar", "*/*.tar"))
+    if not path.is_dir():
+        return False
+    places = [path, *(place for place in path.iterdir() if place.name.lower() in SPLIT_NAMES)]
+    return any(next(place.glob("*.tar"), None) for place in places)
 
 
 def shards_by_split(folder: str, title: str) -> dict[str, list[str]]:

@@ -28,9 +28,10 @@ class MtebModel(AbsEncoder):
 
     def __init__(self, model_name: str, revision: str | None = None, device: str | None = None, **_: Any):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_model(model_name, fusion_layers=0).to(device)
+        self.model = load_model(model_name, fusion_layers=0).to(torch.device(device))
         name = "/".join(Path(model_name).resolve().parts[-2:])  # mteb wants organisation/name
-        self.mteb_model_meta = ModelMeta.create_empty({"name": name, "revision": revision or "unknown"})
+        about = {"name": name, "revision": revision or "unknown", "modalities": ["image", "text"]}
+        self.mteb_model_meta = ModelMeta.create_empty(about)
 
     def encode(self, inputs: Iterable[dict[str, Any]], **_: Any) -> Tensor:
         """Return unit embeddings `[N, E]` of batches with a `text`, an `image`, or both, whose embeddings are added."""

@@ -3,6 +3,9 @@
 A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
     accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
 
+The images of tar shards, with or without captions:
+    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images "web-{000..009}.tar" --index_dir outputs/index
+
 A prepared data set with its captions, or any other source that scripts/pretrain.py takes:
     accelerate launch scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
 """
@@ -23,7 +26,7 @@ from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.search.embedding import Embedder
 from mm_utils.search.index import SKIPPED, model_fingerprint
-from mm_utils.search.listing import folder_listing, list_folder, pair_listing
+from mm_utils.search.listing import folder_listing, list_folder, pair_listing, shard_listing
 from mm_utils.search.updating import try_out, update_index
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,9 @@ class EmbedArguments:
 
     model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
     index_dir: str | None = arg(None, "The folder of the index; a new one, or one that is brought up to date.")
-    images: str | None = arg(None, "A folder of images, with all folders in it; instead of a source of pairs.")
+    images: str | None = arg(
+        None, "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs."
+    )
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
     dataloader_num_workers: str = arg("auto", "Processes that decode images, per rank; auto = one per spare core.")
@@ -66,7 +71,10 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     folder = Path(args.index_dir)
 
     # 2. Images: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
-    if args.images:
+    if args.images and args.images.lower().endswith(".tar"):
+        with accelerator.main_process_first():
+            listing = shard_listing(args.images)
+    elif args.images:
         found = list_folder(args.images, data_args.allow_outside_root) if accelerator.process_index == 0 else None
         [found] = broadcast_object_list([found])
         listing = folder_listing(args.images, *found)

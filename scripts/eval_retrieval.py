@@ -6,6 +6,11 @@ The test split of the embedded data set:
 Your own pairs, re-ranking the first 32 of every query, with the curve of recall against their number and what it costs:
     accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
         --split validation --rerank_top_k 32 --output_dir outputs/retrieval
+
+A benchmark by its protocol, from the Hub; or from your files:
+    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k
+    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k \\
+        --train_file dataset_flickr30k.json --image_root flickr30k-images
 """
 
 import logging
@@ -13,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args
+from mm_utils.data.benchmarks.named import RETRIEVAL, find_benchmark
 from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
 from mm_utils.data.loading.tokens import tokenize_captions
-from mm_utils.data.pairs import load_pairs
+from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
 from mm_utils.evaluation.retrieval_report import report_retrieval
@@ -33,13 +39,22 @@ class EvalRetrievalArguments:
     """The model and the split to evaluate."""
 
     model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
-    split: str = arg("validation", "The split: train, validation or test.")
+    benchmark: str | None = arg(
+        None,
+        f"A benchmark: {', '.join(RETRIEVAL)}. Its test images with their first five captions, from the Hub or, with "
+        "--dataset_name, --dataset_dir or --train_file, from there.",
+    )
+    split: str | None = arg(
+        None, "The split: train, validation or test; default: that of the benchmark, else validation."
+    )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
     output_dir: str | None = arg(None, "Also write metrics.json, reranking.json and reranking.png to this folder.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
+        if self.benchmark is not None:
+            find_benchmark(RETRIEVAL, self.benchmark, f"--benchmark is {self.benchmark}; there is no such benchmark")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -53,16 +68,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with accelerator.main_process_first():
-        # Rows that training held out of train are the validation split here, too.
-        pairs = load_pairs(data_args, need_train=args.split == "train", hold_out=args.split != "test")
-        if args.split not in pairs:
-            raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
-        rows = tokenize_captions(pairs[args.split], processor.tokenizer, loader_args.max_seq_length)
+        if args.benchmark:
+            split, rows = load_benchmark(RETRIEVAL[args.benchmark], data_args, args.split)
+        else:
+            split, rows = load_split(data_args, args.split or "validation")
+        rows = tokenize_captions(rows, processor.tokenizer, loader_args.max_seq_length)
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
     captions = sum(map(len, rows["captions"]))
-    logger.info("%s: %s images, %s captions", args.split, f"{len(rows):,}", f"{captions:,}")
+    logger.info("%s: %s images, %s captions", split, f"{len(rows):,}", f"{captions:,}")
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()

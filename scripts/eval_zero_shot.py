@@ -1,11 +1,12 @@
 """Measure zero-shot classification: an image is given the class whose text, "a photo of a {}.", is nearest to it.
 
-A data set with labels on the Hub:
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/pretrain-1 --dataset_name uoft-cs/cifar10
+A benchmark by name, with its classes and prompts, from the Hub; or from a local folder of it:
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes cifar10
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes imagenet1k --dataset_name imagenet/
 
-A folder of images per class, named by WordNet ids, with the table and picture of confusions:
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name imagenet/ \\
-        --classes_file LOC_synset_mapping.txt --output_dir outputs/zero-shot
+A folder of images per class, with the table and picture of confusions:
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
+        --classes names.txt --output_dir outputs/zero-shot
 
 Templates of your own, and the fusion head re-ranking the first 5 classes of every image:
     accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\

@@ -25,6 +25,7 @@ import logging
 import time
 
 from mm_utils.arguments import parse_args, to_dict
+from mm_utils.data.benchmarks.named import named_source
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [Source.parse(item) for item in args.sources]
+        sources = [named_source(Source.parse(item)) for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks), work)
 
         # 3. Rows together: duplicates, leaks, splits.

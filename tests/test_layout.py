@@ -24,6 +24,7 @@ DATA_FLOORS = [
     {"paths"},
     {"photo_captions"},
     {"sources", "scenes"},
+    {"benchmarks"},
     {"prepare", "labelled_rows"},
     {"pairs", "labelled_images", "tasks"},
     {"loading"},

@@ -15,7 +15,15 @@ from datasets import Dataset
 from torch import Tensor
 
 from mm_utils.arguments import arg
-from mm_utils.data.labelled_rows import read_dataset
+from mm_utils.data.benchmarks.clip_layout import (
+    CLASS_NAMES,
+    holds_shards,
+    read_labelled_shards,
+    shards_by_split,
+    templates_beside,
+)
+from mm_utils.data.benchmarks.named import CLASSIFICATION, Benchmark, fetch, find_benchmark
+from mm_utils.data.labelled_rows import LabelledRows, read_dataset
 from mm_utils.data.sources.columns import SPLIT_NAMES, listed
 from mm_utils.data.sources.source import Source, class_names
 from mm_utils.data.sources.stored import dataset_jail, load_splits
@@ -29,25 +37,42 @@ class LabelledArguments:
 
     dataset_name: str | None = arg(
         None,
-        "A data set on the Hub, a local folder of one (Parquet, or images in a folder per class), or a folder made by "
-        "save_to_disk.",
+        "A data set on the Hub, a local folder of one (Parquet, images in a folder per class, or tar shards as CLIP_benchmark "
+        "writes them), or a folder made by save_to_disk.",
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
-    split: str | None = arg(None, "Split; default: the first there is of validation, test and train.")
+    split: str | None = arg(
+        None, "Split; default: that of the benchmark, else the first there is of validation, test and train."
+    )
     image_column: str | None = arg(None, "Column of images; found by its type or its usual names.")
     label_column: str | None = arg(None, "Column of labels; found by its type (ClassLabel) or its usual names.")
-    classes_file: str | None = arg(
+    classes: str | None = arg(
         None,
-        "Names of the classes: lines 'id name' for folders such as n01440764, one name a line in the order of the labels, "
-        "or JSON {id: name}. Default: the names that the data has.",
+        f"A benchmark, {', '.join(CLASSIFICATION)}: its classes and prompts and, without --dataset_name, its "
+        "images from the Hub. Or a file: lines 'id name' for folders such as n01440764, one name a line in the order of the "
+        "labels, or JSON {id: name}. Default: the names that the data has.",
     )
     max_eval_samples: int | None = arg(None, "At most N images, evenly spaced over the split.")
 
     def __post_init__(self) -> None:
-        if self.dataset_name is None:
-            raise ValueError("--dataset_name is missing; give a labelled data set or a folder of one.")
+        if self.dataset_name is None and self.benchmark is None:
+            raise ValueError(
+                "--dataset_name is missing; give a labelled data set, a folder of one, or the name of a benchmark as --classes."
+            )
         if self.max_eval_samples is not None and self.max_eval_samples < 1:
             raise ValueError(f"--max_eval_samples is {self.max_eval_samples}; it counts from 1. Drop it for all.")
+
+    @property
+    def benchmark(self) -> Benchmark | None:
+        """The benchmark that `classes` names; None for a file.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        if self.classes is None or Path(self.classes).is_file():
+            return None
+        title = f"--classes is {self.classes}; there is no such file and no such benchmark"
+        return find_benchmark(CLASSIFICATION, self.classes, title)
 
 
 @dataclass
@@ -59,12 +84,14 @@ class LabelledImages:
         label_M: the class of each row, int64.
         classes: names of all classes, also of those without an image.
         split: its name in the source.
+        templates: prompts that the benchmark, or the folder of shards, has; else none.
     """
 
     rows: Dataset
     label_M: Tensor
     classes: list[str]
     split: str
+    templates: tuple[str, ...] = ()
 
 
 def load_labelled(args: LabelledArguments) -> LabelledImages:
@@ -74,41 +101,91 @@ def load_labelled(args: LabelledArguments) -> LabelledImages:
         ValueError: in one line, if there is no such split or column, no image, a label that is no class, or a class
             without a name.
     """
-    title = f"--dataset_name is {args.dataset_name}"
-    if Path(str(args.dataset_name)).is_file():
+    benchmark = args.benchmark
+    if args.dataset_name is None and benchmark is not None:
+        title = f"--classes is {benchmark.name}"
+        name = fetch(benchmark, title)
+    else:
+        name, title = str(args.dataset_name), f"--dataset_name is {args.dataset_name}"
+    if Path(name).is_file():
         raise ValueError(f"{title}; that is a file. Give the folder that it is in.")
-    splits = load_splits(str(args.dataset_name), args.dataset_config_name, None, title)
-    split = _choose_split(args.split, list(splits))
+    usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
+    usual = usual if benchmark is None else [benchmark.split, *usual]
+    templates: tuple[str, ...] = ()
+    if holds_shards(name):
+        shards, beside = shards_by_split(name, title), Path(name, CLASS_NAMES)
+        split, templates = _choose_split(args.split, list(shards), usual), templates_beside(name)
+        rows = read_labelled_shards(shards[split], f"{title}, split {split}")
+        file = args.classes or (str(beside) if beside.is_file() else None)
+    else:
+        splits = load_splits(name, args.dataset_config_name, None, title)
+        split = _choose_split(args.split, list(splits), usual)
+        rows, file = splits[split], args.classes
     wanted = {"image": args.image_column, "label": args.label_column}
-    jail = dataset_jail(str(args.dataset_name), None, allow_outside=False)
-    found = read_dataset(splits[split], wanted, f"{title}, split {split}", jail)
+    found = read_dataset(rows, wanted, f"{title}, split {split}", dataset_jail(name, None, allow_outside=False))
+    _check_rows(found, rows)
+    labels = [given[0] for given in found.rows["answers"]]
+    known = found.names or (None if found.numbers else sorted(set(labels)))
+    if benchmark is not None:
+        classes, templates = list(benchmark.classes), benchmark.templates
+        label_M = _numbered(labels, _of_benchmark(known, benchmark, found.title), len(classes), found.title)
+    else:
+        classes = _readable_names(known, file, found.title)
+        place_of = None if known is None else {name: place for place, name in enumerate(known)}
+        label_M = _numbered(labels, place_of, len(classes), found.title)
+    if benchmark is not None and len(labels) != benchmark.images:
+        logger.warning(
+            "%s: %s images, and %s has %s; the figures are not those of the benchmark",
+            found.title, f"{len(labels):,}", benchmark.name, f"{benchmark.images:,}",
+        )  # fmt: skip
+    rows, label_M = _sample(_evaluated(found), label_M, args.max_eval_samples)
+    return LabelledImages(rows, label_M, classes, split, templates)
+
+
+def _check_rows(found: LabelledRows, rows: Dataset) -> None:
+    """Raise a ValueError without images, or if a row cannot be used."""
     if not found.has("image"):
-        raise ValueError(f"{found.title}; no image column was recognised. {listed(splits[split].column_names)}")
+        raise ValueError(f"{found.title}; no image column was recognised. {listed(rows.column_names)}")
     for row, reason in found.faults.items():
         advice = "Choose a --split whose labels are public, or set --label_column."
         raise ValueError(
             f"{found.title}, row {row}: {reason}. {advice if 'label' in reason else 'Copy the image there.'}"
         )
-    labels = [given[0] for given in found.rows["answers"]]
-    known = found.names or (None if found.numbers else sorted(set(labels)))
-    classes = _readable_names(known, args.classes_file, found.title)
-    label_M = _numbered(labels, known, len(classes), found.title)
-    count = len(labels)
+
+
+def _evaluated(found: LabelledRows) -> Dataset:
+    """Return the rows in the schema that evaluations read."""
+    count = len(found.rows)
     beside = {"id": [f"row {row}" for row in range(count)], "image_key": list(range(count))}
     empty: dict[str, list[Any]] = {"input_ids": [[]] * count, "caption_keys": [[]] * count}
     images = found.rows.select_columns(["image"])
-    rows = datasets.concatenate_datasets([images, Dataset.from_dict({**beside, **empty})], axis=1)
-    if args.max_eval_samples is not None and args.max_eval_samples < count:
-        places = np.arange(args.max_eval_samples) * count // args.max_eval_samples
-        rows, label_M = rows.select(places), label_M[places]
-    return LabelledImages(rows, label_M, classes, split)
+    return datasets.concatenate_datasets([images, Dataset.from_dict({**beside, **empty})], axis=1)
 
 
-def _choose_split(wanted: str | None, there: list[str]) -> str:
+def _sample(rows: Dataset, label_M: Tensor, most: int | None) -> tuple[Dataset, Tensor]:
+    count = len(rows)
+    if most is None or most >= count:
+        return rows, label_M
+    places = np.arange(most) * count // most
+    return rows.select(places), label_M[places]
+
+
+def _of_benchmark(known: list[str] | None, benchmark: Benchmark, title: str) -> dict[str, int] | None:
+    """Return the benchmark's class of each label that the data names."""
+    places = None if known is None else benchmark.places(known)
+    if known is not None and places is None:
+        own = ", ".join(benchmark.names[:3])
+        raise ValueError(
+            f"{title}; its {len(known):,} classes ({', '.join(known[:3])}, ...) are not the {len(benchmark.classes):,} of "
+            f"{benchmark.name} ({own}, ...). Give other data, or a file of names as --classes."
+        )
+    return None if known is None or places is None else dict(zip(known, places, strict=True))
+
+
+def _choose_split(wanted: str | None, there: list[str], usual: list[str]) -> str:
     if wanted is not None and wanted not in there:
         raise ValueError(f"--split is {wanted}; the data has {', '.join(there)}. Choose one of them.")
     by_kind = {SPLIT_NAMES.get(name.lower(), name): name for name in reversed(there)}
-    usual = ("validation", "test", "train")  # the labels of a test split are often withheld
     return wanted or next((by_kind[kind] for kind in usual if kind in by_kind), there[0])
 
 
@@ -118,13 +195,13 @@ def _readable_names(known: list[str] | None, file: str | None, title: str) -> li
     coded = next((name for name in found or () if re.fullmatch(r"n\d{8}", name)), None)
     if found is None or coded:
         shown = f"its class {coded} is a WordNet id" if coded else "its labels are numbers"
-        raise ValueError(f"{title}; {shown}, not a name. Set --classes_file to lines 'id name', or a name a line.")
+        raise ValueError(f"{title}; {shown}, not a name. Set --classes to lines 'id name', or a name a line.")
     full = [" ".join(name.replace("_", " ").split()) for name in found]
     first = Counter(name.split(",")[0] for name in full)
     names = [short if first[short := name.split(",")[0]] == 1 else name for name in full]
     if "" in names or len(names) < 2:
         shown = f"class {names.index('')} has no name" if "" in names else f"it has {len(names)} of at least 2 classes"
-        raise ValueError(f"{title}; {shown}. Give them in --classes_file, or other data.")
+        raise ValueError(f"{title}; {shown}. Give them in --classes, or other data.")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         logger.warning("%s: several classes are called %s and cannot be distinguished", title, ", ".join(twice))
@@ -133,9 +210,7 @@ def _readable_names(known: list[str] | None, file: str | None, title: str) -> li
 
 def _names_of_file(known: list[str] | None, file: str) -> list[str]:
     """Return names by those that the data has, or else by number."""
-    title = f"--classes_file is {file}"
-    if not Path(file).is_file():
-        raise ValueError(f"{title}; there is no such file. Check the path.")
+    title = f"the names of the classes are those of {file}"
     given = class_names(Source(file, classes=file))
     if known and all(name in given for name in known):
         return [given[name] for name in known]
@@ -148,13 +223,13 @@ def _names_of_file(known: list[str] | None, file: str) -> list[str]:
     return by_number
 
 
-def _numbered(labels: list[str], known: list[str] | None, classes: int, title: str) -> Tensor:
-    """Return labels `[M]` as numbers of classes."""
-    number_of = {name: number for number, name in enumerate(known or map(str, range(classes)))}
+def _numbered(labels: list[str], place_of: dict[str, int] | None, classes: int, title: str) -> Tensor:
+    """Return labels `[M]` as numbers of classes; labels without names are these numbers."""
+    number_of = {str(number): number for number in range(classes)} if place_of is None else place_of
     for row, label in enumerate(labels):
         if label not in number_of:
             raise ValueError(
                 f"{title}, row {row}: the label is {label}; the {classes} classes count from 0. Name all of them in "
-                "--classes_file."
+                "--classes."
             )
     return torch.tensor([number_of[label] for label in labels], dtype=torch.long)

@@ -19,8 +19,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, concatenate_datasets
 
+from mm_utils.data.benchmarks.clip_layout import holds_shards
+from mm_utils.data.benchmarks.named import CAPTIONS, Benchmark, fetch, named_source
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.scenes import load_scenes
@@ -59,6 +61,49 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
     return first_rows({split: parts[split] for split in SPLITS if split in parts}, args, title, need_train)
 
 
+def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
+    """Load one split for evaluation; rows that training holds out of train are the validation split here, too.
+
+    Raises:
+        ValueError: as `load_pairs`, or if there is no such split.
+    """
+    pairs = load_pairs(args, need_train=split == "train", hold_out=split != "test")
+    if split not in pairs:
+        raise ValueError(f"--split is {split}; the data has {', '.join(pairs)}.")
+    return split, pairs[split]
+
+
+def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None = None) -> tuple[str, Dataset]:
+    """Load the images of a retrieval benchmark, with their first five captions; also return their split.
+
+    The split is by default the benchmark's. The images are those of the source that `args` names, and without any from the Hub. Other numbers of images than the
+    benchmark's are logged.
+
+    Raises:
+        ValueError: in one line, if that fails, or there is no such split.
+    """
+    split, title = split or benchmark.split, f"--benchmark is {benchmark.name}"
+    if _sources(args):
+        pairs = load_pairs(args, need_train=False)
+    else:
+        folder = Path(fetch(benchmark, title), benchmark.split)
+        source = Source(str(folder), "webdataset", benchmark.name, split=benchmark.split, title=title)
+        pairs = load_or_prepare([source], PathArguments(), args.preprocessing_num_workers)
+        pairs = first_rows(pairs, args, title, need_train=False)
+    if split not in pairs:
+        raise ValueError(f"{title}; the data has {', '.join(pairs)}, but not {split}. Set --split to one of them.")
+    rows = pairs[split]
+    if len(rows) != benchmark.images:
+        logger.warning(
+            "%s: %s images, and the benchmark has %s; the figures are not those of the benchmark",
+            title, f"{len(rows):,}", f"{benchmark.images:,}",
+        )  # fmt: skip
+    names = [name for name in ("captions", "languages") if name in rows.column_names]
+    first = {name: [each[:CAPTIONS] for each in rows[name]] for name in names}
+    kept = Dataset.from_dict(first, Features({name: rows.features[name] for name in names}))
+    return split, concatenate_datasets([rows.remove_columns(names), kept], axis=1)
+
+
 def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, need_train: bool = True) -> DatasetDict:
     """Keep the first rows of every split, as `--max_train_samples` and `--max_eval_samples` say.
 
@@ -87,11 +132,15 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
 def _sources(args: DataArguments) -> list[Source]:
     if args.dataset_name:
         title, config = f"--dataset_name is {args.dataset_name}", args.dataset_config_name
-        return [Source(args.dataset_name, "datasets", args.dataset_name, config=config, title=title, **args.columns)]
+        kind = "webdataset" if holds_shards(args.dataset_name) else "datasets"
+        source = Source(args.dataset_name, kind, args.dataset_name, config=config, title=title, **args.columns)
+        return [named_source(source)]
     if args.dataset_dir:
-        _check_image_folder(Path(args.dataset_dir))
+        kind = "webdataset" if holds_shards(args.dataset_dir) else "imagefolder"
+        if kind == "imagefolder":
+            _check_image_folder(Path(args.dataset_dir))
         title = f"--dataset_dir is {args.dataset_dir}"
-        return [Source(args.dataset_dir, "imagefolder", args.dataset_dir, title=title, **args.columns)]
+        return [Source(args.dataset_dir, kind, args.dataset_dir, title=title, **args.columns)]
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     given = {split: file for split, file in files.items() if file}
     sources = []

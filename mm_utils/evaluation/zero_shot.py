@@ -44,9 +44,12 @@ _SHOWN = 10  # classes in the log
 class ZeroShotArguments:
     """Texts that stand for the classes, and re-ranking of the classes."""
 
-    templates: list[str] = field(
-        default_factory=lambda: list(TEMPLATES),
-        metadata={"help": "Texts with {} in place of the class's name, or one file with a text per line."},
+    templates: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Texts with {} in place of the class's name, or one file with a text per line; default: those of the "
+            f"benchmark, else '{TEMPLATES[0]}' and two like it."
+        },
     )
     rerank_top_k: int = arg(
         0,
@@ -55,11 +58,11 @@ class ZeroShotArguments:
     )
 
     def __post_init__(self) -> None:
-        if len(self.templates) == 1 and Path(self.templates[0]).is_file():
+        if self.templates is not None and len(self.templates) == 1 and Path(self.templates[0]).is_file():
             lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
             self.templates = [line.strip() for line in lines if line.strip()]
-        without = [template for template in self.templates if "{}" not in template]
-        if without or not self.templates:
+        without = [template for template in self.templates or () if "{}" not in template]
+        if without or self.templates == []:
             shown = without[0] if without else "an empty file"
             raise ValueError(f"--templates is {shown}; a template says with {{}} where the name goes. Add it.")
         if self.rerank_top_k < 0:
@@ -107,8 +110,9 @@ class ZeroShotEvaluator:
     def __init__(
         self, images: LabelledImages, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, args: ZeroShotArguments
     ):
-        self.images, self.templates, self.reranked_classes = images, len(args.templates), args.rerank_top_k
-        texts = [template.replace("{}", name) for name in images.classes for template in args.templates]
+        templates = args.templates or images.templates or TEMPLATES
+        self.images, self.templates, self.reranked_classes = images, len(templates), args.rerank_top_k
+        texts = [template.replace("{}", name) for name in images.classes for template in templates]
         self.tokens = pad_captions(encode_captions(tokenizer, texts, None, max_seq_length), tokenizer.pad_token_id)
         self.predictions: Predictions | None = None
 

@@ -1,7 +1,7 @@
-"""List the images that an index should hold: of a folder, or of pairs from any source."""
+"""List the images that an index should hold: of a folder, of tar shards, or of pairs from any source."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ import datasets
 import pyarrow as pa
 
 from mm_utils.data.faults import REASONS, Fault, storable
-from mm_utils.data.paths import Jail
+from mm_utils.data.paths import Jail, Limits
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.sources.records import IMAGE_SUFFIXES
+from mm_utils.data.sources.source import Source
+from mm_utils.data.sources.webdataset import Sample, captions_of_sample, read_shard, shard_paths
 
 Skip = dict[str, str]
 STAMPS = pa.schema(
@@ -90,6 +92,53 @@ def folder_listing(folder: str, names: list[str], skipped: list[Skip]) -> Listin
     return Listing(
         names, datasets.Dataset.from_dict({"image": images, "captions": [[]] * len(names)}, _FEATURES), skipped
     )
+
+
+def shard_listing(pattern: str) -> Listing:
+    """Return the images of tar shards, with the captions beside them; their ids are the shard's name and the sample's.
+
+    The images are copied into the datasets cache, once.
+
+    Raises:
+        ValueError: if there is no such shard, or no image in them.
+    """
+    title = f"--images is {pattern}"
+    shards = [
+        (path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in shard_paths(Source(pattern, title=title))
+    ]
+    ids, skipped = [], []
+    for path, name, sample in _samples(shards):
+        fault = sample.fault or (None if sample.image else Fault("image_missing", f"{path}: {name} has no image"))
+        if fault is None:
+            ids.append(name)
+        else:
+            skipped.append(skip(name, fault))
+    if not ids:
+        raise ValueError(f"{title}; they hold no image ({skipped[0]['detail'] if skipped else 'they are empty'}).")
+    rows = datasets.Dataset.from_generator(_images, features=_FEATURES, gen_kwargs={"shards": shards})
+    assert isinstance(rows, datasets.Dataset)
+    return Listing(ids, rows, skipped)
+
+
+def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sample]]:
+    for path, *_ in shards:
+        for sample in read_shard(path):
+            yield path, storable(f"{Path(path).stem}/{sample.key}"), sample
+
+
+def _images(shards: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
+    for path, _, sample in _samples(shards):
+        if sample.fault is not None or sample.image is None:
+            continue
+        try:
+            captions, _ = captions_of_sample(sample, sample.values(), Source(path), {})
+        except Fault:  # an image needs no caption here
+            captions = []
+        content = sample.image.read(Limits())
+        yield {
+            "image": {"bytes": content, "path": None},
+            "captions": [each for each in captions if isinstance(each, str)],
+        }
 
 
 def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:

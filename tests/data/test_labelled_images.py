@@ -74,20 +74,20 @@ def test_class_folders(tmp_path: Path) -> None:
 def test_wordnet_ids_need_names(tmp_path: Path) -> None:
     ids = ["n01440764", "n01443537", "n01484850"]
     folder = class_folders(tmp_path / "images", ids, "val")
-    with pytest.raises(ValueError, match=r"its class n01440764 is a WordNet id, not a name. Set --classes_file"):
+    with pytest.raises(ValueError, match=r"its class n01440764 is a WordNet id, not a name. Set --classes"):
         load_images(folder)
     file = tmp_path / "names.txt"
     file.write_text("n01484850 great white shark, white shark\nn01443537 goldfish\nn09 x\nn01440764 tench, Tinca\n")
-    found = load_images(folder, classes_file=str(file))
+    found = load_images(folder, classes=str(file))
     assert found.classes == ["tench", "goldfish", "great white shark"]
     assert found.split == "validation"
     file.write_text("tench\ngoldfish\nshark\n")
-    assert load_images(folder, classes_file=str(file)).classes == ["tench", "goldfish", "shark"]
+    assert load_images(folder, classes=str(file)).classes == ["tench", "goldfish", "shark"]
     file.write_text("tench\ngoldfish\n")
     with pytest.raises(
         ValueError, match=r"it has 2 names for 3 classes and none for n01440764. Write lines 'id name'"
     ):
-        load_images(folder, classes_file=str(file))
+        load_images(folder, classes=str(file))
 
 
 def test_folders_that_are_numbers_are_named_by_them_and_not_by_their_order(tmp_path: Path) -> None:
@@ -96,24 +96,24 @@ def test_folders_that_are_numbers_are_named_by_them_and_not_by_their_order(tmp_p
     file = tmp_path / "names.txt"
     file.write_text("".join(f"name {number}\n" for number in range(11)))
     with pytest.raises(ValueError, match=r"none for 11"):  # its lines are 0 to 10
-        load_images(folder, classes_file=str(file))
+        load_images(folder, classes=str(file))
     file.write_text("".join(f"{number}\tname {number}\n" for number in range(1, 12)))
-    assert load_images(folder, classes_file=str(file)).classes == [f"name {number}" for number in sorted(names)]
+    assert load_images(folder, classes=str(file)).classes == [f"name {number}" for number in sorted(names)]
 
 
 def test_labels_as_text_and_as_bare_numbers(tmp_path: Path) -> None:
     found = load_images(save(tmp_path / "text", ["owl", "ant", "owl"], Value("string")))
     assert (found.classes, found.label_M.tolist()) == (["ant", "owl"], [1, 0, 1])
     bare = save(tmp_path / "bare", [1, 0, 2], Value("int64"))
-    with pytest.raises(ValueError, match=r"its labels are numbers, not a name. Set --classes_file"):
+    with pytest.raises(ValueError, match=r"its labels are numbers, not a name. Set --classes"):
         load_images(bare)
     file = tmp_path / "names.txt"
     file.write_text("ant\nbee\nowl\nyak\n")
-    found = load_images(bare, classes_file=str(file))
+    found = load_images(bare, classes=str(file))
     assert (found.classes, found.label_M.tolist()) == (["ant", "bee", "owl", "yak"], [1, 0, 2])
     file.write_text("ant\nbee\n")
     with pytest.raises(ValueError, match=r"row 2: the label is 2; the 2 classes count from 0. Name all of them"):
-        load_images(bare, classes_file=str(file))
+        load_images(bare, classes=str(file))
 
 
 def test_synonyms_that_two_classes_share_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +163,7 @@ def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
         (["a", None], Value("string"), "row 1: it has no label"),
         ([0.5, 1.0], Value("float32"), "its labels are numbers, not a name"),
         ([0, 0], ClassLabel(names=["a"]), "it has 1 of at least 2 classes"),
-        ([0, 1], ClassLabel(names=["a", " "]), "class 1 has no name. Give them in --classes_file"),
+        ([0, 1], ClassLabel(names=["a", " "]), "class 1 has no name. Give them in --classes"),
     ],
 )
 def test_labels_that_are_no_class(labels: list[Any], feature: Any, message: str, tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_no_labels_no_images_no_source(tmp_path: Path) -> None:
         LabelledArguments()
     with pytest.raises(ValueError, match=r"--max_eval_samples is 0"):
         LabelledArguments(dataset_name="x", max_eval_samples=0)
-    with pytest.raises(ValueError, match=r"--classes_file is nowhere.txt; there is no such file"):
-        load_images(save(tmp_path / "ok", [0, 1], ClassLabel(names=["a", "b"])), classes_file="nowhere.txt")
+    with pytest.raises(ValueError, match=r"--classes is nowhere.txt; there is no such file"):
+        load_images(save(tmp_path / "ok", [0, 1], ClassLabel(names=["a", "b"])), classes="nowhere.txt")
 
 
 def test_a_split_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import eval_retrieval, pretrain
+from tests.data.sources.reading import write_tar
 from tests.scripts.test_pretrain import ROOT, launch
 
 
@@ -39,6 +40,22 @@ def test_a_weight_of_zero_leaves_the_order_of_the_towers(flags: list[str]) -> No
         assert found[f"rerank_text_to_image_recall@{k}"] == found[f"text_to_image_recall@{k}"]
 
 
+def test_a_benchmark_of_clip_benchmarks_layout_gives_the_figures_of_its_pairs(
+    flags: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    rows = [row for row in map(json.loads, corpus.read_text().splitlines()) if row["split"] == "validation"]
+    members = []
+    for at, row in enumerate(rows):
+        picture = (corpus.parent / row["image"]).read_bytes()
+        members += [(f"s{at:07d}.png", picture), (f"s{at:07d}.txt", "\n".join(row["captions"]).encode())]
+    (tmp_path / "test").mkdir()
+    write_tar(tmp_path / "test/0.tar", members)
+    (tmp_path / "dataset_type.txt").write_text("retrieval\n")
+    others = [word for word in flags if word not in ("--train_file", str(corpus))]
+    found = eval_retrieval.main([*others, "--benchmark", "flickr8k", "--dataset_name", str(tmp_path)])
+    assert found == pytest.approx(eval_retrieval.main(flags), rel=1e-4)
+
+
 def test_a_split_that_is_not_there(flags: list[str]) -> None:
     with pytest.raises(ValueError, match="--split is test; the data has train, validation"):
         eval_retrieval.main([*flags, "--split", "test"])
@@ -48,6 +65,7 @@ def test_a_split_that_is_not_there(flags: list[str]) -> None:
     ("flags", "message"),
     [
         ([], "--model_name_or_path is missing"),
+        (["--model_name_or_path", "x", "--benchmark", "flickr9k"], "Did you mean 'flickr8k'?"),
         (["--model_name_or_path", "x", "--rerank_weights", "match:-1"], "--rerank_weights is match:-1"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 
 from scripts import eval_zero_shot, pretrain
 from tests.conftest import COLOURS, SHAPES, draw
+from tests.data.sources.reading import write_tar
 from tests.scripts.test_pretrain import ROOT, launch
 
 
@@ -65,6 +66,23 @@ def test_figures_table_and_picture_are_left(flags: list[str], tmp_path: Path) ->
     assert (tmp_path / "out/confusion.png").stat().st_size > 1000
 
 
+def test_a_folder_of_clip_benchmark_gives_the_same_figures(flags: list[str], folders: str, tmp_path: Path) -> None:
+    """The same images in tar shards, with the names and templates beside them."""
+    names = sorted(path.name for path in Path(folders).iterdir())
+    members = []
+    for label, name in enumerate(names):
+        for image in sorted(Path(folders, name).iterdir()):
+            key = f"s{len(members) // 2:07d}"
+            members += [(f"{key}.png", image.read_bytes()), (f"{key}.cls", str(label).encode())]
+    (tmp_path / "test").mkdir()
+    write_tar(tmp_path / "test/0.tar", members)
+    (tmp_path / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("a {c}, number 0\nnumber 1: one {c}\n")
+    without_templates = flags[: flags.index("--templates")]
+    found = eval_zero_shot.main([*without_templates, "--dataset_name", str(tmp_path)])
+    assert found == pytest.approx(eval_zero_shot.main(flags))
+
+
 def test_the_batch_size_changes_nothing(flags: list[str]) -> None:
     one = eval_zero_shot.main([*flags, "--per_device_eval_batch_size", "5"])
     assert one == pytest.approx(eval_zero_shot.main(flags))
@@ -80,6 +98,7 @@ def test_without_labels_there_is_a_remedy(started: str, corpus: Path) -> None:
     [
         ([], "--model_name_or_path is missing"),
         (["--model_name_or_path", "x"], "--dataset_name is missing"),
+        (["--model_name_or_path", "x", "--classes", "cifar11"], "no such benchmark. Known are imagenet1k, "),
         (
             ["--model_name_or_path", "x", "--dataset_name", "y", "--templates", "{}", "a photo"],
             "--templates is a photo",

@@ -1,5 +1,7 @@
 """Records of tar shards; members with one name up to the first dot are a sample.
 
+A folder of shards may have a folder per split, and CLIP_benchmark's ``dataset_type.txt``.
+
 An archive is untrusted input. Its members are read in memory and never extracted; links, devices, names that lead out
 and Python pickles, which run code when they are read, set the whole sample aside.
 """
@@ -15,7 +17,7 @@ from typing import Any
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_BYTES
 from mm_utils.data.paths import check_own_file, is_url
-from mm_utils.data.sources.columns import BESIDE, USUAL_NAMES, Columns, captions_of, split_of
+from mm_utils.data.sources.columns import BESIDE, SPLIT_NAMES, USUAL_NAMES, Columns, captions_of, split_of
 from mm_utils.data.sources.records import (
     IMAGE_SUFFIXES,
     BadRow,
@@ -27,6 +29,7 @@ from mm_utils.data.sources.records import (
 )
 from mm_utils.data.sources.source import PathArguments, Source, class_names
 from mm_utils.data.sources.text_files import checked_object, parse_json
+from mm_utils.files import read_regular_file
 
 _TEXTS = ("txt", "caption", "json", "cls")
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
@@ -76,17 +79,19 @@ class Sample:
 
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read the shards of `source`, each by itself; an id is the shard's name and the key."""
+    """Read the shards of `source`, each by itself; an id is the split's folder, the shard's name and the key."""
     builder = RecordBuilder(source, safety, ".")
     names = class_names(source)
+    is_folder, a_line = os.path.isdir(source.path), has_caption_a_line(source.path)
     for path in shard_paths(source):
-        if os.path.isdir(source.path):
+        if is_folder:
             check_own_file(path, source.path, safety.allow_outside_root, source.title)
-        shard = os.path.splitext(os.path.basename(path))[0]
+        split = split_of_folder(path, source.path) if is_folder else None
+        shard = "/".join(filter(None, (split, os.path.splitext(os.path.basename(path))[0])))
         for sample in read_shard(path):
             where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
             try:
-                yield _record(builder, sample, where, f"{shard}/{sample.key}", names)
+                yield _record(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
             except Fault as fault:
                 yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"))
 
@@ -105,6 +110,19 @@ def shard_paths(source: Source) -> list[str]:
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
     return paths
+
+
+def split_of_folder(path: str, folder: str) -> str | None:
+    """Return the split that the first folder on the way from `folder` to a shard names."""
+    first, below, _ = os.path.relpath(path, folder).partition(os.sep)
+    return SPLIT_NAMES.get(first.lower()) if below else None
+
+
+def has_caption_a_line(folder: str) -> bool:
+    """Return whether CLIP_benchmark wrote this folder of shards, or the one that it is a split of, for retrieval."""
+    files = (os.path.join(folder, *up, "dataset_type.txt") for up in ((), ("..",)))
+    kind = next((file for file in files if os.path.isdir(folder) and os.path.isfile(file)), None)
+    return kind is not None and read_regular_file(kind, _LONGEST_TEXT).strip().lower() == b"retrieval"
 
 
 def read_shard(path: str) -> Iterator[Sample]:
@@ -225,9 +243,21 @@ def _unsafe(member: tarfile.TarInfo, extension: str) -> str | None:
     return None
 
 
-def _record(builder: RecordBuilder, sample: Sample, where: str, key: str, names: dict[str, str]) -> Record:
+def _record(
+    builder: RecordBuilder,
+    sample: Sample,
+    where: str,
+    key: str,
+    names: dict[str, str],
+    split: str | None,
+    a_line: bool,
+) -> Record:
+    """Return the record of a sample; `split` is that of its folder, `a_line` as of `has_caption_a_line`."""
     values = sample.values()
     captions, languages = captions_of_sample(sample, values, builder.source, names)
+    if a_line and len(captions) == 1 and isinstance(captions[0], str):
+        captions = captions[0].splitlines()
+        languages = languages and languages * len(captions)
     image: ImageRef
     if sample.image is not None:
         image = sample.image
@@ -235,7 +265,8 @@ def _record(builder: RecordBuilder, sample: Sample, where: str, key: str, names:
         image, _ = builder.image(values["url"])
     else:
         raise Fault("image_missing", f"{sample.key} has no image among its members")
-    split = None if values.get("split") is None or builder.source.split else split_of(values["split"])
+    if values.get("split") is not None and not builder.source.split:
+        split = split_of(values["split"])
     beside = {name: values.get(name) for name in BESIDE}
     return builder.record(where, (image, storable(key)), captions, languages=languages, split=split, **beside)
 

@@ -17,7 +17,7 @@ from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geomet
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.sources.source import DataArguments
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, caption_probes
 from mm_utils.evaluation.retrieval_report import report_retrieval
 from mm_utils.model.build import load_model
 from mm_utils.model.flops import measure_flops
@@ -70,13 +70,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = accelerator.prepare(model)
 
     # 4. Evaluate.
-    order = word_order_probes(rows, processor.tokenizer, loader_args.max_seq_length)
-    evaluator = RetrievalEvaluator(eval_args, order)
+    probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
+    evaluator = RetrievalEvaluator(eval_args, probes)
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, flops, args.output_dir)
+    report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     accelerator.end_training()
     return metrics

@@ -6,13 +6,15 @@ The test split of the embedded data set:
 Your own pairs, re-ranking the first 32 of every query, with the curve of recall against their number and what it costs:
     accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
         --split validation --rerank_top_k 32 --output_dir outputs/retrieval
+
+The figures also go into the model card of the run's folder, where the Hub reads them.
 """
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, to_dict
 from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
@@ -22,6 +24,7 @@ from mm_utils.evaluation.retrieval_report import report_retrieval
 from mm_utils.model.build import load_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor_of
+from mm_utils.run.cards import record_retrieval
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
@@ -78,6 +81,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
+    record_retrieval(accelerator, args.model_name_or_path, to_dict(data_args), args.split, evaluator.split, metrics)
     accelerator.end_training()
     return metrics
 

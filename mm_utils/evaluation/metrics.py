@@ -21,7 +21,7 @@ _NORMAL_95 = 1.959964  # 97.5 % quantile of the normal distribution
 # -- intervals ----------------------------------------------------------------------------------------------------------
 
 
-def wilson_interval(right: int, total: int) -> tuple[float, float]:
+def wilson_interval(right: float, total: int) -> tuple[float, float]:
     """Return the 95 % interval of a share, also for small counts and shares near 0 or 1.
 
     From Wilson 1927, doi 10.2307/2276774.

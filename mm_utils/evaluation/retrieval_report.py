@@ -216,7 +216,7 @@ def _probe_table(metrics: dict[str, float]) -> list[str]:
     """Format one line per kind of probe; "alone" is what the captions tell without their image."""
     kinds = [name.removesuffix("_rows") for name in metrics if name.endswith("_rows")]
     reranked = any(f"rerank_{kind}_accuracy" in metrics for kind in kinds)
-    title = f"{'true caption above false one':<28}{'two towers':<24}" + f"{'re-ranked':<24}" * reranked + "alone  rows"
+    title = f"{'true above false caption':<28}{'two towers':<24}" + f"{'re-ranked':<24}" * reranked + "alone  rows"
     lines = ["", title] if kinds else []
     for kind in kinds:
         line = f"{kind.replace('_', ' '):<28}"

@@ -126,8 +126,8 @@ def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase,
     kept = [place for place in range(len(probes)) if ids[2 * place] != ids[2 * place + 1]]
     texts = Texts(*pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id))
     kinds = tuple(dict.fromkeys(probe.kind for probe in probes))
-    columns = [(probes[place].row, kinds.index(probes[place].kind)) for place in kept]
-    row_P, kind_P = torch.tensor(columns, dtype=torch.long).view(-1, 2).unbind(1)
+    row_P = torch.tensor([probes[place].row for place in kept], dtype=torch.long)
+    kind_P = torch.tensor([kinds.index(probes[place].kind) for place in kept], dtype=torch.long)
     return Probes(texts, row_P, kind_P, kinds)
 
 

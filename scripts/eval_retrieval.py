@@ -11,23 +11,26 @@ A benchmark by its protocol, from the Hub; or from your files:
     accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k
     accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k \\
         --train_file dataset_flickr30k.json --image_root flickr30k-images
+
+The figures also go into the model card of the run's folder, where the Hub reads them.
 """
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, to_dict
 from mm_utils.data.benchmarks.named import RETRIEVAL, find_benchmark
 from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.sources.source import DataArguments
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, caption_probes
 from mm_utils.evaluation.retrieval_report import report_retrieval
 from mm_utils.model.build import load_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor_of
+from mm_utils.run.cards import record_retrieval
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
@@ -85,14 +88,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = accelerator.prepare(model)
 
     # 4. Evaluate.
-    order = word_order_probes(rows, processor.tokenizer, loader_args.max_seq_length)
-    evaluator = RetrievalEvaluator(eval_args, order)
+    probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
+    evaluator = RetrievalEvaluator(eval_args, probes)
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, flops, args.output_dir)
+    report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
+    record_retrieval(accelerator, args.model_name_or_path, to_dict(data_args), args.split, evaluator.split, metrics)
     accelerator.end_training()
     return metrics
 

@@ -18,6 +18,9 @@ Train on it, and look later whether a copy is whole:
     accelerate launch scripts/pretrain.py --dataset_name data/mine
     python scripts/prepare_data.py --verify data/mine
 
+Push it to a private repository of the Hub, with its report and a card:
+    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --push_to_hub --license cc-by-4.0
+
 An interrupted run continues where it stopped when the same command is given again.
 """
 
@@ -32,6 +35,7 @@ from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findin
 from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
 from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.reports.data_card import DatasetHubArguments, push_data_set, write_data_card
 from mm_utils.reports.data_report import write_report
 from mm_utils.run.start import run_script, set_up_logging
 
@@ -41,9 +45,9 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (PrepareArguments, CheckArguments, ReconcileArguments, PathArguments)
+    groups = (PrepareArguments, CheckArguments, ReconcileArguments, PathArguments, DatasetHubArguments)
     parsed = parse_args(*groups, argv=argv, doc=__doc__)
-    args, checks, reconcile_args, paths = parsed
+    args, checks, reconcile_args, paths, hub_args = parsed
     set_up_logging()
     if args.verify:
         rows = verify(args.verify)
@@ -65,7 +69,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))
+        write_data_card(work / "result", hub_args.repository(args.output_dir), pairs, summary, hub_args.license)
 
+    # 5. Push the folder, which is complete.
+    push_data_set(args.output_dir, hub_args)
     logger.info("%s", describe(summary, args.output_dir))
     return {f"{name}_images": float(len(rows)) for name, rows in pairs.items()}
 

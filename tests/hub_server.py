@@ -26,6 +26,7 @@ class HubServer(ThreadingHTTPServer):
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.repos: dict[str, dict[str, bytes]] = {}
         self.private: dict[str, bool] = {}
+        self.kinds: dict[str, str] = {}
         self.commits: list[str] = []
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
@@ -133,11 +134,11 @@ class _Handler(BaseHTTPRequestHandler):
             ("GET", r"/api/whoami-v2", self._whoami),
             ("POST", r"/api/repos/create", self._create),
             ("POST", r"/api/validate-yaml", self._validate_yaml),
-            ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/main", self._preupload),
-            ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/main", self._commit),
-            ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/main", self._tree),
-            ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/main)?", self._info),
-            ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", self._lfs_batch),
+            ("POST", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)/preupload/main", self._preupload),
+            ("POST", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)/commit/main", self._commit),
+            ("GET", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)/tree/main", self._tree),
+            ("GET", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)(?:/revision/main)?", self._info),
+            ("POST", r"/(?:datasets/)?(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", self._lfs_batch),
             ("PUT", r"/storage/(?P<oid>[0-9a-f]{64})", self._lfs_put),
         ):
             match = re.fullmatch(pattern, path)
@@ -155,12 +156,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, body: bytes) -> None:
         asked = json.loads(body)
-        repo = f"{asked['organization'] or 'tester'}/{asked['name']}"
-        url = {"url": f"{self.server.endpoint}/{repo}"}
+        repo, kind = f"{asked['organization'] or 'tester'}/{asked['name']}", asked.get("type", "model")
+        url = {"url": f"{self.server.endpoint}/{'datasets/' if kind == 'dataset' else ''}{repo}"}
         if repo in self.server.repos:
             self._answer(409, {"error": "You already created this model repo", **url})
             return
-        self.server.repos[repo] = {}
+        self.server.repos[repo], self.server.kinds[repo] = {}, kind
         self.server.private[repo] = asked.get("visibility") == "private" or asked.get("private") is True
         self._answer(200, url)
 
@@ -178,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = [
             {
                 "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin")) else "regular",
+                "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin", ".arrow")) else "regular",
                 "shouldIgnore": False,
             }
             for file in json.loads(body)["files"]

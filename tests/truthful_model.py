@@ -1,5 +1,6 @@
 """A model that looks up its answers, and the definition of ranks by sorting, for tests of evaluation."""
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -34,20 +35,37 @@ def in_languages(split: Embeddings, languages: list[str]) -> Embeddings:
     return split
 
 
-def ranks_by_sorting(
+def lists_by_sorting(
     cosine: Tensor, right: Tensor, head: Tensor | None = None, first: int = 0, scale: float = 0.0
-) -> list[int]:
+) -> list[list[bool]]:
     """The definition: sort by cosine, wrong items before right ones; then sort the first ones again by the head's score.
 
-    Further right items do not push the first one down, so the rank of the first right item counts only wrong ones.
+    Of each query, whether the items of its list are right, the best one first.
     """
-    ranks = []
+    lists = []
     head = torch.zeros_like(cosine) if head is None else head
     for row, of_head, hits in zip(cosine.tolist(), head.tolist(), right.tolist(), strict=True):
         order = sorted(range(len(row)), key=lambda item: (-row[item], hits[item]))
         again = sorted(order[:first], key=lambda item: (-(of_head[item] + scale * row[item]), hits[item]))
-        ranks.append([hits[item] for item in [*again, *order[first:]]].index(True) + 1)
-    return ranks
+        lists.append([hits[item] for item in [*again, *order[first:]]])
+    return lists
+
+
+def ranks_by_sorting(*scores: Any) -> list[int]:
+    """Further right items do not push the first one down, so its rank counts only wrong ones."""
+    return [hits.index(True) + 1 for hits in lists_by_sorting(*scores)]
+
+
+def figures_of_lists(lists: list[list[bool]]) -> dict[str, float]:
+    """The figures of ranked lists, item by item: recall, the gains of trec_eval's `ndcg_cut_10`, its reciprocal rank."""
+    ranks = sorted(hits.index(True) + 1 for hits in lists)
+    middle = len(ranks) // 2
+    found = {f"recall@{k}": sum(any(hits[:k]) for hits in lists) / len(lists) for k in (1, 5, 10)}
+    gained = [sum(hit / math.log2(place + 1) for place, hit in enumerate(hits[:10], 1)) for hits in lists]
+    highest = [sum(1 / math.log2(place + 1) for place in range(1, min(10, sum(hits)) + 1)) for hits in lists]
+    found["ndcg@10"] = sum(one / most for one, most in zip(gained, highest, strict=True)) / len(lists)
+    found["mrr@10"] = sum(1 / rank for rank in ranks if rank <= 10) / len(lists)
+    return {**found, "mean_rank": sum(ranks) / len(ranks), "median_rank": (ranks[middle] + ranks[~middle]) / 2}
 
 
 class TruthfulModel:

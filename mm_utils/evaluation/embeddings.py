@@ -8,7 +8,8 @@ The rank of a query is 1 + the number of wrong items that score at least as high
 count against the model. A caption that is equal to one of another image is wrong for that image, and ties with the right one; where
 no captions are equal, a perfect model has a recall@1 of 1.0 in both directions, also with five captions per image.
 
-Shape letters: M images and T captions of the split, Q queries, N items, K candidates, L tokens, E embedding width.
+Shape letters: M images and T captions of the split, Q queries, N items, K candidates, R right items among the first ten,
+L tokens, E embedding width.
 """
 
 import re
@@ -28,6 +29,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 
 LANGUAGES = 10  # languages measured separately; with two directions and three cut-offs they make 60 metrics
 BLOCK = 2048  # queries per block: 2048 x 100,000 similarities are 0.8 GB
+LISTED = 10  # items of a ranked list that nDCG and MRR read
 
 
 @dataclass
@@ -230,15 +232,23 @@ def gather_languages(codes: Sequence[str | None], sizes: list[int], device: torc
 # -- ranking by cosine ------------------------------------------------------------------------------------------------
 
 
-def cosine_ranks(queries: Keyed, items: Keyed) -> Tensor:
-    """Return the rank `[Q]`, from 1, of each query's best right item; the same on all ranks."""
+class Places(NamedTuple):
+    """Where the right items of each query stand in its ranked list, from 1, the same on all ranks."""
 
-    def block_ranks(part: slice) -> tuple[Tensor, ...]:
+    rank_Q: Tensor  # of the best one
+    listed_QR: Tensor  # of all, see `listed_places`
+    right_Q: Tensor  # their number
+
+
+def cosine_places(queries: Keyed, items: Keyed) -> Places:
+    """Return the places of each query's right items."""
+
+    def block_places(part: slice) -> tuple[Tensor, ...]:
         score_QN = queries.embeds[part] @ items.embeds.T
-        return (best_rank(score_QN, queries.key[part, None] == items.key),)
+        right_QN = queries.key[part, None] == items.key
+        return best_rank(score_QN, right_QN), listed_places(score_QN, right_QN), right_QN.sum(1)
 
-    [rank_Q] = _by_block(len(queries.embeds), block_ranks)
-    return rank_Q
+    return Places(*_by_block(len(queries.embeds), block_places))
 
 
 def top_candidates(queries: Keyed, items: Keyed, top_k: int) -> tuple[Tensor, ...]:
@@ -251,6 +261,24 @@ def best_rank(score_QN: Tensor, right_QN: Tensor) -> Tensor:
     """Return the rank `[Q]`, from 1, of the best right item among N scores."""
     best_Q1 = score_QN.masked_fill(~right_QN, -torch.inf).amax(1, keepdim=True)
     return 1 + (~(score_QN < best_Q1) & ~right_QN).sum(1)
+
+
+def listed_places(score_QN: Tensor, right_QN: Tensor) -> Tensor:
+    """Return the places `[Q, R]`, from 1, of the right items among the first ten of N scores, best first, R = min(10, N).
+
+    Wrong items of an equal score stand before a right one, as in `best_rank`. A place above 10 says only that there is no
+    further right item among the first ten.
+    """
+    count = min(LISTED, score_QN.shape[1])
+    right_QR, wrong_QR = (
+        score_QN.masked_fill(mask, -torch.inf).topk(count, 1).values for mask in (~right_QN, right_QN)
+    )
+    number_R, rights_Q1 = torch.arange(count, device=score_QN.device), right_QN.sum(1, keepdim=True)
+    is_wrong_QR = number_R < score_QN.shape[1] - rights_Q1
+    before_QRR = ~(wrong_QR[:, None] < right_QR[..., None]) & is_wrong_QR[:, None]
+    # A right item whose score is NaN sorts first; nothing behind it may stand before it.
+    place_QR = 1 + number_R + before_QRR.sum(2).cummax(1).values
+    return place_QR.where(number_R < rights_Q1, LISTED + 1)
 
 
 def _by_block(queries: int, function: Callable[[slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
-"""Metrics from ranks and embeddings: recalls, intervals, and the health of the embeddings.
+"""Metrics from ranks and embeddings: recalls, nDCG and MRR, intervals, and the health of the embeddings.
 
-Shape letters: M images and T captions of the split, Q queries, B rows of a block, K different images, E embedding width.
+Shape letters: M images and T captions of the split, Q queries, R right items among the first ten, B rows of a block,
+K different images, E embedding width.
 """
 
 import math
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mm_utils.evaluation.embeddings import Embeddings, Keyed, cosine_ranks
+from mm_utils.evaluation.embeddings import LISTED, Embeddings, Keyed, Places, cosine_places
 from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
@@ -20,7 +21,7 @@ _NORMAL_95 = 1.959964  # 97.5 % quantile of the normal distribution
 # -- intervals ----------------------------------------------------------------------------------------------------------
 
 
-def wilson_interval(right: int, total: int) -> tuple[float, float]:
+def wilson_interval(right: float, total: int) -> tuple[float, float]:
     """Return the 95 % interval of a share, also for small counts and shares near 0 or 1.
 
     From Wilson 1927, doi 10.2307/2276774.
@@ -52,36 +53,62 @@ def mean_interval(value_Q: Tensor, image_key_Q: Tensor) -> tuple[float, float]:
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
 
 
-# -- recall -------------------------------------------------------------------------------------------------------------
+# -- recall, nDCG, MRR --------------------------------------------------------------------------------------------------
+
+
+def measures_of_queries(places: Places) -> dict[str, Tensor]:
+    """Return, of each query `[Q]`, recall at 1, 5 and 10, nDCG@10 and MRR@10, from 0 to 1.
+
+    With the places p of a query's right items, of which there are n:
+        MRR@10: 1 / p of the first, 0 if p > 10.
+        nDCG@10: the sum of 1 / log2(1 + p) over all p <= 10, divided by its highest value, that of p = 1, 2 ... min(n, 10).
+    These are trec_eval's `recip_rank` cut at 10 and `ndcg_cut_10` (Järvelin and Kekäläinen, doi 10.1145/582415.582418) with gains
+    of 0 and 1, as mteb has them; but trec_eval orders equal scores by name, and here wrong items come first.
+    """
+    rank_Q, gain_R = places.rank_Q, _gain(torch.arange(1, LISTED + 1, device=places.rank_Q.device))
+    ideal_Q = gain_R.cumsum(0)[places.right_Q.clamp(1, LISTED) - 1]
+    return {
+        **{f"recall@{k}": (rank_Q <= k).double() for k in CUTOFFS},
+        f"ndcg@{LISTED}": _gain(places.listed_QR).sum(1) / ideal_Q,
+        f"mrr@{LISTED}": (rank_Q <= LISTED) / rank_Q.double(),
+    }
+
+
+def _gain(place: Tensor) -> Tensor:
+    return (place <= LISTED) / (1 + place).double().log2()
 
 
 def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) -> dict[str, float]:
-    """Return recalls and ranks, by the towers and, if there are such ranks, after re-ranking.
+    """Return recalls, nDCG, MRR and ranks, by the towers and, if there are such ranks, after re-ranking.
 
     `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints.
     Of single languages, re-ranking is measured from text to image only: a language's captions alone would be other candidates.
     """
     metrics: dict[str, float] = {}
     for direction, ranks in directions.items():
-        metrics |= summarise_ranks(ranks.cosine_Q, f"{direction}_")
+        metrics |= summarise_places(ranks.cosine, f"{direction}_")
     recalls = [metrics[f"{direction}_recall@{k}"] for direction in directions for k in CUTOFFS]
     metrics["mean_recall"] = sum(recalls) / len(recalls)
     metrics["text_to_image_chance@1"] = 1 / len(split.image_ME)
     metrics |= _text_recalls_by_language(split, directions["text_to_image"].cosine_Q, "text_to_image_")
     metrics |= _image_recalls_by_language(split)
-    reranked = {direction: ranks.reranked_Q for direction, ranks in directions.items() if ranks.by_first}
-    for direction, rank_Q in reranked.items():
-        metrics |= summarise_ranks(rank_Q, f"rerank_{direction}_")
+    reranked = {direction: ranks.reranked for direction, ranks in directions.items() if ranks.reranked is not None}
+    for direction, places in reranked.items():
+        metrics |= summarise_places(places, f"rerank_{direction}_")
     if reranked:
-        metrics |= _text_recalls_by_language(split, reranked["text_to_image"], "rerank_text_to_image_")
+        metrics |= _text_recalls_by_language(split, reranked["text_to_image"].rank_Q, "rerank_text_to_image_")
     return metrics
 
 
-def summarise_ranks(rank_Q: Tensor, prefix: str = "") -> dict[str, float]:
-    """Return recall at 1, 5 and 10, mean and median of ranks that start at 1."""
-    rank_Q = rank_Q.double()
-    mean, median = rank_Q.mean().item(), rank_Q.quantile(0.5).item()
-    return {**_recalls(rank_Q, f"{prefix}recall"), f"{prefix}mean_rank": mean, f"{prefix}median_rank": median}
+def summarise_places(places: Places, prefix: str = "") -> dict[str, float]:
+    """Return the means of `measures_of_queries`, and mean and median of the ranks."""
+    found = {f"{prefix}{name}": value_Q.mean().item() for name, value_Q in measures_of_queries(places).items()}
+    rank_Q = places.rank_Q.double()
+    return {
+        **found,
+        f"{prefix}mean_rank": rank_Q.mean().item(),
+        f"{prefix}median_rank": rank_Q.quantile(0.5).item(),
+    }
 
 
 def _recalls(rank_Q: Tensor, name: str) -> dict[str, float]:
@@ -101,8 +128,8 @@ def _image_recalls_by_language(split: Embeddings) -> dict[str, float]:
     for language, is_in_T in split.languages.items():
         texts = Keyed(split.text_TE[is_in_T], split.caption_key_T[is_in_T])
         has_text_M = torch.isin(split.image_key_M, texts.key)
-        rank_Q = cosine_ranks(Keyed(split.image_ME[has_text_M], split.image_key_M[has_text_M]), texts)
-        found |= _recalls(rank_Q, f"image_to_text_recall_{language}")
+        places = cosine_places(Keyed(split.image_ME[has_text_M], split.image_key_M[has_text_M]), texts)
+        found |= _recalls(places.rank_Q, f"image_to_text_recall_{language}")
     return found
 
 

@@ -19,15 +19,19 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.evaluation.embeddings import (
+    LISTED,
     Embeddings,
+    Places,
     Texts,
     best_rank,
-    cosine_ranks,
+    cosine_places,
     image_shares,
+    listed_places,
     size_in_bytes,
     top_candidates,
 )
@@ -62,12 +66,18 @@ class DirectionRanks:
     """Ranks of all queries of one direction, from 1, the same on all ranks."""
 
     image_key_Q: Tensor  # id of the image that each query is, or belongs to
-    cosine_Q: Tensor  # ranks by the two towers alone
+    cosine: Places  # by the two towers alone
     # Ranks after re-ranking the first 1, 2, 4 ... K candidates, by that number; empty without a head.
     by_first: dict[int, Tensor] = field(default_factory=dict)
+    reranked: Places | None = None  # after re-ranking all K candidates; None without a head
     # The K candidates of each query in their new order, and their scores, both `[Q, K]`; None without a head.
     reranked_items: Tensor | None = None
     reranked_scores: Tensor | None = None
+
+    @property
+    def cosine_Q(self) -> Tensor:
+        """Ranks by the two towers alone."""
+        return self.cosine.rank_Q
 
     @property
     def reranked_Q(self) -> Tensor:
@@ -146,7 +156,7 @@ def rank_directions(
     """
     ranks = {}
     for direction, (queries, items) in split.directions.items():
-        ranked = ranks[direction] = DirectionRanks(queries.key, cosine_ranks(queries, items))
+        ranked = ranks[direction] = DirectionRanks(queries.key, cosine_places(queries, items))
         if candidates is None or scores is None or weight_FV is None:
             continue
         found = candidates[direction]
@@ -158,6 +168,11 @@ def rank_directions(
             # Because ties count against it, a right item is among the first k exactly where its rank is at most k.
             rank_Q = best_rank(score_QK[:, :first], right_QK[:, :first])
             ranked.by_first[first] = torch.where(ranked.cosine_Q <= first, rank_Q, ranked.cosine_Q)
+        towers, top_k = ranked.cosine, score_QK.shape[1]
+        among_QR = listed_places(score_QK, right_QK)
+        among_QR = pad(among_QR, (0, towers.listed_QR.shape[1] - among_QR.shape[1]), value=LISTED + 1)
+        listed_QR = torch.where(towers.listed_QR <= top_k, among_QR, towers.listed_QR)
+        ranked.reranked = Places(ranked.reranked_Q, listed_QR, towers.right_Q)
     return ranks
 
 

@@ -6,10 +6,7 @@ If captions are in several languages, recalls of the ten most frequent ones are 
 `text_to_image_recall_de@1` and so on. Text to image, the queries are the captions of that language, among all images. Image to
 text, the items are the captions of that language, and images without one are no queries.
 
-Word order: does a true caption score above the same words in an order that is false? A model that reads captions as bags of
-words is right for half of the images (Winoground, arXiv 2204.03162). Scenes have such a probe for every image
-(`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a model which reads the caption alone is right
-for half of them, too. Ties and NaN count against the model.
+Probes ask whether a true caption scores above a false one: `mm_utils.evaluation.probes.measure`.
 """
 
 import logging
@@ -23,13 +20,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.loading.tokens import encode_captions, pad_captions
-from mm_utils.data.scenes import order_pairs
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
-from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, share_with_interval
+from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics
+from mm_utils.evaluation.probes.altered import altered_captions
+from mm_utils.evaluation.probes.measure import Probes, probe_cosines, tokenize_probes, word_order
 from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (
     FOLDS,
@@ -49,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
 VOICES = ("match", "caption")
-IMAGES = 128  # images whose probes of the word order are encoded at a time
 
 
 @dataclass
@@ -94,13 +89,13 @@ class EvaluationArguments:
 
 
 class RetrievalEvaluator:
-    """Measure recall at 1, 5 and 10, mean and median rank, and the health of the embeddings; all ranks get the same metrics.
+    """Measure recall, nDCG, MRR, mean and median rank, and the health of the embeddings; all ranks get the same metrics.
 
     With `rerank_top_k` and a model with a fusion head, also measure `rerank_*`, after the head has reordered the first K
     candidates of each query.
 
     Args:
-        probes: texts of `word_order_probes`; with them, also measure `order_accuracy` and `rerank_order_accuracy`.
+        probes: of `caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
         fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.rerank_weights`), and write
             them into the model's config, unless the arguments give them.
 
@@ -110,8 +105,8 @@ class RetrievalEvaluator:
         scores: its pair scores; None without a head.
     """
 
-    def __init__(self, args: EvaluationArguments | None = None, probes: Texts | None = None, fits: bool = False):
-        self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes
+    def __init__(self, args: EvaluationArguments | None = None, probes: Probes | None = None, fits: bool = False):
+        self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
         self.fits = fits and self.args.rerank_weights == "fitted"
         self.split: Embeddings | None = None
         self.directions: dict[str, DirectionRanks] = {}
@@ -127,21 +122,17 @@ class RetrievalEvaluator:
         self.split = split = embed_split(model, loader, accelerator, room)
         if split.skipped:
             logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
-        probes = self.probes.to(device) if self.probes is not None else None
         scale = full_tensor(model.logit_scale.detach()).float().exp().item()
-        cosine_M2 = None if probes is None else scale * probe_cosines(model, split, probes, accelerator)
-        others: dict[str, float] = {}
-        if cosine_M2 is not None:
-            others |= share_with_interval("order_accuracy", cosine_M2[:, 0] > cosine_M2[:, 1])
+        probes = self.probes.of(split)
+        cosine_P2, blind_P2 = probe_cosines(model, split, probes, accelerator)
+        others = probes.measure(cosine_P2, blind_P2)
         if not reranks:
             self.directions, self.scores = rank_directions(split), None
             return retrieval_metrics(split, self.directions) | others | embedding_health(split)
-        texts = split.texts if probes is None else Texts.cat([split.texts, probes])
-        candidates = find_candidates(split, self.args.rerank_top_k, len(texts))
-        pairs = [found.pair.flatten() for found in candidates.values()]
-        pair_M2 = probe_pairs(split, len(texts))
-        pairs += [] if probes is None else [pair_M2.flatten()]
-        scores = score_pairs(model, split, texts, torch.cat(pairs), loader, accelerator, list(weights))
+        texts = Texts.cat([split.texts, probes.texts])
+        candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts)), probes.pairs(split)
+        pairs = torch.cat([*(found.pair.flatten() for found in candidates.values()), pair_P2.flatten()])
+        scores = score_pairs(model, split, texts, pairs, loader, accelerator, list(weights))
         if "caption" in weights:
             voice = list(weights).index("caption")
             scores = scores.minus_priors(voice, candidates["text_to_image"].pair, len(texts))
@@ -149,9 +140,8 @@ class RetrievalEvaluator:
         if self.fits:
             weight_FV = self._fit(model, split, candidates, scores, scale, list(weights))
         self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
-        if cosine_M2 is not None:
-            score_M2 = combine(cosine_M2, scores(pair_M2), weight_FV, split.image_key_M)
-            others |= share_with_interval("rerank_order_accuracy", score_M2[:, 0] > score_M2[:, 1])
+        score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.image_key_M[probes.image_P])
+        others |= probes.shares(score_P2, "rerank_{}_accuracy")
         return retrieval_metrics(split, self.directions) | others | embedding_health(split)
 
     def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
@@ -195,40 +185,11 @@ class RetrievalEvaluator:
         return weight_FV
 
 
-# -- word order ---------------------------------------------------------------------------------------------------------
+def word_order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
+    """Return the probes of word order that scenes have, tokenised; of other rows none."""
+    return tokenize_probes(word_order(rows), tokenizer, max_seq_length)
 
 
-def word_order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Texts | None:
-    """Return true and false caption of row r as texts 2r and 2r + 1; None without probes."""
-    if not isinstance(rows.features.get("order_pair"), dict):
-        return None
-    captions = [caption for _, *pair in order_pairs(rows) for caption in pair]
-    ids = encode_captions(tokenizer, captions, ["en"] * len(captions), max_seq_length)
-    return Texts(*pad_captions(ids, tokenizer.pad_token_id))
-
-
-@torch.no_grad()
-def probe_cosines(model: FusionDualEncoderModel, split: Embeddings, probes: Texts, accelerator: Accelerator) -> Tensor:
-    """Return the cosines of each image with its true and its false caption, `[M, 2]`."""
-    images, device = len(split.rows_M), split.rows_M.device
-    shares = [distributed.share(images, part, distributed.world_size()) for part in range(distributed.world_size())]
-    mine, found = shares[distributed.rank()], []
-    for low in range(0, max(map(len, shares)), IMAGES):  # FSDP needs the same number of forwards on every rank
-        place = torch.arange(mine.start + low, mine.start + low + IMAGES, device=device).clamp(max=images - 1)
-        row = split.rows_M[place]
-        both = probes.take(torch.stack([2 * row, 2 * row + 1], 1).flatten())
-        with accelerator.autocast():
-            embeds = model.encode_text(both.input_ids, both.attention_mask)[0].float()
-        cosine = torch.einsum("mpe,me->mp", embeds.unflatten(0, (-1, 2)), split.image_ME[place])
-        found.append(cosine)
-    return distributed.gather(torch.cat(found)[: len(mine)], list(map(len, shares)))
-
-
-def probe_pairs(split: Embeddings, texts: int) -> Tensor:
-    """Return the pair numbers of each image with its true and its false caption, `[M, 2]`.
-
-    Pairs are numbered as `PairScores` needs it, among `texts` texts: first the captions of the split, then the probes.
-    """
-    image = torch.arange(len(split.rows_M), device=split.rows_M.device)
-    true_M = image * texts + len(split.text_TE) + 2 * split.rows_M
-    return torch.stack([true_M, true_M + 1], 1)
+def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
+    """Return the probes of word order and those of altered captions, tokenised."""
+    return tokenize_probes([*word_order(rows), *altered_captions(rows)], tokenizer, max_seq_length)

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
 from mm_utils.data.images import open_image
-from mm_utils.evaluation.metrics import CUTOFFS, mean_interval
+from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.files import write_atomic
@@ -33,21 +33,27 @@ logger = logging.getLogger(__name__)
 
 _GIGA = 1e9
 _QUERIES, _HITS = 6, 5  # of the picture of examples
+_SHORT = {"recall": "R", "ndcg": "nDCG", "mrr": "MRR"}  # names in the table
 
 
 def report_retrieval(
-    accelerator: Accelerator, evaluator: RetrievalEvaluator, flops: FlopCounts, folder: str | None
+    accelerator: Accelerator,
+    evaluator: RetrievalEvaluator,
+    metrics: dict[str, float],
+    flops: FlopCounts,
+    folder: str | None,
 ) -> None:
-    """On the main process, log the recalls of the last evaluation and the cost of re-ranking.
+    """On the main process, log the figures of the last evaluation, of its probes, and the cost of re-ranking.
 
     Args:
+        metrics: what the evaluator returned.
         flops: FLOPs of the same model, from `mm_utils.model.flops.measure_flops`.
         folder: where to write `reranking.json` and `reranking.png`.
     """
     if not accelerator.is_main_process:
         return
     found = {direction: direction_figures(ranks) for direction, ranks in evaluator.directions.items()}
-    logger.info("\n%s", "\n".join(_table(found)))
+    logger.info("\n%s", "\n".join([*_table(found), *_probe_table(metrics)]))
     if evaluator.scores is None:
         return
     costs = scoring_costs(evaluator.scores, flops)
@@ -66,31 +72,36 @@ def report_retrieval(
 
 
 def direction_figures(ranks: DirectionRanks) -> dict[str, Any]:
-    """Return recalls of one direction, with half the width of their intervals over images.
+    """Return recalls, nDCG@10 and MRR@10 of one direction, with half the width of their intervals over images.
 
     Returns:
-        `queries`, their number, and `dual_encoder`, recalls by the towers. After re-ranking also `reranked`, `difference` (of
-        both), and `curve`: recalls after re-ranking the first 1, 2, 4 ... K `candidates`, with their `ceiling`, the share of
-        queries that have a right item among these candidates.
+        `queries`, their number, and `dual_encoder`, the figures of the towers. After re-ranking also `reranked`, `difference`
+        (of both), and `curve`: recalls after re-ranking the first 1, 2, 4 ... K `candidates`, with their `ceiling`, the share
+        of queries that have a right item among these candidates.
     """
 
-    def recall(value_Q: Tensor) -> dict[str, float]:
+    def figure(value_Q: Tensor) -> dict[str, float]:
         value, half_width = mean_interval(value_Q, ranks.image_key_Q)
         return {"value": value, "half_width_95": half_width}
 
-    def recalls(rank_Q: Tensor) -> dict[str, dict[str, float]]:
-        return {f"recall@{k}": recall(rank_Q <= k) for k in CUTOFFS}
+    def figures(values: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+        return {name: figure(value_Q) for name, value_Q in values.items()}
 
-    found: dict[str, Any] = {"queries": len(ranks.cosine_Q), "dual_encoder": recalls(ranks.cosine_Q)}
-    if not ranks.by_first:
+    before = measures_of_queries(ranks.cosine)
+    found: dict[str, Any] = {"queries": len(ranks.cosine_Q), "dual_encoder": figures(before)}
+    if ranks.reranked is None:
         return found
-    before_Q, after_Q = ranks.cosine_Q, ranks.reranked_Q
-    gain = {f"recall@{k}": recall((after_Q <= k).double() - (before_Q <= k).double()) for k in CUTOFFS}
+    after = measures_of_queries(ranks.reranked)
+    gain = figures({name: after[name] - before[name] for name in after})
     curve = [
-        {"candidates": first, "ceiling": recall(before_Q <= first), **recalls(rank_Q)}
+        {
+            "candidates": first,
+            "ceiling": figure(ranks.cosine_Q <= first),
+            **figures({f"recall@{k}": rank_Q <= k for k in CUTOFFS}),
+        }
         for first, rank_Q in ranks.by_first.items()
     ]
-    return {**found, "reranked": recalls(after_Q), "difference": gain, "curve": curve}
+    return {**found, "reranked": figures(after), "difference": gain, "curve": curve}
 
 
 def scoring_costs(scores: PairScores, flops: FlopCounts) -> dict[str, float]:
@@ -180,17 +191,18 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
 
 
 def _table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Format one line per direction and cut-off; the last two columns only after re-ranking."""
+    """Format one line per direction and measure; the last two columns only after re-ranking."""
     lines = [f"{'95 % intervals, over images':<28}{'two towers':<18}"]
     if any("curve" in figures for figures in found.values()):
         lines[0] += f"{'re-ranked':<18}{'difference':<18}"
     for direction, figures in found.items():
-        for k in CUTOFFS:
-            line = f"{direction.replace('_to_', ' → ') + f' R@{k}':<28}"
+        for measure in figures["dual_encoder"]:
+            name, _, cut = measure.partition("@")
+            line = f"{direction.replace('_to_', ' → ') + f' {_SHORT[name]}@{cut}':<28}"
             for column, sign in (("dual_encoder", ""), ("reranked", ""), ("difference", "+")):
                 if column in figures:
-                    recall = figures[column][f"recall@{k}"]
-                    cell = f"{recall['value']:{sign}.3f} ± {recall['half_width_95']:.3f}"
+                    one = figures[column][measure]
+                    cell = f"{one['value']:{sign}.3f} ± {one['half_width_95']:.3f}"
                     line += f"{cell:<18}"
             lines.append(line)
         if "curve" in figures:
@@ -198,3 +210,17 @@ def _table(found: dict[str, dict[str, Any]]) -> list[str]:
             name = f"  ceiling, R@{last['candidates']}"
             lines.append(f"{name:<28}{last['ceiling']['value']:.3f} ± {last['ceiling']['half_width_95']:.3f}")
     return [line.rstrip() for line in lines]
+
+
+def _probe_table(metrics: dict[str, float]) -> list[str]:
+    """Format one line per kind of probe; "alone" is what the captions tell without their image."""
+    kinds = [name.removesuffix("_rows") for name in metrics if name.endswith("_rows")]
+    reranked = any(f"rerank_{kind}_accuracy" in metrics for kind in kinds)
+    title = f"{'true above false caption':<28}{'two towers':<24}" + f"{'re-ranked':<24}" * reranked + "alone  rows"
+    lines = ["", title] if kinds else []
+    for kind in kinds:
+        line = f"{kind.replace('_', ' '):<28}"
+        for name in (f"{kind}_accuracy", f"rerank_{kind}_accuracy")[: 1 + reranked]:
+            line += f"{metrics[name]:.3f} ({metrics[name + '_low']:.3f} to {metrics[name + '_high']:.3f})  "
+        lines.append(f"{line}{metrics[kind + '_blind']:.3f}{metrics[kind + '_rows']:>6,.0f}")
+    return [*lines, "by chance                   0.500"] if kinds else lines

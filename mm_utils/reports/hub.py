@@ -5,14 +5,11 @@ next save, with the newer checkpoint, and at the end of training. Each push is a
 with a time limit, so that a Hub that never answers cannot hold the run.
 """
 
-import json
 import logging
 import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +22,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils.arguments import arg
 from mm_utils.checkpointing.files import checkpoint_folders, checkpoint_path, size_of, step_of
-from mm_utils.text import one_line, printable, redact
+from mm_utils.reports.upload import RETRY_DELAYS, upload_apart, upload_limit
+from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 STAGING = ".hub"  # in the output folder: the repository as the push in progress will leave it
-_MIN_BYTES_PER_SECOND = 1e6  # a slower upload times out
 _START_TIMEOUT = 30.0  # seconds that the start of training may wait for the Hub
 _HIDDEN = ("*.tmp", ".*", "__pycache__")
 # Files that resume a run and are no part of a model.
@@ -48,6 +45,10 @@ class HubArguments:
     push_to_hub: bool = arg(False, "Push the model to the Hugging Face Hub.")
     hub_model_id: str | None = arg(None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.")
     hub_private_repo: bool = arg(False, "Create the repository as private; one that exists keeps its visibility.")
+    license: str | None = arg(
+        None,
+        "Licence of the weights, for the model card: an identifier of the Hub, such as apache-2.0, cc-by-4.0 or other.",
+    )
     hub_strategy: str = arg(
         "end",
         "end: push once, at the end; every_save: the model at every save; checkpoint: and the newest checkpoint as "
@@ -58,15 +59,27 @@ class HubArguments:
     def __post_init__(self) -> None:
         if self.hub_strategy not in STRATEGIES:
             raise ValueError(f"--hub_strategy is {self.hub_strategy!r}; unknown. Choose from {', '.join(STRATEGIES)}.")
-        if self.hub_model_id is None:
-            return
-        try:
-            validate_repo_id(self.hub_model_id)
-        except HFValidationError as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(
-                f"--hub_model_id is {self.hub_model_id!r}; {reason}. Give 'name' or 'namespace/name'."
-            ) from error
+        check_repository("--hub_model_id", self.hub_model_id)
+        check_license(self.license)
+
+
+def check_repository(flag: str, name: str | None) -> None:
+    """Raise ValueError unless the Hub could have a repository of this name."""
+    try:
+        if name is not None:
+            validate_repo_id(name)
+    except HFValidationError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"{flag} is {name!r}; {reason}. Give 'name' or 'namespace/name'.") from error
+
+
+def check_license(name: str | None) -> None:
+    """Raise ValueError unless it looks like an identifier of a licence; the list of them is the Hub's."""
+    if name is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", name):
+        raise ValueError(
+            f"--license is {name!r}; the Hub's identifiers have small letters, digits, dots and hyphens. Give one of "
+            "https://hf.co/docs/hub/repositories-licenses, such as apache-2.0 or cc-by-4.0, or other."
+        )
 
 
 class HubPusher(TrainerCallback):
@@ -80,7 +93,7 @@ class HubPusher(TrainerCallback):
         args: HubArguments,
         output_dir: str | Path,
         timeout: float = 600.0,
-        retry_delays: Sequence[float] = (2.0, 8.0),
+        retry_delays: Sequence[float] = RETRY_DELAYS,
     ) -> None:
         """
         Args:
@@ -90,7 +103,7 @@ class HubPusher(TrainerCallback):
         """
         self.args, self.timeout, self.retry_delays = args, timeout, tuple(retry_delays)
         self.output_dir = Path(output_dir).absolute()
-        self.repo_id = args.hub_model_id or _repo_name(self.output_dir)
+        self.repo_id = args.hub_model_id or repository_name(self.output_dir)
         self._repo_exists = False
         self._staging = self.output_dir / STAGING
         self._worker: threading.Thread | None = None
@@ -149,7 +162,7 @@ class HubPusher(TrainerCallback):
         """Push a checkpoint, or the final model if it is None; return the reason of a failure."""
         try:
             self._stage(checkpoint)
-            error = self._upload(self.timeout + size_of(self._staging) / _MIN_BYTES_PER_SECOND, message)
+            error = self._upload(upload_limit(size_of(self._staging), self.timeout), message)
             if not error:
                 self._settled |= {path.name for path in checkpoint_folders(self._staging)}
                 logger.info("Pushed '%s' to %s", message, self.repo_id)
@@ -190,26 +203,7 @@ class HubPusher(TrainerCallback):
             # A checkpoint is replaced as a whole: files of the previous one do not belong to it.
             replaced = ["last-checkpoint/*"] if (self._staging / "last-checkpoint").is_dir() else None
             work |= {"folder": str(self._staging), "commit_message": message, "delete_patterns": replaced}
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "mm_utils.reports.upload", str(os.getpid())],
-                input=json.dumps(work),
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                env={**os.environ, "PYTHONPATH": path, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-                start_new_session=True,  # Ctrl-C stops the training, which saves first; it must not stop the push
-            )
-            answer = json.loads(done.stdout)
-        except subprocess.TimeoutExpired:
-            return f"not done within {limit:.0f} seconds"
-        except OSError as error:
-            return one_line(error)
-        except ValueError:
-            last = printable(redact(done.stderr.strip().rpartition("\n")[2]))
-            return f"the client ended with status {done.returncode} {last[:200]}".rstrip(". ")
-        self.repo_id, problem = answer["repo_id"], answer["error"]
+        self.repo_id, problem = upload_apart(limit, **work)
         self._repo_exists = self._repo_exists or not problem
         return problem
 
@@ -225,7 +219,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _repo_name(output_dir: Path) -> str:
+def repository_name(output_dir: Path) -> str:
     """Return the folder's name without characters that the Hub refuses."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", output_dir.resolve().name)
     name = re.sub(r"\.git$", "", re.sub(r"--+|\.\.+", "-", name)).strip("-.")

@@ -8,8 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
+from mm_utils.reports.card_results import RETRIEVAL_TAGS
 from mm_utils.text import markdown_table, markdown_text, printable, redact, without_secrets
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
@@ -32,10 +33,15 @@ class CardInfo:
 
     Attributes:
         model: what `from_pretrained` takes: the absolute path of the folder, or the repository on the Hub.
-        table, table_note: titles and rows of the results that a person reads first, and a sentence below them.
+        glance: titles and texts of what a person reads first.
+        table, table_note: titles and rows of the results, and a sentence below them.
         metrics: all metrics by name.
         pipeline_tag: a pipeline that takes the model; None if there is none.
         classifier_inputs: what a classifier reads, as in the model's config; None for a model of retrieval.
+        results: what was measured, for the Hub.
+        license: an identifier of the Hub; None if it is not known.
+        languages: ISO 639 codes of the captions.
+        datasets: the training data on the Hub.
     """
 
     name: str
@@ -57,9 +63,14 @@ class CardInfo:
     has_fusion: bool = True
     dual_encoder: str = ""  # the class in `dual_encoder/`, if there is one
     pipeline_tag: str | None = "feature-extraction"
-    tags: tuple[str, ...] = ("image-text-retrieval", "dual-encoder", "contrastive-learning")
+    tags: tuple[str, ...] = RETRIEVAL_TAGS
     summary: str | None = None
     classifier_inputs: str | None = None
+    glance: list[tuple[str, str]] = field(default_factory=list)
+    results: list[EvalResult] = field(default_factory=list)
+    license: str | None = None
+    languages: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
     base_models: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=library_versions)
 
@@ -67,12 +78,6 @@ class CardInfo:
 def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     """Write ``README.md`` into `output_dir`, with the pictures that are there; return its path."""
     titles, rows = card.table
-    front = {
-        "library_name": "transformers",
-        **({"pipeline_tag": card.pipeline_tag} if card.pipeline_tag else {}),
-        "tags": [*card.tags, "custom_code"],
-        **({"base_model": [printable(base) for base in card.base_models]} if card.base_models else {}),
-    }
     encoders = f"An image encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
     size = f"{card.num_parameters / 1e6:,.1f} million parameters in all"
     fusion = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
@@ -84,9 +89,10 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
     hyperparameters = without_secrets(card.hyperparameters)
     parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"---\n{_front_matter(card).to_yaml()}\n---",
         f"# {_text(card.name)}",
         retrieval if card.summary is None else f"{_text(card.summary)} {encoders}, {size}.",
+        markdown_table(["at a glance", ""], [[title, _text(text)] for title, text in _glance(card)]),
         "## Use",
         _usage(card),
         "## Results",
@@ -111,6 +117,34 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     path = output_dir / "README.md"
     path.write_text(redact("\n\n".join(parts)) + "\n", encoding="utf-8")
     return path
+
+
+def _front_matter(card: CardInfo) -> ModelCardData:
+    def known(values: list[str]) -> list[str] | None:
+        return [" ".join(printable(value).split()) for value in values] or None
+
+    return ModelCardData(
+        license=card.license,
+        language=card.languages or None,
+        library_name="transformers",
+        pipeline_tag=card.pipeline_tag,
+        tags=[*card.tags, "custom_code"],
+        base_model=known(card.base_models),
+        datasets=known(card.datasets),
+        metrics=list(dict.fromkeys(result.metric_type for result in card.results)) or None,
+        model_name=" ".join(printable(card.name).split()) if card.results else None,
+        eval_results=card.results or None,
+    )
+
+
+def _glance(card: CardInfo) -> list[tuple[str, str]]:
+    """Return what a person reads first: data, results, languages, licence."""
+    images = card.dataset_rows.get("train", 0)
+    rows = [
+        ("trained on", f"{card.dataset_name}, {images:,} {'images' if card.classifier_inputs is None else 'rows'}")
+    ]
+    languages = [("languages of the captions", ", ".join(card.languages))] if card.languages else []
+    return [*rows, *languages, *card.glance, ("licence", card.license or "not stated; ask who trained it")]
 
 
 def _usage(card: CardInfo) -> str:

@@ -8,16 +8,18 @@ It imports nothing slow and ends with its parent process.
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from mm_utils.text import one_line
+from mm_utils.text import one_line, printable, redact
 
 # The client's HTTP library is requests, httpx or httpx2, by version. The library's common error is the last base class of the
 # client's own error that is no built-in.
@@ -26,6 +28,42 @@ CLIENT_ERROR: type[Exception] = [
 ][-1]
 # RuntimeError wraps the errors of a parallel upload; LookupError and ValueError are answers that are not the Hub's.
 PUSH_ERRORS: tuple[type[Exception], ...] = (CLIENT_ERROR, OSError, RuntimeError, ValueError, LookupError)
+RETRY_DELAYS = (2.0, 8.0)  # seconds before each retry after a server error or a lost connection
+_TIMEOUT = 600.0  # seconds
+_MIN_BYTES_PER_SECOND = 1e6  # a slower upload times out
+
+
+def upload_limit(size: int, timeout: float = _TIMEOUT) -> float:
+    """Return the seconds that a push of so many bytes may take: `timeout`, and those for its bytes at 1 MB/s."""
+    return timeout + size / _MIN_BYTES_PER_SECOND
+
+
+def upload_apart(limit: float, **work: Any) -> tuple[str, str | None]:
+    """Call `upload` in a process that is killed after `limit` seconds.
+
+    Returns:
+        The repository, with its namespace once it is created, and the reason of a failure as a line, or None.
+    """
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mm_utils.reports.upload", str(os.getpid())],
+            input=json.dumps(work),
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+            start_new_session=True,  # Ctrl-C stops the training, which saves first; it must not stop the push
+        )
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return work["repo_id"], f"not done within {limit:.0f} seconds"
+    except OSError as error:
+        return work["repo_id"], one_line(error)
+    except ValueError:
+        last = printable(redact(done.stderr.strip().rpartition("\n")[2]))
+        return work["repo_id"], f"the client ended with status {done.returncode} {last[:200]}".rstrip(". ")
+    return answer["repo_id"], answer["error"]
 
 
 def upload(
@@ -34,6 +72,7 @@ def upload(
     create: bool,
     retry_delays: Sequence[float] = (),
     folder: str | None = None,
+    repo_type: str = "model",
     **commit: Any,
 ) -> dict[str, Any]:
     """Create the repository and push a folder as one commit, with retries.
@@ -49,9 +88,9 @@ def upload(
         try:
             if create:
                 # None, not False: an organisation whose default is private keeps it.
-                repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
+                repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True, repo_type=repo_type).repo_id
             if folder is not None:
-                api.upload_folder(repo_id=repo_id, folder_path=folder, **commit)
+                api.upload_folder(repo_id=repo_id, folder_path=folder, repo_type=repo_type, **commit)
             return {"repo_id": repo_id, "error": None}
         except PUSH_ERRORS as error:
             if not delays or not _is_transient(error):

@@ -1,30 +1,49 @@
 """Collect what the model card of a run says."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from transformers import AutoConfig
 
+from mm_utils.data.loading.language_codes import iso_languages
+from mm_utils.data.loading.tokens import languages_of
 from mm_utils.data.tasks import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings
-from mm_utils.evaluation.metrics import CUTOFFS
+from mm_utils.evaluation.metrics import CUTOFFS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.reports.card_results import (
+    DIRECTIONS,
+    EvaluatedData,
+    data_names,
+    retrieval_results,
+    update_results,
+)
 from mm_utils.reports.model_card import CardInfo
 from mm_utils.run.commands import SOURCES, own_command
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
 
-DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
+logger = logging.getLogger(__name__)
+
+EMBEDDED = "The embedded scenes"
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
 CLASSIFIER_INPUTS = {
     "fused": "the fusion head's [CLS] on an image and a text",
     "pair": "the embeddings of an image and a text, side by side",
     "image": "the embedding of an image",
     "text": "the embedding of a text",
+}
+CLASSIFIER_TASKS = {  # of the Hub
+    "fused": "visual-question-answering",
+    "pair": "visual-question-answering",
+    "image": "image-classification",
+    "text": "text-classification",
 }
 
 
@@ -41,32 +60,94 @@ def retrieval_card(
     bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
     towers = (model.vision_model.config.model_type, model.text_model.config.model_type)
     vision, text = (base or f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True))
-    rows: list[list[str]] = []
-    for direction, name in DIRECTIONS.items():
-        for prefix, label in MEASURED.items():
-            recalls = [metrics.get(f"{prefix}{direction}_recall@{k}") for k in CUTOFFS]
-            if None not in recalls:
-                rows.append([f"{name}, {label}", *(f"{recall:.3f}" for recall in recalls)])
-        if split is not None:
-            rows.append([f"{name}, by chance", *(f"{chance(split, direction, k):.3f}" for k in CUTOFFS)])
-    images = len(data.splits["validation"])
+    images = len(data.splits["validation"]) if split is None else len(split.image_key_M)
+    name, repository = data_names(run.settings, EMBEDDED)
+    counts = {"images": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
+    codes = {code for rows in data.splits.values() for code in languages_of(rows)}
     return _card(
         run,
         model,
         metrics,
         argv,
-        table=(["recall among the first", *map(str, CUTOFFS)], rows),
-        table_note=f"Measured on the {images:,} images of the validation split and their captions. "
-        f"{describe_weights(model)}".rstrip(),
+        glance=_retrieval_glance(metrics, split, images),
+        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(metrics, split, images)),
+        table_note=f"Measured on the {images:,} images of the validation split and their captions; in brackets 95 % "
+        f"intervals, as of one query an image. {describe_weights(model)}".rstrip(),
+        results=retrieval_results(metrics, EvaluatedData(name, repository, "validation", counts), "eval_"),
+        languages=iso_languages(codes),
+        datasets=[repository] if repository == run.settings.get("dataset_name") else [],
         vision_model=vision,
         text_model=text,
-        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
+        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
         has_fusion=model.fusion is not None and bool(stored_weights(model)),
         dual_encoder=_class_in(run.output_dir / "dual_encoder"),
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
+
+
+def _retrieval_rows(metrics: Mapping[str, float], split: Embeddings | None, images: int) -> list[list[str]]:
+    """Return the recalls of each direction: of the encoders, re-ranked, what the head adds, and by chance."""
+    rows: list[list[str]] = []
+    for direction, name in DIRECTIONS.items():
+        found = {prefix: _recalls(metrics, f"{prefix}{direction}") for prefix in MEASURED}
+        for prefix, recalls in found.items():
+            if recalls:
+                rows.append([f"{name}, {MEASURED[prefix]}", *(_with_interval(recall, images) for recall in recalls)])
+        gains = [after - before for before, after in zip(*found.values(), strict=False)]
+        if gains:
+            rows.append([f"{name}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
+        if split is not None:
+            rows.append([f"{name}, by chance", *(f"{chance(split, direction, k):.3f}" for k in CUTOFFS)])
+    return rows
+
+
+def _recalls(metrics: Mapping[str, float], name: str) -> list[float]:
+    return [metrics[f"{name}_recall@{k}"] for k in CUTOFFS if f"{name}_recall@{k}" in metrics]
+
+
+def _with_interval(recall: float, images: int) -> str:
+    """Format a recall with the interval of one query an image; more captions an image make it no wider."""
+    low, high = wilson_interval(recall * images, images)
+    return f"{recall:.3f} ({low:.2f} to {high:.2f})"
+
+
+def _retrieval_glance(metrics: Mapping[str, float], split: Embeddings | None, images: int) -> list[tuple[str, str]]:
+    """Return in words how often the first item that is found is a right one."""
+    rows = []
+    for direction, title in (
+        ("text_to_image", "finds the image of a text first"),
+        ("image_to_text", "finds a text of an image first"),
+    ):
+        before, after = (metrics.get(f"{prefix}{direction}_recall@1") for prefix in MEASURED)
+        if before is not None:
+            text = f"{_with_interval(before, images)} of the time, among {images:,} images"
+            text += f" (by chance {chance(split, direction, 1):.3f})" if split is not None else ""
+            text += f"; {_with_interval(after, images)} with the fusion head" if after is not None else ""
+            rows.append((title, text))
+    return rows
+
+
+def record_retrieval(
+    accelerator: Accelerator,
+    folder: str,
+    settings: Mapping[str, Any],
+    split_name: str,
+    split: Embeddings | None,
+    metrics: Mapping[str, float],
+) -> None:
+    """On the main process, put the figures of an evaluation into the card of the model's folder, if a run wrote it.
+
+    Args:
+        settings: the arguments that name the data.
+    """
+    if not accelerator.is_main_process or split is None:
+        return
+    counts = {"images": len(split.image_key_M), "captions": len(split.caption_key_T)}
+    data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts)
+    if update_results(Path(folder), retrieval_results(metrics, data)):
+        logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, split_name)
 
 
 def _class_in(folder: Path) -> str:
@@ -97,14 +178,22 @@ def classification_card(
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
-    rows = []
+    name = task.title.rpartition(" is ")[2]
+    rows, results, glance = [], [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
+            data = EvaluatedData(
+                *data_names({"dataset_name": name}, EMBEDDED), split, {"rows": len(task.splits[split])}
+            )
+            for measure in ("accuracy", "macro_f1"):
+                results.append(data.result(CLASSIFIER_TASKS[inputs], measure, metrics[prefix + measure], measure))
             accuracy, low, high, f1, majority = (
                 f"{metrics[prefix + name]:.3f}"
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
             )
             rows.append([split, accuracy, f"{low} to {high}", f1, majority])
+            always = f"always the most frequent class: {majority}"
+            glance.append((f"accuracy, {split}", f"{accuracy} ({low} to {high}); {always}"))
     return _card(
         run,
         model,
@@ -113,7 +202,9 @@ def classification_card(
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
-        dataset_name=task.title.rpartition(" is ")[2],
+        glance=glance,
+        results=results,
+        dataset_name=name,
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=fingerprint,
         base_models=[start] if not Path(start).exists() else [],
@@ -134,6 +225,7 @@ def _card(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         command=own_command(run.name, argv),
         metrics=metrics,
+        license=run.settings.get("license"),
         hyperparameters={name: value for name, value in run.settings.items() if value is not None},
         hardware=device_name(run.accelerator.device),
         precision=run.accelerator.mixed_precision,

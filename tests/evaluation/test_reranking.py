@@ -13,12 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from mm_utils import distributed
 from mm_utils.evaluation import embeddings, reranking
 from mm_utils.evaluation.embeddings import embed_split, image_shares
-from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.evaluation.reranking import PairScores, numbers_of_candidates
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionHead
 from tests.test_distributed import run_on_ranks
-from tests.truthful_model import ACCELERATOR, TruthfulModel, ranks_by_sorting
+from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, lists_by_sorting, ranks_by_sorting
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 FIGURES = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
@@ -59,8 +58,8 @@ def test_every_number_of_candidates_equals_the_definition(
         for first, rank_Q in ranks.by_first.items():
             assert rank_Q.tolist() == ranks_by_sorting(matrix, is_right, head, first, scale)
         assert torch.equal(ranks.by_first[1], ranks.cosine_Q)
-        figures = summarise_ranks(ranks.by_first[last], f"rerank_{direction}_")
-        assert {name: found[name] for name in figures} == figures
+        figures = figures_of_lists(lists_by_sorting(matrix, is_right, head, last, scale))
+        assert {name: found[f"rerank_{direction}_{name}"] for name in figures} == pytest.approx(figures)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Recalls and ranks against sorting, by hand, and against the `evaluate` metric; order accuracy against a loop."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ import mm_utils
 from mm_utils.data import pairs
 from mm_utils.data.scenes import load_scenes
 from mm_utils.evaluation import embeddings
-from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
-from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, summarise_ranks, wilson_interval
+from mm_utils.evaluation.embeddings import Embeddings, Places, Texts, embed_split
+from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, summarise_places, wilson_interval
+from mm_utils.evaluation.probes.measure import Probes
 from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
 from mm_utils.model.processor import train_tokenizer
 from tests.test_distributed import run_on_ranks
-from tests.truthful_model import ACCELERATOR, TruthfulModel, in_languages, ranks_by_sorting, split_of
+from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, in_languages, lists_by_sorting, split_of
 
 DIRECTIONS = ("text_to_image", "image_to_text")
-FIGURES = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
+FIGURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10", "mean_rank", "median_rank")
+RECALLS = tuple(name for name in FIGURES if name not in ("ndcg@10", "mrr@10"))
 NAN = float("nan")
 
 
@@ -42,11 +45,8 @@ def by_definition(split: Embeddings) -> dict[str, float]:
     right = split.caption_key_T[:, None] == split.image_key_M
     found: dict[str, float] = {"text_to_image_chance@1": 1 / len(split.image_ME)}
     for direction, cosine, is_right in (("text_to_image", scores, right), ("image_to_text", scores.T, right.T)):
-        ranks = sorted(ranks_by_sorting(cosine, is_right))
-        middle = len(ranks) // 2
-        found |= {f"{direction}_recall@{k}": sum(rank <= k for rank in ranks) / len(ranks) for k in (1, 5, 10)}
-        found[f"{direction}_mean_rank"] = sum(ranks) / len(ranks)
-        found[f"{direction}_median_rank"] = (ranks[middle] + ranks[~middle]) / 2
+        figures = figures_of_lists(lists_by_sorting(cosine, is_right))
+        found |= {f"{direction}_{name}": value for name, value in figures.items()}
     found["mean_recall"] = sum(value for name, value in found.items() if "_recall@" in name) / 6
     return found
 
@@ -89,15 +89,20 @@ def test_a_perfect_model_scores_one(captions: int) -> None:
     owner = [place for place in range(30) for _ in range(captions)]
     found = metrics_of(split_of(image, image[torch.tensor(owner)], owner))
     for direction in DIRECTIONS:
-        assert [found[f"{direction}_{figure}"] for figure in FIGURES] == [1.0] * 5
+        assert [found[f"{direction}_{figure}"] for figure in FIGURES] == pytest.approx([1.0] * 7)
 
 
 def test_metrics_by_hand() -> None:
     scores = [[0.9, 0.1, 0.2], [0.8, 0.7, 0.6], [0.3, 0.2, 0.1], [0.1, 0.5, 0.4]]
     found = metrics_of(split_with_scores(scores, [0, 1, 2, 2]))
     # Texts find their image at rank 1, 2, 3, 2; images their first text at 1, 1, 2.
-    assert [found[f"text_to_image_{figure}"] for figure in FIGURES] == [0.25, 1, 1, 2, 2]
-    assert [found[f"image_to_text_{figure}"] for figure in FIGURES] == pytest.approx([2 / 3, 1, 1, 4 / 3, 1])
+    assert [found[f"text_to_image_{figure}"] for figure in RECALLS] == [0.25, 1, 1, 2, 2]
+    assert [found[f"image_to_text_{figure}"] for figure in RECALLS] == pytest.approx([2 / 3, 1, 1, 4 / 3, 1])
+    second = 1 / math.log2(3)
+    assert found["text_to_image_mrr@10"] == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 2) / 4)
+    assert found["text_to_image_ndcg@10"] == pytest.approx((1 + second + 1 / 2 + second) / 4)
+    # The third image has two texts, at the places 2 and 4.
+    assert found["image_to_text_ndcg@10"] == pytest.approx((2 + (second + 1 / math.log2(5)) / (1 + second)) / 3)
 
 
 def test_ties_count_against_the_model() -> None:
@@ -122,11 +127,22 @@ def test_both_copies_of_an_image_are_right() -> None:
     assert metrics_of(split)["text_to_image_recall@1"] == 1
 
 
-def test_summary_of_ranks() -> None:
-    found = summarise_ranks(torch.tensor([1, 2, 5, 6, 10, 11]), "x_")
-    assert found == pytest.approx(
-        {"x_recall@1": 1 / 6, "x_recall@5": 0.5, "x_recall@10": 5 / 6, "x_mean_rank": 35 / 6, "x_median_rank": 5.5}
-    )
+def test_a_right_item_of_nan_leaves_no_gain() -> None:
+    """The first query has two right items; that one of them is NaN must not help the other."""
+    split = split_with_scores([[0.9, NAN, 0.1, *[0.5] * 10]], [0])
+    split.image_key_M[1] = split.image_key_M[0]
+    found = metrics_of(split)
+    assert found["text_to_image_ndcg@10"] == found["text_to_image_mrr@10"] == 0
+
+
+def test_summary_of_places() -> None:
+    rank_Q = torch.tensor([1, 2, 5, 6, 10, 11])
+    found = summarise_places(Places(rank_Q, rank_Q[:, None], torch.ones_like(rank_Q)), "x_")
+    assert found == pytest.approx({
+        **{"x_recall@1": 1 / 6, "x_recall@5": 0.5, "x_recall@10": 5 / 6, "x_mean_rank": 35 / 6, "x_median_rank": 5.5},
+        "x_mrr@10": (1 + 1 / 2 + 1 / 5 + 1 / 6 + 1 / 10) / 6,
+        "x_ndcg@10": sum(1 / math.log2(1 + place) for place in (1, 2, 5, 6, 10)) / 6,
+    })  # fmt: skip
 
 
 def test_the_evaluate_metric_agrees() -> None:
@@ -140,7 +156,7 @@ def test_the_evaluate_metric_agrees() -> None:
         rankings = (scores.argsort(1, descending=True), scores.T.argsort(1, descending=True))
         for direction, ranking, right in zip(DIRECTIONS, rankings, (owner[:, None].tolist(), texts), strict=True):
             by_metric = metric.compute(predictions=ranking, references=right)
-            assert by_metric == pytest.approx({figure: found[f"{direction}_{figure}"] for figure in FIGURES})
+            assert by_metric == pytest.approx({figure: found[f"{direction}_{figure}"] for figure in RECALLS})
     found = metric.compute(predictions=[[3, 1, 2], [2, 3, 1], [5]], references=[[1], [1, 3], [9]], k=[1, 2])
     assert found == pytest.approx({"recall@1": 0, "recall@2": 2 / 3, "mean_rank": 2, "median_rank": 2})
 
@@ -241,12 +257,15 @@ def test_impossible_flags_are_refused(flag: str, value: Any) -> None:
 IMAGES = 23
 
 
-def probes_of(model: Any) -> Texts:
+def probes_of(model: Any) -> Probes:
     """Of image i, its first caption as the true one, and the first of the next image as the false one."""
     first = [model.owner.index(image) for image in range(IMAGES)]
     rows = [[1, first[image], image] for image in range(IMAGES)]
     ids = [row for image in range(IMAGES) for row in (rows[image], rows[(image + 1) % IMAGES])]
-    return Texts(torch.tensor(ids), torch.ones(2 * IMAGES, 3, dtype=torch.long))
+    texts = Texts(torch.tensor(ids), torch.ones(2 * IMAGES, 3, dtype=torch.long))
+    # Of every third image, the probe is of another kind.
+    kind_P = (torch.arange(IMAGES) % 3 == 0).long()
+    return Probes(texts, torch.arange(IMAGES), kind_P, ("order", "swap"))
 
 
 def measured(top_k: int = 4, unreadable: tuple[int, ...] = (), with_probes: bool = True) -> dict[str, float]:
@@ -256,28 +275,39 @@ def measured(top_k: int = 4, unreadable: tuple[int, ...] = (), with_probes: bool
 
 
 @pytest.mark.parametrize("unreadable", [(), (0, 7, 8)])
-def test_order_accuracy_equals_a_loop(unreadable: tuple[int, ...]) -> None:
+def test_accuracy_of_probes_equals_a_loop(unreadable: tuple[int, ...]) -> None:
     found = measured(unreadable=unreadable)
     model = TruthfulModel.with_noise(4, IMAGES)
     cosine = model.logit_scale.exp() * model.image @ model.text.T
-    for prefix, scores in (("", cosine), ("rerank_", cosine + model.logits)):
-        right = []
-        for image in range(IMAGES):
-            true, false = model.owner.index(image), model.owner.index((image + 1) % IMAGES)
-            if image not in unreadable:
-                right.append(bool(scores[image, true] > scores[image, false]))
-        assert found[f"{prefix}order_accuracy"] == pytest.approx(sum(right) / len(right))
-        low, high = wilson_interval(sum(right), len(right))
-        assert (found[f"{prefix}order_accuracy_low"], found[f"{prefix}order_accuracy_high"]) == (low, high)
+    readable = [image for image in range(IMAGES) if image not in unreadable]
+    blind = (model.image[readable].mean(0) @ model.text.T).expand(IMAGES, -1)
+    for name, scores in (
+        ("{}_accuracy", cosine),
+        ("rerank_{}_accuracy", cosine + model.logits),
+        ("{}_blind", blind),
+    ):
+        for kind in ("order", "swap"):
+            right = []
+            for image in readable:
+                true, false = model.owner.index(image), model.owner.index((image + 1) % IMAGES)
+                if (kind == "swap") == (image % 3 == 0):
+                    right.append(bool(scores[image, true] > scores[image, false]))
+            key = name.format(kind)
+            assert found[key] == pytest.approx(sum(right) / len(right))
+            assert found[f"{kind}_rows"] == len(right)
+            if "accuracy" in key:
+                assert (found[f"{key}_low"], found[f"{key}_high"]) == wilson_interval(sum(right), len(right))
 
 
 def test_probes_change_no_other_metric() -> None:
-    assert {name: value for name, value in measured().items() if "order" not in name} == measured(with_probes=False)
+    others = {name: value for name, value in measured().items() if not {"order", "swap"} & set(name.split("_"))}
+    assert others == measured(with_probes=False)
 
 
 def test_without_a_head_the_towers_alone_are_measured() -> None:
     names = {name for name in measured(top_k=0) if "order" in name}
-    assert names == {"order_accuracy", "order_accuracy_low", "order_accuracy_high"}
+    ends = ("accuracy", "accuracy_low", "accuracy_high", "blind", "rows")
+    assert names == {f"order_{end}" for end in ends}
 
 
 def test_ties_and_nan_count_against_the_model() -> None:
@@ -302,11 +332,13 @@ def test_scenes_have_probes(tmp_path: Any) -> None:
     rows = load_scenes(num_train=1, num_eval=6, cache_dir=tmp_path)["validation"]
     tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
     probes = word_order_probes(rows, tokenizer, 64)
-    assert probes is not None
-    ids = [row[mask.bool()].tolist() for row, mask in zip(probes.input_ids, probes.attention_mask, strict=True)]
+    texts = probes.texts
+    ids = [row[mask.bool()].tolist() for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)]
     assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
-    assert word_order_probes(rows.remove_columns("order_pair"), tokenizer, 64) is None
-    assert word_order_probes(datasets.Dataset.from_dict({"order_pair": ["something else"]}), tokenizer, 64) is None
+    for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
+        assert len(word_order_probes(others, tokenizer, 64).row_P) == 0
+    # Captions cut to their common beginning are no probe.
+    assert len(word_order_probes(rows, tokenizer, 3).row_P) == 0
 
 
 def test_loading_for_training_keeps_the_probes(monkeypatch: Any, tmp_path: Any) -> None:

@@ -2,8 +2,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
+from mm_utils.reports.card_results import EvaluatedData, retrieval_results, update_results
 from mm_utils.reports.model_card import CardInfo, write_model_card
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
@@ -29,6 +31,11 @@ def card(**changes: object) -> CardInfo:
         "dual_encoder": "VisionTextDualEncoderModel",
     }
     return CardInfo(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def front_matter(path: Path) -> dict[str, object]:
+    found: dict[str, object] = yaml.safe_load(path.read_text(encoding="utf-8").split("---\n")[1])
+    return found
 
 
 def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> None:
@@ -58,6 +65,69 @@ def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> 
     assert ".png" not in text
 
 
+DATA = EvaluatedData("photos/captions.jsonl", "local-photos", "validation", {"images": 164, "captions": 166})
+FIGURES = {"text_to_image_recall@1": 0.43217, "image_to_text_ndcg@10": 0.5, "rerank_image_to_text_mrr@10": 0.75}
+
+
+def test_the_hub_reads_what_the_model_is_and_what_was_measured(tmp_path: Path) -> None:
+    results = retrieval_results({f"eval_{name}": value for name, value in FIGURES.items()}, DATA, "eval_")
+    changes = {"license": "cc-by-4.0", "languages": ["de", "en"], "datasets": ["me/pairs"], "base_models": ["me/base"]}
+    path = write_model_card(tmp_path, card(results=results, glance=[("finds it", "0.4 of the time")], **changes))
+    data = ModelCard.load(path).data
+    assert (data.license, data.language, data.datasets) == ("cc-by-4.0", ["de", "en"], ["me/pairs"])
+    assert data.base_model == ["me/base"]
+    assert data.metrics == ["recall@1", "ndcg@10", "mrr@10"]
+    assert data.model_name == "tiny-retriever"
+    assert data.eval_results == results
+    first = results[0]
+    assert (first.task_type, first.metric_type, first.metric_value) == ("image-text-retrieval", "recall@1", 0.4322)
+    assert (first.dataset_name, first.dataset_split) == ("photos/captions.jsonl", "validation")
+    assert first.dataset_args == {"images": 164, "captions": 166}
+    assert "re-ranked" in results[-1].metric_name
+    text = path.read_text(encoding="utf-8")
+    glance = text.partition("## Use")[0]
+    for part in (
+        "| trained on | me/pairs, 29,000 images |",
+        "| finds it | 0.4 of the time |",
+        "| licence | cc-by-4.0 |",
+    ):
+        assert part in glance
+
+
+def test_figures_of_another_split_join_those_that_are_there(tmp_path: Path) -> None:
+    write_model_card(tmp_path, card(results=retrieval_results(FIGURES, DATA)))
+    before = (tmp_path / "README.md").read_text(encoding="utf-8").split("---\n", 2)[2]
+    test = retrieval_results({name: value / 2 for name, value in FIGURES.items()}, DATA._replace(split="test"))
+    assert update_results(tmp_path, test)
+    again = retrieval_results({name: value / 4 for name, value in FIGURES.items()}, DATA._replace(split="test"))
+    assert update_results(tmp_path, again)
+    assert update_results(
+        tmp_path, retrieval_results(FIGURES, DATA._replace(name="others", repository="me/others", split="test"))
+    )
+    loaded = ModelCard.load(tmp_path / "README.md")
+    found = {
+        (each.dataset_name, each.dataset_split, each.metric_name): each.metric_value
+        for each in loaded.data.eval_results
+    }
+    assert len(found) == len(loaded.data.eval_results) == 9
+    recall = "recall@1, text to image, the two encoders"
+    assert found[DATA.name, "validation", recall] == 0.4322
+    assert found[DATA.name, "test", recall] == 0.108
+    assert found["others", "test", recall] == 0.4322
+    assert (tmp_path / "README.md").read_text(encoding="utf-8").split("---\n", 2)[2] == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "# Notes\n", "---\ntags: [clip]\n---\n# CLIP\n", "---\ntags: [\n---\n", "---\nmodel-index: 3\n---\n"],
+)
+def test_the_card_of_somebody_else_is_left_alone(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "README.md").write_text(content)
+    assert not update_results(tmp_path, retrieval_results(FIGURES, DATA))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ([] if content is None else [content])
+
+
 def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "training.png").touch()
     changes = {
@@ -69,6 +139,8 @@ def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
     path = write_model_card(tmp_path, card(**changes))
     text = path.read_text(encoding="utf-8")
     assert "VisionTextDualEncoderModel" not in text
+    assert "| licence | not stated" in text
+    assert not {"license", "language", "datasets", "model-index", "metrics", "model_name"} & set(front_matter(path))
     assert "fusion" not in text
     assert "match_pairs" not in text
     assert ModelCard.load(path).data.pipeline_tag is None
@@ -88,10 +160,12 @@ def test_card_survives_any_text(tmp_path: Path) -> None:
             command=f"run {hostile}",
             hyperparameters=hyperparameters,
             model=hostile,
+            results=retrieval_results(FIGURES, EvaluatedData(hostile, hostile, "test", {})),
         ),
     )
     text = path.read_text(encoding="utf-8")
     assert ModelCard.load(path).data.library_name == "transformers"
+    assert ModelCard.load(path).data.eval_results[0].dataset_name == " ".join(hostile.split())
     title = next(line for line in text.splitlines() if line.startswith("# "))
     assert title.startswith(r"# a \| b --- \# &lt;script&gt; \[x\](y) \`code\`")
     row = next(line for line in text.splitlines() if line.startswith("| `caption`"))
@@ -110,6 +184,7 @@ def test_card_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         dataset_name=f"https://me:Plain4@example.org/{TOKEN}/0123456789abcdef",
         hyperparameters={"hub_token": "words with Plain5", "note": TOKEN, "tokenizer_name": "bert", "seed": 7},
         model=f"me/{TOKEN}",
+        results=retrieval_results(FIGURES, EvaluatedData(TOKEN, TOKEN, "test", {})),
     )
     text = write_model_card(tmp_path, planted).read_text(encoding="utf-8")
     assert "Plain" not in text

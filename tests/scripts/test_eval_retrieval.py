@@ -1,9 +1,11 @@
 """The evaluation script on a run of a few steps: the files it leaves, and what it says to bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from scripts import eval_retrieval, pretrain
 from tests.data.sources.reading import write_tar
@@ -27,6 +29,31 @@ def test_figures_curve_and_picture_are_left(flags: list[str], tmp_path: Path) ->
     assert report["text_to_image"]["reranked"]["recall@1"]["value"] == found["rerank_text_to_image_recall@1"]
     assert report["costs"]["gflop_per_pair"] > 0
     assert (tmp_path / "out/reranking.png").stat().st_size > 10_000
+
+
+def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path) -> None:
+    path, foreign = Path(flags[1], "README.md"), tmp_path / "model"
+    shutil.copytree(flags[1], foreign)
+    (foreign / "README.md").write_text("# A card of somebody else\n")
+    before = ModelCard.load(path)
+    found = eval_retrieval.main([*flags, "--max_eval_samples", "5"])
+    card = ModelCard.load(path)
+    assert card.text == before.text
+    assert card.data.license == before.data.license
+    [new] = [each for each in card.data.eval_results if each.metric_name == "ndcg@10, text to image, the two encoders"]
+    assert new.metric_value == round(found["text_to_image_ndcg@10"], 4)
+    assert (new.dataset_split, new.dataset_args["images"]) == ("validation", 5)
+    assert len(card.data.eval_results) == 20, "10 figures of the two encoders, and 10 after re-ranking"
+    eval_retrieval.main(["--model_name_or_path", str(foreign), *flags[2:]])
+    assert (foreign / "README.md").read_text() == "# A card of somebody else\n"
+
+
+def test_captions_are_altered(flags: list[str]) -> None:
+    """The captions name one colour and one shape."""
+    found = eval_retrieval.main(flags)
+    assert {name for name in found if name.endswith("_rows")} == {"replace_attribute_rows", "replace_noun_rows"}
+    assert found["replace_attribute_rows"] == found["replace_noun_rows"] == 8
+    assert 0 <= found["rerank_replace_attribute_accuracy"] <= 1
 
 
 def test_memory_and_the_batch_size_change_nothing(flags: list[str]) -> None:

@@ -47,6 +47,12 @@ def own_codes(tokenizer: PreTrainedTokenizerBase, languages: Iterable[str]) -> d
     return {language: token for language, token in found.items() if token is not None}
 
 
+def iso_languages(codes: Iterable[str]) -> list[str]:
+    """Return the ISO 639 codes of languages, the shortest of each, sorted; codes of no language are left out."""
+    places = (_place(code) for code in set(codes) - {""})
+    return sorted({place[0] for place in places if place is not None})
+
+
 def language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the tokenizer's language tokens, each with the code inside: `{"__de__": "de"}`.
 

@@ -43,7 +43,7 @@ def tokenize_captions(
     Raises:
         ValueError: if a row has languages, and not as many as captions, or if `negatives` are no lists of texts.
     """
-    codes = own_codes(tokenizer, _languages(rows))
+    codes = own_codes(tokenizer, languages_of(rows))
     columns = [name for name in ("id", "captions", "languages", "negatives") if name in rows.column_names]
     compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
     content: tuple = (fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items()))
@@ -147,6 +147,15 @@ def global_order(
     return GlobalOrder(len(rows), sizes, seed, arrangement, similar_captions_per_batch)
 
 
+def languages_of(rows: datasets.Dataset) -> set[str]:
+    """Return the language codes of the captions; "" stands for an unknown one."""
+    found: set[str | None] = set()
+    if "languages" in rows.column_names:
+        for batch in arrow_batches(rows, ["languages"], _BATCH):
+            found.update(pc.unique(pc.list_flatten(batch["languages"])).to_pylist())
+    return {language for language in found if language is not None}
+
+
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
     """Return everything that decides the tokens of a text."""
     if not tokenizer.is_fast:
@@ -164,14 +173,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.is_fast:
         content = [name, content[-1]]
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
-
-
-def _languages(rows: datasets.Dataset) -> set[str]:
-    found: set[str | None] = set()
-    if "languages" in rows.column_names:
-        for batch in arrow_batches(rows, ["languages"], _BATCH):
-            found.update(pc.unique(pc.list_flatten(batch["languages"])).to_pylist())
-    return {language for language in found if language is not None}
 
 
 def _tokenize(

@@ -1,0 +1,272 @@
+"""Alter true captions by a few words, so that they become false: probes of attributes, of objects and of places.
+
+The kinds are those of SugarCrepe (arXiv 2306.14610) and ARO (arXiv 2210.01936), by rules instead of a language model:
+
+    swap_attributes    a red ball and a blue cube  >  a blue ball and a red cube
+    swap_nouns         a dog on a chair            >  a chair on a dog
+    replace_attribute  a red ball                  >  a green ball
+    replace_noun       a red ball                  >  a red house
+    replace_spatial    a ball above a cube         >  a ball below a cube
+
+Nothing tags the words. A noun is a word behind an article, a number or a known attribute, in front of a punctuation mark, a
+known preposition or a word like it (`mm_utils.evaluation.probes.words`); capitalised words are names and stay. This leaves out
+most nouns and takes few words that are none. What replaces a word comes from the captions of the split: an attribute of the
+same list, a noun of the same number, each as often as it occurs there, and none that another caption of the image has.
+
+An altered caption may by chance be true, and it may read oddly; so a model that reads the caption alone is not right for
+exactly half of them. What that gives is measured, too: see `mm_utils.evaluation.probes.measure`. Captions in another language
+than English have no probes.
+"""
+
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import datasets
+
+from mm_utils.evaluation.probes.words import (
+    ASYMMETRIC,
+    ATTRIBUTES,
+    CLOSERS,
+    DETERMINERS,
+    NO_NOUNS,
+    PLURALS,
+    SPATIAL,
+)
+
+MOST_IMAGES = 5_000  # whose captions are read
+MOST_PROBES = 1_000  # of a kind: the interval is then at most 3 points to each side
+_TOKEN = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
+_SENSES = {
+    word: (name, number)
+    for name, words in ATTRIBUTES.items()
+    for number, sense in enumerate(words.split("|"))
+    for word in sense.split()
+}
+_OPPOSITES = {word: other for pair in SPATIAL for word, other in (pair, pair[::-1])}
+_PLACE = re.compile(rf"\b(?:{'|'.join(sorted(_OPPOSITES, key=len, reverse=True))})\b")
+
+
+class Probe(NamedTuple):
+    """A true caption and a false one."""
+
+    kind: str
+    row: int  # of the image in the data set
+    true: str
+    false: str
+    language: str = ""  # "" where unknown
+
+
+class Group(NamedTuple):
+    """A noun with its attributes, as indices of tokens."""
+
+    noun: int
+    attributes: dict[str, int]  # by the name of their list
+
+
+@dataclass
+class Caption:
+    """A caption as tokens, those of a first word in lower case."""
+
+    text: str
+    found: list[re.Match[str]] = field(init=False)
+    tokens: list[str] = field(init=False)
+    groups: list[Group] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = list(_TOKEN.finditer(self.text))
+        self.tokens = [match[0] for match in self.found]
+        if self.tokens and self.tokens[0].istitle():
+            self.tokens[0] = self.tokens[0].lower()
+        self.groups = list(self._find_groups())
+
+    def _find_groups(self) -> Iterator[Group]:
+        for place, word in enumerate(self.tokens):
+            is_name = word in _SENSES or word in NO_NOUNS or not (word.isalpha() and word.islower() and len(word) > 2)
+            if is_name or not self._ends(place + 1):
+                continue
+            attributes, before = {}, place - 1
+            while before >= 0 and (sense := _SENSES.get(self.tokens[before])):
+                attributes[sense[0]] = before
+                before -= 1
+            if attributes or (before >= 0 and self.tokens[before].lower() in DETERMINERS):
+                yield Group(place, attributes)
+
+    def _ends(self, place: int) -> bool:
+        """Return whether a noun may end in front of this token."""
+        word = self.tokens[place] if place < len(self.tokens) else "."
+        return not word[0].isalnum() or word in CLOSERS or (len(word) > 4 and word.endswith("ing"))
+
+    def with_words(self, changes: dict[int, str]) -> str:
+        """Return the text with other words at some places; a and an follow, and a capital at the beginning stays."""
+        parts, end = [], 0
+        for place, match in enumerate(self.found):
+            word, following = changes.get(place, match[0]), changes.get(place + 1)
+            if following and match[0].lower() in ("a", "an") and _vowel(following) != _vowel(self.tokens[place + 1]):
+                word = "an" if _vowel(following) else "a"
+            if match[0][0].isupper() and not word[0].isupper():
+                word = word[0].upper() + word[1:]
+            parts += [self.text[end : match.start()], word]
+            end = match.end()
+        return "".join([*parts, self.text[end:]])
+
+
+class Vocabulary:
+    """How often the attributes of each list, and nouns in the singular and in the plural, occur in some captions."""
+
+    def __init__(self, captions: Iterable[Caption]):
+        self.attributes: dict[str, Counter[str]] = defaultdict(Counter)
+        self.nouns: dict[bool, Counter[str]] = defaultdict(Counter)
+        for caption in captions:
+            for group in caption.groups:
+                for name, place in group.attributes.items():
+                    self.attributes[name][caption.tokens[place]] += 1
+                noun = caption.tokens[group.noun]
+                self.nouns[_is_plural(noun)][noun] += 1
+
+
+class Drawing(NamedTuple):
+    """What an alteration may draw from."""
+
+    random: random.Random
+    vocabulary: Vocabulary
+    others: frozenset[str]  # words of the image's captions, which replace none
+
+
+# -- the kinds of alterations; each returns None where the caption has nothing to alter ------------------------------------
+
+
+def swap_attributes(caption: Caption, drawing: Drawing) -> str | None:
+    """Swap two attributes of one list that belong to different nouns."""
+    tokens = caption.tokens
+    pairs = [(one.attributes[name], other.attributes[name]) for one, other, name in _contrasts(caption)]
+    if not pairs:
+        return None
+    one, other = drawing.random.choice(pairs)
+    return caption.with_words({one: tokens[other], other: tokens[one]})
+
+
+def swap_nouns(caption: Caption, drawing: Drawing) -> str | None:
+    """Swap two nouns of one number whose attributes differ, or which an asymmetric word joins."""
+    tokens = caption.tokens
+    pairs = {(one.noun, other.noun) for one, other, _ in _contrasts(caption)}
+    for one, other in pairwise(caption.groups):
+        between = tokens[one.noun + 1 : other.noun]
+        if not ASYMMETRIC.isdisjoint(between) and {"and", "or", ",", ".", ";", ":"}.isdisjoint(between):
+            pairs.add((one.noun, other.noun))
+    of_one_number = sorted(
+        (one, other)
+        for one, other in pairs
+        if tokens[one] != tokens[other] and _is_plural(tokens[one]) == _is_plural(tokens[other])
+    )
+    if not of_one_number:
+        return None
+    first, second = drawing.random.choice(of_one_number)
+    return caption.with_words({first: tokens[second], second: tokens[first]})
+
+
+def replace_attribute(caption: Caption, drawing: Drawing) -> str | None:
+    """Replace an attribute of a noun by another one of its list."""
+    places = [(name, place) for group in caption.groups for name, place in group.attributes.items()]
+    if not places:
+        return None
+    name, place = drawing.random.choice(places)
+    sense = _SENSES[caption.tokens[place]]
+    word = _draw(drawing, drawing.vocabulary.attributes[name], lambda word: _SENSES[word] != sense)
+    return caption.with_words({place: word}) if word else None
+
+
+def replace_noun(caption: Caption, drawing: Drawing) -> str | None:
+    """Replace a noun by another one of the same number."""
+    if not caption.groups:
+        return None
+    place = drawing.random.choice(caption.groups).noun
+    stems = {word.removesuffix("s") for word in drawing.others}
+    known = drawing.vocabulary.nouns[_is_plural(caption.tokens[place])]
+    word = _draw(drawing, known, lambda word: word.removesuffix("s") not in stems)
+    return caption.with_words({place: word}) if word else None
+
+
+def replace_spatial(caption: Caption, drawing: Drawing) -> str | None:
+    """Replace a spatial word by its opposite."""
+    found = list(_PLACE.finditer(caption.text))
+    if not found:
+        return None
+    match = drawing.random.choice(found)
+    return caption.text[: match.start()] + _OPPOSITES[match[0]] + caption.text[match.end() :]
+
+
+KINDS: dict[str, Callable[[Caption, Drawing], str | None]] = {
+    each.__name__: each for each in (swap_attributes, swap_nouns, replace_attribute, replace_noun, replace_spatial)
+}
+
+
+def _contrasts(caption: Caption) -> Iterator[tuple[Group, Group, str]]:
+    """Yield two groups with different nouns, and the name of a list of which they have different attributes."""
+    tokens = caption.tokens
+    for one, other in combinations(caption.groups, 2):
+        for name, place in one.attributes.items():
+            same = name in other.attributes and _SENSES[tokens[place]] == _SENSES[tokens[other.attributes[name]]]
+            if name in other.attributes and not same and tokens[one.noun] != tokens[other.noun]:
+                yield one, other, name
+
+
+def _draw(drawing: Drawing, counts: Counter[str], may: Callable[[str], bool]) -> str | None:
+    words = [word for word in counts if word not in drawing.others and may(word)]
+    return drawing.random.choices(words, [counts[word] for word in words])[0] if words else None
+
+
+def _is_plural(noun: str) -> bool:
+    return noun in PLURALS or (noun.endswith("s") and not noun.endswith(("ss", "us", "is")))
+
+
+def _vowel(word: str) -> bool:
+    return word[0] in "aeiou"
+
+
+# -- of a split -----------------------------------------------------------------------------------------------------------
+
+
+def altered_captions(rows: datasets.Dataset) -> list[Probe]:
+    """Return at most one probe of each kind for an image: the first English caption that can be altered so.
+
+    Of more than `MOST_IMAGES` rows, and of more than `MOST_PROBES` probes of a kind, that many are taken, evenly spread. The
+    result follows from the rows alone.
+    """
+    wanted = _spread(range(len(rows)), MOST_IMAGES)
+    columns = [name for name in ("captions", "languages") if name in rows.column_names]
+    read = {
+        row: _english(values) for row, values in zip(wanted, rows.select_columns(columns).select(wanted), strict=True)
+    }
+    vocabulary = Vocabulary(caption for captions in read.values() for caption, _ in captions)
+    found: dict[str, list[Probe]] = {kind: [] for kind in KINDS}
+    for row, captions in read.items():
+        others = frozenset(token for caption, _ in captions for token in caption.tokens)
+        texts = {caption.text for caption, _ in captions}
+        for kind, alter in KINDS.items():
+            for caption, language in captions:
+                false = alter(caption, Drawing(random.Random(f"{kind} {caption.text}"), vocabulary, others))
+                if false is not None and false not in texts:
+                    found[kind].append(Probe(kind, row, caption.text, false, language))
+                    break
+    return [probe for probes in found.values() for probe in _spread(probes, MOST_PROBES)]
+
+
+def _english(row: dict[str, list[str]]) -> list[tuple[Caption, str]]:
+    """Return the captions of a row that are in English or do not say in what, each with its language."""
+    languages = row.get("languages") or [""] * len(row["captions"])
+    pairs = zip(row["captions"], (language or "" for language in languages), strict=True)
+    return [
+        (Caption(text), language)
+        for text, language in pairs
+        if re.split("[-_]", language.lower())[0] in ("en", "eng", "")
+    ]
+
+
+def _spread(values: Sequence, most: int) -> Sequence:
+    """Return at most `most` values, evenly spread."""
+    return values if len(values) <= most else [values[len(values) * place // most] for place in range(most)]

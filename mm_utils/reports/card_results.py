@@ -1,0 +1,105 @@
+"""Evaluation results in the front matter of a model card, its `model-index`, from which the Hub makes a table."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import EvalResult, ModelCard
+from yaml import YAMLError
+
+from mm_utils.files import write_atomic
+from mm_utils.text import one_line, printable, redact
+
+logger = logging.getLogger(__name__)
+
+RETRIEVAL_TAGS = ("image-text-retrieval", "dual-encoder", "contrastive-learning")
+DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
+STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
+MEASURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10")
+
+
+class EvaluatedData(NamedTuple):
+    """What a model was measured on.
+
+    Attributes:
+        name: for people.
+        repository: the data set of the Hub, or a word of its own where it is none: by it the Hub tells data sets apart.
+        split: train, validation or test.
+        counts: what was measured, by name, such as the number of images.
+    """
+
+    name: str
+    repository: str
+    split: str
+    counts: Mapping[str, int]
+
+    def result(self, task: str, measure: str, value: float, title: str) -> EvalResult:
+        """Return a figure, under a title."""
+        name, repository = (" ".join(printable(redact(text)).split()) for text in (self.name, self.repository))
+        return EvalResult(
+            task_type=task,
+            dataset_type=repository,
+            dataset_name=name,
+            dataset_split=self.split,
+            dataset_args=dict(self.counts),
+            metric_type=measure,
+            metric_value=round(value, 4),
+            metric_name=title,
+        )
+
+
+def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
+    """Return name and repository of the data that arguments name, `embedded` where they name none.
+
+    A path is shortened to its last two parts.
+    """
+    flags = ("dataset_name", "train_file", "dataset_dir", "validation_file", "test_file")
+    given = next((settings[flag] for flag in flags if settings.get(flag)), None)
+    if given is None:
+        return embedded, f"embedded-{_slug(embedded)}"
+    if given == settings.get("dataset_name") and not Path(given).exists():
+        return given, given
+    name = "/".join(Path(given).parts[-2:])
+    return name, f"local-{_slug(name)}"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-").lower()
+
+
+def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix: str = "") -> list[EvalResult]:
+    """Return recall, nDCG and MRR of both directions, before and after re-ranking, whose names begin with `prefix`."""
+    return [
+        data.result(
+            "image-text-retrieval", measure, metrics[name], f"{measure}, {DIRECTIONS[direction]}, {STAGES[stage]}"
+        )
+        for direction in DIRECTIONS
+        for stage in STAGES
+        for measure in MEASURES
+        if (name := f"{prefix}{stage}{direction}_{measure}") in metrics
+    ]
+
+
+def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
+    """Put results into the card of a trained model, in place of those on the same data; return whether that was done.
+
+    A folder without a card, or with one that no run of this project wrote, stays as it is.
+    """
+    path = folder / "README.md"
+    try:
+        if not path.is_file():
+            return False
+        card = ModelCard.load(path)
+        if not set(RETRIEVAL_TAGS) <= set(card.data.tags or ()):
+            return False
+        measured = {result.unique_identifier for result in results}
+        others = [each for each in card.data.eval_results or [] if each.unique_identifier not in measured]
+        card.data.model_name = card.data.model_name or folder.resolve().name
+        card.data.eval_results = [*others, *results]
+        write_atomic(path, str(card))
+    except (OSError, ValueError, YAMLError) as error:
+        logger.warning("The card %s was left as it is: %s", path, one_line(error))
+        return False
+    return True

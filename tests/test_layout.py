@@ -15,7 +15,7 @@ FLOORS = [
     {"checkpointing"},
     {"reports"},
     {"evaluation", "search"},
-    {"mining", "training"},
+    {"export", "mining", "training"},
     {"run"},
 ]
 """A module imports from its own folder and from lower floors; folders of one floor do not import each other."""

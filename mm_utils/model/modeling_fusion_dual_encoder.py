@@ -219,7 +219,7 @@ def _take_images(vision_model: PreTrainedModel) -> None:
         if given[0].dim() == 3:
             return given
         patches = given[0].unflatten(3, (-1, side)).unflatten(2, (-1, side))  # B, 3, h, p, w, p
-        grid = torch.tensor([patches.shape[2:5:2]]).expand(len(patches), -1)
+        grid = torch.tensor([patches.shape[2:5:2]]).expand(patches.shape[0], -1)
         return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2), grid
 
     def add_missing(tower: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -317,9 +317,11 @@ def _pad_unmasked(
     """Pad texts `[B, L]` to `length` tokens; return them and each given token's column `[B, L]`."""
     missing = (0, max(0, length - input_ids.shape[1]))
     is_token = F.pad(attention_mask.bool(), missing)
-    order = (is_token if side == "left" else ~is_token).byte().argsort(dim=1, stable=True)
-    padded = F.pad(input_ids, missing).masked_fill(~is_token, pad_token_id).gather(1, order)
-    return padded, order.argsort(1)[:, : input_ids.shape[1]]
+    tokens = F.pad(input_ids, missing).masked_fill(~is_token, pad_token_id)
+    is_first = (~is_token if side == "left" else is_token).long()
+    after = is_first.sum(1, keepdim=True) + (1 - is_first).cumsum(1)
+    column = torch.where(is_first.bool(), is_first.cumsum(1), after) - 1  # a sort would not export to ONNX
+    return torch.empty_like(tokens).scatter(1, column, tokens), column[:, : input_ids.shape[1]]
 
 
 def _num_channels(hidden: Tensor) -> int:
@@ -555,7 +557,7 @@ class FusionHead(nn.Module):
     def forward(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Return fused states `[P, 1 + L, D]` of P pairs, `[CLS]` first, independent of padding."""
         first, *later = text_states.chunk(len(self.bridges), -1)
-        tokens = torch.cat([self.cls_token.expand(len(first), -1, -1), first], 1)
+        tokens = torch.cat([self.cls_token.expand(first.shape[0], -1, -1), first], 1)
         mask = F.pad(attention_mask.bool(), (1, 0), value=True)[:, None, None]
         return self._run(tokens, mask, keys_values, [F.pad(states, (0, 0, 1, 0)) for states in later])
 

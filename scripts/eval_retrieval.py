@@ -96,7 +96,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
-    record_retrieval(accelerator, args.model_name_or_path, to_dict(data_args), args.split, evaluator.split, metrics)
+    named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
+    record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics)
     accelerator.end_training()
     return metrics
 

@@ -163,6 +163,13 @@ def test_a_retrieval_benchmark_counts_five_captions(
         load_benchmark(RETRIEVAL["flickr8k"], DataArguments(dataset_name=str(folder)), "validation")
 
 
+def test_a_retrieval_benchmark_is_a_source_by_its_name(tmp_path: Path, own_cache: Path) -> None:
+    retrieval_folder(own_cache / "tandem_benchmarks/flickr8k")
+    pairs = load_pairs(DataArguments(dataset_name="flickr8k"), need_train=False)
+    assert {split: len(rows) for split, rows in pairs.items()} == {"train": 1, "test": 2}
+    assert len(pairs["train"]["captions"][0]) == 6  # the protocol is that of an evaluation
+
+
 def test_folders_of_shards_are_known(tmp_path: Path) -> None:
     assert not holds_shards(tmp_path)
     assert not holds_shards(tmp_path / "nowhere")

@@ -8,7 +8,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
 from mm_utils.data.benchmarks.clip_layout import holds_shards
-from mm_utils.data.benchmarks.named import RETRIEVAL
+from mm_utils.data.benchmarks.named import CLASSIFICATION, RETRIEVAL
 from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.pairs import load_benchmark, load_pairs
 from mm_utils.data.sources.source import DataArguments
@@ -102,6 +102,30 @@ def test_a_benchmark_without_data_comes_from_the_hub(tmp_path: Path, own_cache: 
     zero_shot_folder(own_cache / "tandem_benchmarks/flowers102", ["101", "0"])
     found = load_labelled(LabelledArguments(classes="flowers102"))
     assert [found.classes[label] for label in found.label_M.tolist()] == ["blackberry lily", "pink primrose"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "split"),
+    [
+        ("cifar10", "plain_text/test", "test"),
+        ("svhn", "cropped_digits/test", "test"),
+        ("food101", "data/validation", "validation"),
+    ],
+)
+def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(name: str, file: str, split: str, own_cache: Path) -> None:
+    benchmark = CLASSIFICATION[name]
+    folder = own_cache / "tandem_benchmarks" / name
+    path = folder / f"{file}-00000-of-00001.parquet"
+    path.parent.mkdir(parents=True)
+    features = Features({"img": Image(), "label": ClassLabel(names=list(benchmark.names))})
+    Dataset.from_dict(
+        {"img": [{"bytes": grey(at), "path": None} for at in range(3)], "label": [2, 0, 1]}, features
+    ).to_parquet(path)
+    beside = folder / ".cache/huggingface/download" / f"{path.name}.metadata"  # as the Hub's client leaves it
+    beside.parent.mkdir(parents=True)
+    beside.write_text("x")
+    found = load_labelled(LabelledArguments(classes=name))
+    assert (found.split, found.label_M.tolist(), found.classes) == (split, [2, 0, 1], list(benchmark.classes))
 
 
 @pytest.mark.parametrize(

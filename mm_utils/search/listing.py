@@ -121,9 +121,11 @@ def shard_listing(pattern: str) -> Listing:
 
 
 def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sample]]:
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in shards])
     for path, *_ in shards:
+        shard = Path(os.path.relpath(path, root)).with_suffix("").as_posix()
         for sample in read_shard(path):
-            yield path, storable(f"{Path(path).stem}/{sample.key}"), sample
+            yield path, storable(f"{shard}/{sample.key}"), sample
 
 
 def _images(shards: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
@@ -134,11 +136,12 @@ def _images(shards: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
             captions, _ = captions_of_sample(sample, sample.values(), Source(path), {})
         except Fault:  # an image needs no caption here
             captions = []
-        content = sample.image.read(Limits())
-        yield {
-            "image": {"bytes": content, "path": None},
-            "captions": [each for each in captions if isinstance(each, str)],
-        }
+        texts = [" ".join(each.split()) for each in captions if isinstance(each, str)]
+        try:
+            content = sample.image.read(Limits())
+        except Fault:  # too large, or empty; left out when it is to be embedded
+            content = b""
+        yield {"image": {"bytes": content, "path": None}, "captions": texts}
 
 
 def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:

@@ -27,8 +27,8 @@ class MtebModel(AbsEncoder):
     """
 
     def __init__(self, model_name: str, revision: str | None = None, device: str | None = None, **_: Any):
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_model(model_name, fusion_layers=0).to(torch.device(device))
+        place: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = load_model(model_name, fusion_layers=0).to(place)
         name = "/".join(Path(model_name).resolve().parts[-2:])  # mteb wants organisation/name
         about = {"name": name, "revision": revision or "unknown", "modalities": ["image", "text"]}
         self.mteb_model_meta = ModelMeta.create_empty(about)

@@ -8,7 +8,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
 from mm_utils.data.benchmarks.clip_layout import holds_shards
-from mm_utils.data.benchmarks.named import RETRIEVAL
+from mm_utils.data.benchmarks.named import CLASSIFICATION, RETRIEVAL
 from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.pairs import load_benchmark, load_pairs
 from mm_utils.data.sources.source import DataArguments
@@ -105,6 +105,30 @@ def test_a_benchmark_without_data_comes_from_the_hub(tmp_path: Path, own_cache: 
 
 
 @pytest.mark.parametrize(
+    ("name", "file", "split"),
+    [
+        ("cifar10", "plain_text/test", "test"),
+        ("svhn", "cropped_digits/test", "test"),
+        ("food101", "data/validation", "validation"),
+    ],
+)
+def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(name: str, file: str, split: str, own_cache: Path) -> None:
+    benchmark = CLASSIFICATION[name]
+    folder = own_cache / "tandem_benchmarks" / name
+    path = folder / f"{file}-00000-of-00001.parquet"
+    path.parent.mkdir(parents=True)
+    features = Features({"img": Image(), "label": ClassLabel(names=list(benchmark.names))})
+    Dataset.from_dict(
+        {"img": [{"bytes": grey(at), "path": None} for at in range(3)], "label": [2, 0, 1]}, features
+    ).to_parquet(path)
+    beside = folder / ".cache/huggingface/download" / f"{path.name}.metadata"  # as the Hub's client leaves it
+    beside.parent.mkdir(parents=True)
+    beside.write_text("x")
+    found = load_labelled(LabelledArguments(classes=name))
+    assert (found.split, found.label_M.tolist(), found.classes) == (split, [2, 0, 1], list(benchmark.classes))
+
+
+@pytest.mark.parametrize(
     ("members", "message"),
     [
         ([("a.png", grey(0))], r"member a, has no label \(.cls\)"),
@@ -161,6 +185,13 @@ def test_a_retrieval_benchmark_counts_five_captions(
         assert "2 images, and the benchmark has 1,000" in caplog.text
     with pytest.raises(ValueError, match=r"the data has train, test, but not validation. Set --split"):
         load_benchmark(RETRIEVAL["flickr8k"], DataArguments(dataset_name=str(folder)), "validation")
+
+
+def test_a_retrieval_benchmark_is_a_source_by_its_name(tmp_path: Path, own_cache: Path) -> None:
+    retrieval_folder(own_cache / "tandem_benchmarks/flickr8k")
+    pairs = load_pairs(DataArguments(dataset_name="flickr8k"), need_train=False)
+    assert {split: len(rows) for split, rows in pairs.items()} == {"train": 1, "test": 2}
+    assert len(pairs["train"]["captions"][0]) == 6  # the protocol is that of an evaluation
 
 
 def test_folders_of_shards_are_known(tmp_path: Path) -> None:

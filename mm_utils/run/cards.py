@@ -76,7 +76,7 @@ def retrieval_card(
         table_note=f"Measured on the {images:,} images of the validation split and their captions; in brackets 95 % "
         f"intervals, as of one query an image. {describe_weights(model)}".rstrip(),
         results=retrieval_results(
-            metrics, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts), "eval_"
+            shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts), "eval_"
         ),
         languages=iso_languages(codes),
         vision_model=vision,

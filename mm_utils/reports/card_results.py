@@ -2,6 +2,7 @@
 
 import logging
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,11 +86,11 @@ def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix:
 def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
     """Put results into the card of a trained model, in place of those on the same data; return whether that was done.
 
-    A folder without a card, or with one that no run of this project wrote, stays as it is.
+    A folder without a card stays as it is, and so does a card that is read-only or that no run of this project wrote.
     """
     path = folder / "README.md"
     try:
-        if not path.is_file():
+        if not path.is_file() or not path.stat().st_mode & stat.S_IWUSR:
             return False
         card = ModelCard.load(path)
         if not set(RETRIEVAL_TAGS) <= set(card.data.tags or ()):

@@ -61,27 +61,30 @@ def retrieval_card(
     towers = (model.vision_model.config.model_type, model.text_model.config.model_type)
     vision, text = (base or f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True))
     images = len(data.splits["validation"]) if split is None else len(split.image_key_M)
-    name, repository = data_names(run.settings, EMBEDDED)
     counts = {"images": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
+    reranks = model.fusion is not None and bool(stored_weights(model))
+    # A head of weight 0 reorders nothing: there is no second figure to show.
+    shown = {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
     codes = {code for rows in data.splits.values() for code in languages_of(rows)}
     return _card(
         run,
         model,
         metrics,
         argv,
-        glance=_retrieval_glance(metrics, split, images),
-        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(metrics, split, images)),
+        glance=_retrieval_glance(shown, split, images),
+        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, images)),
         table_note=f"Measured on the {images:,} images of the validation split and their captions; in brackets 95 % "
         f"intervals, as of one query an image. {describe_weights(model)}".rstrip(),
-        results=retrieval_results(metrics, EvaluatedData(name, repository, "validation", counts), "eval_"),
+        results=retrieval_results(
+            shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts), "eval_"
+        ),
         languages=iso_languages(codes),
-        datasets=[repository] if repository == run.settings.get("dataset_name") else [],
         vision_model=vision,
         text_model=text,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
-        has_fusion=model.fusion is not None and bool(stored_weights(model)),
+        has_fusion=reranks,
         dual_encoder=_class_in(run.output_dir / "dual_encoder"),
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
@@ -219,6 +222,7 @@ def classification_card(
 def _card(
     run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], argv: Sequence[str] | None, **values: Any
 ) -> CardInfo:
+    trained_on = run.settings.get("dataset_name")
     return CardInfo(
         name=run.output_dir.resolve().name,
         model=run.pusher.repo_id if run.pusher.args.push_to_hub else str(run.output_dir.resolve()),
@@ -226,6 +230,7 @@ def _card(
         command=own_command(run.name, argv),
         metrics=metrics,
         license=run.settings.get("license"),
+        datasets=[trained_on] if trained_on and not Path(trained_on).exists() else [],
         hyperparameters={name: value for name, value in run.settings.items() if value is not None},
         hardware=device_name(run.accelerator.device),
         precision=run.accelerator.mixed_precision,

@@ -15,10 +15,9 @@ from mm_utils.evaluation.reranking import describe_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.evaluation.retrieval_report import draw_examples
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
-from mm_utils.reports.card_results import DIRECTIONS
 from mm_utils.reports.model_card import write_model_card
 from mm_utils.reports.plots import draw_confusion, plot_training
-from mm_utils.run.cards import CLASSIFIER_INPUTS, MEASURED, classification_card, retrieval_card
+from mm_utils.run.cards import CLASSIFIER_INPUTS, DIRECTIONS, MEASURED, classification_card, retrieval_card
 from mm_utils.run.commands import commands_after_training, longer_command
 from mm_utils.run.start import Run
 from mm_utils.text import no_formula, printable

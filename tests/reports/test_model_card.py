@@ -128,6 +128,14 @@ def test_the_card_of_somebody_else_is_left_alone(content: str | None, tmp_path: 
     assert [path.read_text() for path in tmp_path.iterdir()] == ([] if content is None else [content])
 
 
+def test_a_card_that_is_read_only_stays(tmp_path: Path) -> None:
+    path = write_model_card(tmp_path, card(results=retrieval_results(FIGURES, DATA)))
+    path.chmod(0o444)
+    before = path.read_bytes()
+    assert not update_results(tmp_path, retrieval_results(FIGURES, DATA._replace(split="test")))
+    assert path.read_bytes() == before
+
+
 def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "training.png").touch()
     changes = {

@@ -34,6 +34,7 @@ from mm_utils.evaluation.probes.words import (
     CLOSERS,
     DETERMINERS,
     NO_NOUNS,
+    NOUNS_TOO,
     PLURALS,
     SPATIAL,
 )
@@ -47,6 +48,7 @@ _SENSES = {
     for number, sense in enumerate(words.split("|"))
     for word in sense.split()
 }
+_NO_NOUNS = NO_NOUNS | (_SENSES.keys() - NOUNS_TOO)
 _OPPOSITES = {word: other for pair in SPATIAL for word, other in (pair, pair[::-1])}
 _PLACE = re.compile(rf"\b(?:{'|'.join(sorted(_OPPOSITES, key=len, reverse=True))})\b")
 
@@ -86,8 +88,8 @@ class Caption:
 
     def _find_groups(self) -> Iterator[Group]:
         for place, word in enumerate(self.tokens):
-            is_name = word in _SENSES or word in NO_NOUNS or not (word.isalpha() and word.islower() and len(word) > 2)
-            if is_name or not self._ends(place + 1):
+            may_be = word.isalpha() and word.islower() and len(word) > 2 and word not in _NO_NOUNS
+            if not may_be or not self._ends(place + 1):
                 continue
             attributes, before = {}, place - 1
             while before >= 0 and (sense := _SENSES.get(self.tokens[before])):

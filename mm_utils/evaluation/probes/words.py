@@ -68,5 +68,7 @@ NO_NOUNS = (
         "so such when where what how"
     )
 )
+NOUNS_TOO = _words("square glass brick stone paper wood marble")
+"""Attributes that are nouns where no other noun follows."""
 PLURALS = _words("people men women children feet teeth mice geese cattle police sheep")
 """Plurals without an s at the end."""

@@ -6,7 +6,7 @@ import pytest
 from transformers import ByT5Tokenizer, MBartTokenizer, NllbTokenizer, PreTrainedTokenizerBase
 
 from mm_utils.data.loading import language_codes
-from mm_utils.data.loading.language_codes import language_tokens, own_codes
+from mm_utils.data.loading.language_codes import iso_languages, language_tokens, own_codes
 from mm_utils.data.loading.tokens import encode_captions
 from mm_utils.model.processor import train_tokenizer
 
@@ -127,3 +127,7 @@ def test_without_a_first_token_the_language_comes_first() -> None:
     german, end = map(tokenizer.convert_tokens_to_ids, ("<de>", "</s>"))
     [ids] = encode_captions(tokenizer, ["a</s>"], ["de"], 20)
     assert ids == [german, *(byte + 3 for byte in b"a</s>"), end]
+
+
+def test_the_codes_of_a_card_are_short_and_known_languages() -> None:
+    assert iso_languages(["deu_Latn", "en", "en-GB", "zh-TW", "cmn", "", "no language"]) == ["de", "en", "zh"]

@@ -48,6 +48,7 @@ def alter(kind: Any, text: str, seed: int = 0) -> str | None:
         (swap_nouns, "a red ball and a blue cube", "a red cube and a blue ball"),
         (swap_nouns, "A dog on an old chair.", "A chair on an old dog."),
         (swap_nouns, "an apple under the tree", "a tree under the apple"),
+        (swap_nouns, "a red square and a blue star", "a red star and a blue square"),
         (swap_nouns, "a dog and a cat", None),  # would stay true
         (swap_nouns, "a dog on the chairs", None),
         (swap_nouns, "a dog. A man on the chair", "a dog. A chair on the man"),

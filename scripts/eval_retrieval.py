@@ -35,7 +35,9 @@ class EvalRetrievalArguments:
     model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
     split: str = arg("validation", "The split: train, validation or test.")
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
-    output_dir: str | None = arg(None, "Also write metrics.json, reranking.json and reranking.png to this folder.")
+    output_dir: str | None = arg(
+        None, "Also write metrics.json, and figures and pictures of re-ranking and of small embeddings."
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:

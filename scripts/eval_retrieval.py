@@ -51,7 +51,9 @@ class EvalRetrievalArguments:
         None, "The split: train, validation or test; default: that of the benchmark, else validation."
     )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
-    output_dir: str | None = arg(None, "Also write metrics.json, reranking.json and reranking.png to this folder.")
+    output_dir: str | None = arg(
+        None, "Also write metrics.json, and figures and pictures of re-ranking and of small embeddings."
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:

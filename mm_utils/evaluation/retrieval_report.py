@@ -15,6 +15,7 @@ from mm_utils.data.images import open_image
 from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.evaluation.sizes.recall_over_bytes import report_sizes
 from mm_utils.files import write_atomic
 from mm_utils.model.flops import FlopCounts
 from mm_utils.reports.plots import (
@@ -48,12 +49,13 @@ def report_retrieval(
     Args:
         metrics: what the evaluator returned.
         flops: FLOPs of the same model, from `mm_utils.model.flops.measure_flops`.
-        folder: where to write `reranking.json` and `reranking.png`.
+        folder: where to write `reranking.json`, `embedding_sizes.json`, and a picture of each.
     """
     if not accelerator.is_main_process:
         return
     found = {direction: direction_figures(ranks) for direction, ranks in evaluator.directions.items()}
     logger.info("\n%s", "\n".join([*_table(found), *_probe_table(metrics)]))
+    report_sizes(accelerator, evaluator.split, folder)
     if evaluator.scores is None:
         return
     costs = scoring_costs(evaluator.scores, flops)

@@ -17,6 +17,7 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 _PICTURES = {
     "Training curves": "training.png",
     "Retrieved images": "retrieval.png",
+    "Recall over the bytes of an image": "embedding_sizes.png",
     "Confusions": "confusion.png",
     "Between the start and the end of training": "wise_ft.png",
 }
@@ -99,6 +100,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
         *([card.table_note] if card.table_note else []),
         _details("All metrics", markdown_table(["metric", "value"], metrics)),
+        *_sizes(output_dir / "embedding_sizes.json"),
         *(f"![{title}]({name})" for title, name in _PICTURES.items() if (output_dir / name).is_file()),
         "## Data",
         f"{_text(card.dataset_name)}, fingerprint {_code(card.dataset_fingerprint)}.",
@@ -208,6 +210,19 @@ with torch.no_grad():
     share = model(**inputs).logits.softmax(-1)[0]
 for number in share.argsort(descending=True)[:5].tolist():
     print(f"{{share[number]:.3f}}  {{model.config.id2label[number]}}")"""
+
+
+def _sizes(path: Path) -> list[str]:
+    """Return the recalls of small embeddings, folded; nothing if there is no such file."""
+    if not path.is_file():
+        return []
+    rows = [
+        [f"{row['dimensions']:,}", row["code"], f"{row['bytes']:,}"]
+        + [f"{row[name]['value']:.3f} ± {row[name]['half_width_95']:.3f}" for name in ("recall@1", "recall@10")]
+        for row in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    titles = ["dimensions", "stored as", "bytes an image", "text to image R@1", "R@10"]
+    return [_details("Recall over the bytes of an image", markdown_table(titles, rows))]
 
 
 def _details(title: str, text: str) -> str:

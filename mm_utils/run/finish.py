@@ -13,7 +13,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.evaluation.reranking import describe_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.evaluation.retrieval_report import draw_examples
+from mm_utils.evaluation.retrieval_report import draw_examples, report_sizes
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reports.model_card import write_model_card
 from mm_utils.reports.plots import draw_confusion, plot_training
@@ -50,6 +50,7 @@ def finish_run(
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         if evaluator.split is not None:
             draw_examples(data.splits["validation"], evaluator, folder / "retrieval.png")
+        report_sizes(run.accelerator, evaluator.split, folder)
         write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, argv))
     pushed = _push(run)
     if run.accelerator.is_main_process:
@@ -149,6 +150,7 @@ def _retrieval_summary(
         "README.md": "the model card, with code to use the model",
         "training.png": "curves",
         "retrieval.png": "what some captions find",
+        "embedding_sizes.png": "recall over the bytes of an embedding",
         "regions.png": "where some phrases point",
         "wise_ft.png": "weights between the start and the end",
         "metrics.jsonl": "every figure that was logged",

@@ -36,7 +36,16 @@ _OWN = (
     "*processor_config.json",
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "sentencepiece*.model"),
-    *("training.png", "retrieval.png", "regions.png", "confusion.png", "classes.csv", "results.json", "wise_ft.*"),
+    *(
+        "training.png",
+        "retrieval.png",
+        "regions.png",
+        "embedding_sizes.*",
+        "confusion.png",
+        "classes.csv",
+        "results.json",
+        "wise_ft.*",
+    ),
     *("checkpoint-[0-9]*.damaged", "checkpoint-[0-9]*.superseded"),
 )
 """Everything that a run writes beside its checkpoints, as patterns of names."""

@@ -30,10 +30,11 @@ from mm_utils.data.loading.augment import (
     random_square,
 )
 from mm_utils.data.loading.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
-from mm_utils.data.loading.directional_words import mentions_direction
+from mm_utils.data.loading.directional_words import has_direction
+from mm_utils.data.loading.hard_negatives import draw_negatives
 from mm_utils.data.loading.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.loading.regions import REGION_COLUMNS, collate_regions, visible_regions
-from mm_utils.data.loading.tokens import NEGATIVES, pad_captions
+from mm_utils.data.loading.tokens import NEGATIVES, collate_all_captions, collate_negatives, pad_captions
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
@@ -109,8 +110,8 @@ class EvaluationTransform(Transform):
 class TrainingTransform(Transform):
     """Show a random square of an image with one of its captions.
 
-    An example is a pure function of (seed, epoch, image id): caption, negative, crop, colours and mirroring. Rows with features of a
-    frozen tower (`mm_utils.data.loading.column_cache`) give these; where they stand for images, none is decoded.
+    An example is a pure function of (seed, epoch, image id): caption, negative, crop, colours and mirroring. Rows with
+    features of a frozen tower (`mm_utils.data.loading.column_cache`) give these; where they stand for images, none is decoded.
 
     The batch may have a column `epoch`; without it, the examples are those of epoch 0.
 
@@ -131,8 +132,7 @@ class TrainingTransform(Transform):
     @property
     def columns(self) -> set[str]:
         """The columns to read, as far as a data set has them."""
-        columns = super().columns | {NEGATIVES}
-        return columns | {"captions", "regions"} if self.horizontal_flip else columns
+        return super().columns | {NEGATIVES} | ({"captions", "regions"} if self.horizontal_flip else set())
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row, see `Transform.examples`."""
@@ -141,10 +141,7 @@ class TrainingTransform(Transform):
         keys = np.array(batch["image_key"])
         drawn = {"epoch": epochs.tolist(), "caption": choose_captions(self.seed, epochs, keys, counts).tolist()}
         if NEGATIVES in batch:
-            counts = np.array([max(1, len(negatives)) for negatives in batch[NEGATIVES]])
-            places = choose_captions(self.seed, epochs, ~keys, counts)  # of other keys: not in step with the captions
-            both = zip(batch[NEGATIVES], places, strict=True)
-            drawn["negative"] = [negatives[place] if negatives else [] for negatives, place in both]
+            drawn["negative"] = draw_negatives(batch[NEGATIVES], self.seed, epochs, keys)
         return super().examples({**batch, **drawn})
 
     def _show(self, row: dict[str, Any]) -> Example:
@@ -176,15 +173,9 @@ class TrainingTransform(Transform):
             square, window = random_square(pixels, self.image_size, self.min_crop_area, rng)
         if self.color_jitter:
             square = jitter_colors(square, self.color_jitter, rng)
-        if self.horizontal_flip and rng.random() < 0.5 and not _has_direction(row):
+        if self.horizontal_flip and rng.random() < 0.5 and not has_direction(row):
             square = square.flip(-1)  # no box has to follow: images with boxes are not mirrored
         return square, size, window
-
-
-def _has_direction(row: dict[str, Any]) -> bool:
-    """Return whether the image has boxes or any caption, shown or not, mentions a direction."""
-    languages = row.get("languages") or [""] * len(row["captions"])
-    return bool(row.get("regions")) or any(map(mentions_direction, row["captions"], languages))
 
 
 class Pairs(Dataset):
@@ -256,8 +247,7 @@ class Collator:
         languages: list of t, "" where unknown; empty in training
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
-        negative_input_ids, negative_attention_mask: with `negatives`, int64 `[b, L]`, a caption that is wrong for the image;
-            all zeros where there is none
+        negative_input_ids, negative_attention_mask: with `negatives`, int64 `[b, L]`, all zeros where an image has none
         all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
         region_boxes, ..., with `regions`: see `mm_utils.data.loading.regions`
 
@@ -302,24 +292,10 @@ class Collator:
             "languages": [code for example in kept for code in example.get("languages", ())],
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
-            **(_collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),
+            **(collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),
             **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
-            **(_collate_negatives(kept, self.pad_token_id) if self.negatives else {}),
+            **(collate_negatives(kept, self.pad_token_id) if self.negatives else {}),
         }
-
-
-def _collate_all_captions(examples: list[Example], pad_token_id: int) -> Batch:
-    """Pad the captions of every image to the longest, and images with fewer captions by empty ones."""
-    most = max((len(example["all_input_ids"]) for example in examples), default=1)
-    captions = [ids for example in examples for ids in [*example["all_input_ids"], *[[]] * most][:most]]
-    names = ("all_input_ids", "all_attention_mask")
-    padded = pad_captions(captions, pad_token_id)
-    return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
-
-
-def _collate_negatives(examples: list[Example], pad_token_id: int) -> Batch:
-    names = (NEGATIVES, "negative_attention_mask")
-    return dict(zip(names, pad_captions([example["negative"] for example in examples], pad_token_id), strict=True))
 
 
 def _stack(values: list[Tensor], empty: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ as a number after "number", "no." or "#"; maps and flags.
 
 import re
 import unicodedata
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 _WORDS = {  # * at the end: any word that begins so
     "en": "left* right* clockwise anticlockwise counterclockwise east* west* northeast* northwest* southeast* southwest* "
@@ -68,6 +70,12 @@ _SCRIPTS = (
     "IDEOGRAPHIC",
 )
 """First words of the Unicode names of these languages' letters."""
+
+
+def has_direction(row: Mapping[str, Any]) -> bool:
+    """Return whether a row's image has boxes or any of its captions, shown or not, mentions a direction."""
+    languages = row.get("languages") or [""] * len(row["captions"])
+    return bool(row.get("regions")) or any(map(mentions_direction, row["captions"], languages))
 
 
 def mentions_direction(caption: str, language: str = "") -> bool:

@@ -102,6 +102,21 @@ def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
     return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
 
 
+def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Pad the captions of every image to the longest, and images with fewer captions by empty ones."""
+    most = max((len(example["all_input_ids"]) for example in examples), default=1)
+    captions = [ids for example in examples for ids in [*example["all_input_ids"], *[[]] * most][:most]]
+    names = ("all_input_ids", "all_attention_mask")
+    padded = pad_captions(captions, pad_token_id)
+    return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
+
+
+def collate_negatives(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Pad the negatives of all images, perhaps empty ones, to the longest."""
+    padded = pad_captions([example["negative"] for example in examples], pad_token_id)
+    return dict(zip((NEGATIVES, "negative_attention_mask"), padded, strict=True))
+
+
 def image_key(image_id: str) -> int:
     """Return a hash of 63 bits, the same for the same id."""
     return _key(image_id)

@@ -84,7 +84,7 @@ def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedT
         rows_of(6, broken=[5]).add_column("negatives", negatives, feature=List(Value("string"))), tokenizer, 16
     )
     drawn = {}
-    for seed, epoch in itertools.product((0, 1), range(12)):
+    for seed, epoch in itertools.product((0, 1), range(24)):
         found = training_pairs(rows, seed=seed).__getitems__([(row, epoch) for row in range(5)])
         turned = training_pairs(rows.select([4, 3, 2, 1, 0]), seed=seed).__getitems__([(4, epoch), (0, epoch)])
         assert [turned[0]["negative"], turned[1]["negative"]] == [found[0]["negative"], found[4]["negative"]]

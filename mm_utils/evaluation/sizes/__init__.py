@@ -1,0 +1,1 @@
+"""How small embeddings may be: recall over bytes."""

@@ -80,7 +80,7 @@ def write_index(folder: Path, images: int, width: int, queries: int) -> Tensor:
             columns = [known.get(each.name, pa.nulls(count, each.type)) for each in schema(width)]
             yield pa.table(columns, schema(width))
 
-    replace_rows(folder, tables(), width)
+    replace_rows(folder, tables(), schema(width))
     return torch.cat(texts)
 
 

@@ -24,8 +24,8 @@ from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, run_script
-from mm_utils.search.embedding import Embedder
-from mm_utils.search.index import SKIPPED, model_fingerprint
+from mm_utils.search.embedding import Embedder, tap_shapes
+from mm_utils.search.index import SKIPPED, keeps_states, model_fingerprint
 from mm_utils.search.listing import folder_listing, list_folder, pair_listing, shard_listing
 from mm_utils.search.updating import try_out, update_index
 
@@ -44,6 +44,10 @@ class EmbedArguments:
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
     dataloader_num_workers: str = arg("auto", "Processes that decode images, per rank; auto = one per spare core.")
+    keep_fusion_states: bool = arg(
+        False,
+        "Also keep what the fusion head reads of an image, so that re-ranking is faster and needs no image files.",
+    )
     dry_run: bool = arg(False, "Say what would be embedded and how long it would take; write nothing.")
 
     def __post_init__(self) -> None:
@@ -89,7 +93,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     geometry = image_geometry(load_processor_of(args.model_name_or_path))
     model = load_model(args.model_name_or_path, fusion_layers=0).eval().to(accelerator.device)
     fingerprint = model_fingerprint(model, geometry)
-    embedder = Embedder(model, fingerprint, geometry, args.per_device_eval_batch_size, workers.num_workers)
+    states = tap_shapes(model, geometry[0]) if args.keep_fusion_states or keeps_states(folder) else None
+    embedder = Embedder(model, fingerprint, geometry, args.per_device_eval_batch_size, workers.num_workers, states)
 
     # 4. Embed what is new.
     if args.dry_run:

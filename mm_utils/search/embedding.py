@@ -1,5 +1,6 @@
 """Read images in data workers, and embed a process's share of them."""
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from PIL import Image
@@ -23,7 +25,7 @@ from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.distributed import RunError
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.search.index import write_part
+from mm_utils.search.index import schema, write_part
 from mm_utils.search.listing import Listing, Skip, skip
 
 THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
@@ -41,6 +43,7 @@ class Embedder:
         geometry: side, mean and std of the squares, as `mm_utils.data.loading.loaders.image_geometry` returns them.
         batch_size: images per process and forward pass.
         workers: processes that decode, per process.
+        states: shapes of the taps to keep for the fusion head, from `tap_shapes`; None to keep none.
     """
 
     model: FusionDualEncoderModel
@@ -48,11 +51,35 @@ class Embedder:
     geometry: tuple[int, list[float], list[float]]
     batch_size: int
     workers: int
+    states: list[list[int]] | None = None
 
     @property
     def width(self) -> int:
         """Numbers of an embedding."""
         return self.model.config.projection_dim
+
+    @property
+    def columns(self) -> pa.Schema:
+        """The columns of an index of these embeddings."""
+        return schema(self.width, self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of an image's states."""
+        return 2 * sum(map(math.prod, self.states or ()))
+
+
+@torch.no_grad()
+def tap_shapes(model: FusionDualEncoderModel, side: int) -> list[list[int]]:
+    """Return the shapes of what the fusion head reads of an image of this side.
+
+    Raises:
+        ValueError: if the model has no head.
+    """
+    if model.fusion is None:
+        raise ValueError("--keep_fusion_states is given; the model has no fusion head. Drop the flag.")
+    _, taps = model.vision_features(torch.zeros(1, 3, side, side, device=model.device))
+    return [list(tap.shape[1:]) for tap in taps]
 
 
 def normalised(
@@ -90,10 +117,10 @@ def embed_share(
             held += embed_batch([each for each in batch if "square" in each], embedder, accelerator)
             bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
             if folder is not None and held and time.monotonic() - flushed > FLUSH_SECONDS:
-                write_part(folder, held, embedder.width)
+                write_part(folder, held, embedder.columns)
                 held, flushed = [], time.monotonic()
     if folder is not None and held:
-        write_part(folder, held, embedder.width)
+        write_part(folder, held, embedder.columns)
     return skipped
 
 
@@ -105,13 +132,17 @@ def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator:
     squares = torch.stack([each.pop("square") for each in examples])
     pixels_b = normalised(squares, embedder.geometry, embedder.model.device)
     with accelerator.autocast():
-        embeds_bE, _ = embedder.model.encode_image(pixels_b, with_keys_values=False)
-    embeds_bE = normalize(embeds_bE.float(), dim=-1)
-    if not embeds_bE.isfinite().all():
+        pooled, taps = embedder.model.vision_features(pixels_b, with_taps=embedder.states is not None)
+        embeds_bE, _ = embedder.model.project_image(pooled, ())
+    columns = {"embedding": normalize(embeds_bE.float(), dim=-1).half().cpu()}
+    if taps:
+        columns["states"] = torch.cat([tap.flatten(1) for tap in taps], 1).half().cpu()
+    if not all(values.isfinite().all() for values in columns.values()):
         raise RunError(
-            "The model gives embeddings that are not finite. Try another checkpoint, or leave --mixed_precision out."
+            "The model gives embeddings that are not finite in float16. Try another checkpoint, or leave --mixed_precision or "
+            "--keep_fusion_states out."
         )
-    return [{**each, "embedding": embed} for each, embed in zip(examples, embeds_bE.half().cpu(), strict=True)]
+    return [{**each, **{name: values[at] for name, values in columns.items()}} for at, each in enumerate(examples)]
 
 
 class Reader(Dataset):

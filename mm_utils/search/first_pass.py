@@ -32,7 +32,8 @@ from mm_utils.text import one_line
 logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 20  # numbers of a product that are turned into fp32 at a time; 4 MB stay in a core's cache
-RESCORE, RESCORE_BINARY = 10, 100  # candidates of a first pass for each image that is wanted
+RESCORE = {"int8": 10, "binary": 100, "faiss": 50}  # candidates of a first pass for each image that is wanted
+MOST_RESCORED = 10_000  # candidates beyond the images that are wanted
 LISTS_READ = 16  # one of so many lists of an inverted file is read, if the factory string does not say nprobe
 _TRAINING = 64  # images for each list of an inverted file that FAISS is trained on, and at least
 _LEAST_TRAINING = 65_536  # of these, as many as a product quantiser takes
@@ -82,10 +83,10 @@ def open_find(kind: str | None, folder: Path, rows: datasets.Dataset) -> Find:
     if kind is None:
         return exact(vectors)
     if kind == "int8":
-        return rescored(vectors, int8(vectors))
+        return rescored(vectors, int8(vectors), RESCORE[kind])
     if kind == "binary":
-        return rescored(vectors, binary(vectors), RESCORE_BINARY)
-    return rescored(vectors, open_faiss(kind, folder, rows, vectors))
+        return rescored(vectors, binary(vectors), RESCORE[kind])
+    return rescored(vectors, open_faiss(kind, folder, rows, vectors), RESCORE["faiss"])
 
 
 def exact(vectors: StoredVectors) -> Find:
@@ -101,13 +102,13 @@ def exact(vectors: StoredVectors) -> Find:
     return find
 
 
-def rescored(vectors: StoredVectors, first_pass: FirstPass, candidates: int = RESCORE) -> Find:
+def rescored(vectors: StoredVectors, first_pass: FirstPass, candidates: int) -> Find:
     """Return a search that scores what a first pass finds, so many candidates for each image that is wanted."""
 
     def find(query_E: Tensor, count: int) -> list[tuple[int, float]]:
         if count < 1:
             return []
-        rows = np.sort(first_pass(query_E, min(candidates * count, len(vectors))))
+        rows = np.sort(first_pass(query_E, min(candidates * count, MOST_RESCORED + count, len(vectors))))
         if not len(rows):
             return []
         score_n = vectors.take(rows).float() @ query_E

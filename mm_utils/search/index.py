@@ -13,6 +13,7 @@ column            meaning
 ``content_hash``  BLAKE2b-128 of the bytes, hexadecimal
 ``embedding``     unit vector of the image tower, float16 `[E]`
 ``thumbnail``     a JPEG of the image, decoded and encoded anew
+``states``        if asked for: what the fusion head reads of the image, all taps of the vision tower, float16
 ================  =====================================================================================================
 
 Beside it lie `index.json` (`IndexInfo`), `skipped.jsonl` (images that could not be read, with reasons), and during a run
@@ -26,6 +27,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import uuid
 from collections.abc import Collection, Iterable
@@ -65,6 +67,7 @@ class IndexInfo:
         width: numbers of an embedding.
         images: rows of the index; 0 until the first run has ended.
         skipped: lines of `skipped.jsonl`.
+        states: shapes of the taps in the column `states`; None if the index does not keep them.
     """
 
     model: str
@@ -73,6 +76,12 @@ class IndexInfo:
     width: int
     images: int = 0
     skipped: int = 0
+    states: list[list[int]] | None = None
+
+    @property
+    def columns(self) -> pa.Schema:
+        """The columns of the index."""
+        return schema(self.width, self.states)
 
     def save(self, folder: Path) -> None:
         """Write `index.json`."""
@@ -131,24 +140,20 @@ def read_rows(folder: Path) -> datasets.Dataset | None:
     return datasets.load_from_disk(str(folder)) if (folder / _STATE).is_file() else None
 
 
-def schema(width: int) -> pa.Schema:
-    """Return the columns of an index whose embeddings have `width` numbers."""
-    return pa.schema(
-        [
-            *STAMPS,
-            pa.field("embedding", pa.list_(pa.float16(), width)),
-            pa.field("thumbnail", pa.binary()),
-        ]
-    )
+def schema(width: int, states: list[list[int]] | None = None) -> pa.Schema:
+    """Return the columns of an index with embeddings of `width` numbers, and with taps of these shapes if it keeps them."""
+    vectors = {"embedding": width} | ({} if states is None else {"states": sum(map(math.prod, states))})
+    fields = [pa.field(name, pa.list_(pa.float16(), size)) for name, size in vectors.items()]
+    return pa.schema([*STAMPS, fields[0], pa.field("thumbnail", pa.binary()), *fields[1:]])
 
 
-def replace_rows(folder: Path, tables: Iterable[pa.Table], width: int) -> int:
-    """Write all rows anew, from tables of the columns `schema`; return their number.
+def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema) -> int:
+    """Write all rows anew, from tables of these columns; return their number.
 
     A process that has the old rows open can still read them.
     """
     old = [*folder.glob("data-*.arrow"), *folder.glob(f"{FAISS}*")]  # those of a killed run among them
-    columns, run = schema(width), uuid.uuid4().hex[:8]
+    run = uuid.uuid4().hex[:8]
     features = datasets.Features.from_arrow_schema(columns)
     names: list[str] = []
     waiting, count, table = iter(tables), 0, None
@@ -183,19 +188,19 @@ def replace_rows(folder: Path, tables: Iterable[pa.Table], width: int) -> int:
 # -- parts --------------------------------------------------------------------------------------------------------------
 
 
-def write_part(folder: Path, rows: list[dict[str, Any]], width: int) -> None:
+def write_part(folder: Path, rows: list[dict[str, Any]], columns: pa.Schema) -> None:
     """Write embedded rows, so that a run that is killed later need not embed them again.
 
     Args:
         folder: the folder of the index.
-        rows: the columns of `schema`, the embedding as a float16 tensor.
-        width: numbers of an embedding.
+        rows: embeddings and states as float16 tensors.
+        columns: the columns of the index.
     """
     (folder / _PARTS).mkdir(exist_ok=True)
-    columns, sink = schema(width), pa.BufferOutputStream()
+    sink = pa.BufferOutputStream()
     arrays = {
         name: to_arrow(torch.stack([row[name] for row in rows]))
-        if name == "embedding"
+        if name in ("embedding", "states")
         else pa.array([row[name] for row in rows], columns.field(name).type)
         for name in columns.names
     }
@@ -204,7 +209,7 @@ def write_part(folder: Path, rows: list[dict[str, Any]], width: int) -> None:
     write_atomic(folder / _PARTS / f"{uuid.uuid4().hex}.arrow", sink.getvalue().to_pybytes())
 
 
-def read_parts(folder: Path, width: int, without: Collection[str] = ()) -> dict[str, pa.Table]:
+def read_parts(folder: Path, columns: pa.Schema, without: Collection[str] = ()) -> dict[str, pa.Table]:
     """Return the parts of runs that did not end by name, memory-mapped, except `without`; damaged ones are left out."""
     parts = {}
     for path in sorted((folder / _PARTS).glob("*.arrow")):
@@ -212,7 +217,7 @@ def read_parts(folder: Path, width: int, without: Collection[str] = ()) -> dict[
             continue
         try:
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-            if table.schema != schema(width):
+            if table.schema != columns:
                 raise pa.ArrowInvalid("it has other columns")
             parts[path.name] = table
         except (pa.ArrowException, OSError) as error:
@@ -232,6 +237,12 @@ def remove_parts(folder: Path) -> None:
 def write_skipped(folder: Path, lines: Iterable[dict[str, str]]) -> None:
     """Write `skipped.jsonl`, one image a line."""
     write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def keeps_states(folder: Path) -> bool:
+    """Return whether there is an index that keeps what the fusion head reads."""
+    info = read_info(folder) if folder.is_dir() else None
+    return info is not None and info.states is not None
 
 
 def check_same_model(info: IndexInfo, fingerprint: str, model: str, folder: Path) -> None:

@@ -2,12 +2,13 @@
 
 Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
 (`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if `config.rerank_weights` of the model has a weight above 0, which training sets
-only where it helped on the validation split. The head reads an image from its file, or from its thumbnail if the file
-has changed, is gone, or was never there.
+only where it helped on the validation split. The head reads what the vision tower gave when the image was embedded, if the index keeps
+that; else the image, from its file, or from its thumbnail if the file has changed, is gone, or was never there.
 
 Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
 """
 
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -81,6 +82,7 @@ class Searcher:
             [name for name in rows.column_names if name not in ("embedding", "thumbnail")]
         )
         self._vectors = StoredVectors(rows)
+        self._states = None if self.info.states is None else StoredVectors(rows, "states")
         self._find = open_find(index_factory, Path(index_dir), rows)
         name = model or self.info.model
         processor = load_processor_of(name)
@@ -153,8 +155,15 @@ class Searcher:
 
     def _head(self, hits: list[tuple[int, float]], states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
         """Return the scores of images after re-ranking, by row."""
-        _, keys_values = self._model.encode_image(self._pixels([self._image(row) for row, _ in hits]))
-        assert keys_values is not None
+        rows = [row for row, _ in hits]
+        if self._states is not None and self.info.states is not None:
+            states_KS = self._states.take(rows).to(self._device, self._model.dtype)
+            parts = states_KS.split(list(map(math.prod, self.info.states)), 1)
+            taps = [part.unflatten(1, shape) for part, shape in zip(parts, self.info.states, strict=True)]
+        else:
+            _, taps = self._model.vision_features(self._pixels(list(map(self._image, rows))))
+        assert self._model.fusion is not None
+        keys_values = self._model.fusion.encode_vision(taps)
         added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()
         scale = self._model.logit_scale.float().exp().item()
         return {row: scale * cosine + added for (row, cosine), added in zip(hits, added_K, strict=True)}

@@ -34,7 +34,6 @@ from mm_utils.search.index import (
     read_rows,
     remove_parts,
     replace_rows,
-    schema,
     write_skipped,
 )
 from mm_utils.search.listing import STAMPS, Listing, Skip, stamps
@@ -100,7 +99,7 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
     with _lock(folder, accelerator):
         if accelerator.is_main_process:
             info = start_index(folder, model, embedder)
-            plan = make_plan(folder, listing, embedder.width)
+            plan = make_plan(folder, listing, embedder.columns)
             todo = plan.todo
             logger.info("%s", describe(plan))
         [todo] = broadcast_object_list([todo])
@@ -119,23 +118,33 @@ def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
     """Return what `index.json` says, written now if the index is new.
 
     Raises:
-        RunError: if the index was made with another model.
+        RunError: if the index was made with another model, or without the states that are asked for.
     """
     info = read_info(folder)
     if info is None:
         name = os.path.abspath(model) if Path(model).is_dir() else model
-        info = IndexInfo(name, embedder.fingerprint, embedder.geometry[0], embedder.width)
+        info = IndexInfo(name, embedder.fingerprint, embedder.geometry[0], embedder.width, states=embedder.states)
         info.save(folder)
-    check_same_model(info, embedder.fingerprint, model, folder)
+    check_same_index(info, model, folder, embedder)
     return info
 
 
-def make_plan(folder: Path, listing: Listing, width: int) -> Plan:
+def check_same_index(info: IndexInfo, model: str, folder: Path, embedder: Embedder) -> None:
+    """Raise RunError unless the index was made with this model, and keeps states if the embedder gives them."""
+    check_same_model(info, embedder.fingerprint, model, folder)
+    if info.states != embedder.states:
+        raise RunError(
+            f"--keep_fusion_states is given; the index {folder} was made without. Embed into a new --index_dir, or delete this "
+            "one first."
+        )
+
+
+def make_plan(folder: Path, listing: Listing, columns: pa.Schema) -> Plan:
     """Compare a listing with the index and with what killed runs have left."""
-    table, columns = stamps(listing), schema(width)
+    table = stamps(listing)
     rows = read_rows(folder) if folder.is_dir() else None
     indexed = columns.empty_table() if rows is None else rows.data.table.cast(columns)
-    parts = read_parts(folder, width)
+    parts = read_parts(folder, columns)
     known = pa.concat_tables([indexed, *parts.values()])
     place_of = {name: place for place, name in enumerate(listing.ids)}
     kept: list[int | None] = [None] * len(listing.ids)
@@ -172,7 +181,7 @@ def _unchanged(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped: list[Skip]) -> Outcome:
     """Write the index anew from what was known and what the parts hold now."""
-    new = read_parts(folder, info.width, without=plan.parts)
+    new = read_parts(folder, info.columns, without=plan.parts)
     known = pa.concat_tables([plan.known, *new.values()])
     row_of = {name: len(plan.known) + row for row, name in enumerate(known["id"].slice(len(plan.known)).to_pylist())}
     chosen = [row_of.get(listing.ids[at]) if row is None else row for at, row in enumerate(plan.kept)]
@@ -185,7 +194,7 @@ def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped
     places = pa.array([place for place, _ in wanted])
     same_rows = [row for _, row in wanted] == list(range(plan.indexed))
     if not same_rows or not known.select(_SHOWN).slice(0, plan.indexed).equals(plan.table.select(_SHOWN).take(places)):
-        replace_rows(folder, _merged(plan, known, wanted), info.width)
+        replace_rows(folder, _merged(plan, known, wanted), info.columns)
     write_skipped(folder, lines)
     replace(info, images=len(wanted), skipped=len(lines)).save(folder)
     remove_parts(folder)
@@ -226,13 +235,14 @@ def try_out(folder: Path, model: str, listing: Listing, embedder: Embedder, acce
     """Log what `update_index` would do, how long it would take and how large the index would be; write nothing."""
     info = read_info(folder)
     if info is not None:
-        check_same_model(info, embedder.fingerprint, model, folder)
-    plan = make_plan(folder, listing, embedder.width)
+        check_same_index(info, model, folder, embedder)
+    plan = make_plan(folder, listing, embedder.columns)
     begin = time.monotonic()
     sample = plan.todo[: 2 * embedder.batch_size]
     skipped = embed_share(None, listing, sample, len(sample), embedder, accelerator)
     seconds = (time.monotonic() - begin) / max(1, len(sample)) * len(plan.todo) / accelerator.num_processes
+    kept = f" What the head reads takes {embedder.state_bytes / 1e3:,.1f} kB an image." if embedder.states else ""
     logger.info(
-        "Nothing was written. %s. %d of the first %d cannot be read; all would take about %.0f s.",
-        describe(plan), len(skipped), len(sample), seconds,
+        "Nothing was written. %s. %d of the first %d cannot be read; all would take about %.0f s.%s",
+        describe(plan), len(skipped), len(sample), seconds, kept,
     )  # fmt: skip

@@ -34,7 +34,7 @@ def write(folder: Path, embeds_NE: torch.Tensor, block: int = 700) -> datasets.D
 
     columns = schema(embeds_NE.shape[1])
     folder.mkdir(exist_ok=True)
-    replace_rows(folder, tables(), embeds_NE.shape[1])
+    replace_rows(folder, tables(), columns)
     rows = read_rows(folder)
     assert rows is not None
     return rows

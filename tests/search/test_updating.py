@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from mm_utils.data.loading.dataset import EvaluationTransform
 from mm_utils.distributed import RunError
 from mm_utils.search import embedding
 from mm_utils.search.embedding import Reader
-from mm_utils.search.index import model_fingerprint
+from mm_utils.search.index import model_fingerprint, read_parts, schema
 from mm_utils.search.listing import Listing, folder_listing, list_folder
 from mm_utils.search.updating import try_out, update_index
 from scripts import embed
@@ -144,6 +145,41 @@ def test_killed_anywhere_and_run_again_it_is_the_same_index(
     assert max(embedded) >= 3
     update(tmp_path / "index", model, photos, batch_size=4)
     assert_same(tmp_path / "index", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos, index, draw = tmp_path / "photos", tmp_path / "index", random.Random(0)
+    write_photos(photos, range(1000))
+    monkeypatch.setattr(embedding, "FLUSH_SECONDS", 0.1)
+    begin = time.monotonic()
+    update(tmp_path / "whole", model, photos)
+    seconds, held = time.monotonic() - begin, [0]
+    for _ in range(10):
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            try:
+                update(index, model, photos)
+            finally:
+                os._exit(0)
+        time.sleep(draw.uniform(0.02, 0.25) * seconds)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        parts = read_parts(index, schema(make_embedder(model).width)).values() if index.is_dir() else ()
+        held.append(max(sum(map(len, parts)), len(contents(index)) if (index / "state.json").exists() else 0))
+    assert held == sorted(held)
+    assert len(set(held)) > 4
+    assert update(index, model, photos).embedded == (1000 - held[-1])
+    assert_same(index, tmp_path / "whole")
+    write_photos(photos, range(1000, 1010))
+    write_photos(photos, range(5), seed=1)
+    for number in (500, 501, 502):
+        (photos / f"{number % 2}/{number:03d}.png").unlink()
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.images) == (15, 992, 3, 1007)
 
 
 def _kill_at_rename(countdown: int, after: bool) -> None:

@@ -134,6 +134,11 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
     return words
 
 
+def in_notebook() -> bool:
+    """Return whether a notebook runs this process; then `sys.argv` is its kernel's, and says nothing about the run."""
+    return "kernel_launcher" in Path(sys.argv[0]).name
+
+
 def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:
     """Return the shell command that launches a script, to be pasted in the working folder.
 

@@ -28,6 +28,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
+from mm_utils.arguments import in_notebook
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.files import write_atomic
 from mm_utils.text import redact
@@ -157,7 +158,7 @@ def describe_start(accelerator: Accelerator) -> dict[str, Any]:
     every_rank = gather_object([(platform.node(), device_name(accelerator.device))])
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": redact(shlex.join(sys.argv)),
+        "command": "a notebook" if in_notebook() else redact(shlex.join(sys.argv)),
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,

@@ -93,6 +93,7 @@ def start_run(
         RunError: if the processes do not see each other, or the output folder cannot be used.
         ValueError: if the processes have different arguments or code, or the device does not support the precision.
     """
+    args.script = name
     accelerator = make_accelerator(run_args.report_to, args.output_dir)
     checks.check_devices(accelerator.device)
     checks.check_equal_start(settings)

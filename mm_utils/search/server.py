@@ -16,6 +16,7 @@ Other web pages, open in the same browser, may send requests here. They are refu
 Origin and Sec-Fetch-Site. Beyond this machine a token is needed, which `/?token=...` turns into a cookie.
 """
 
+import asyncio
 import base64
 import functools
 import hashlib
@@ -30,6 +31,7 @@ from urllib.parse import urlsplit
 
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.distributed import RunError
+from mm_utils.files import allow_open_files
 from mm_utils.search.searcher import Hit, Searcher
 
 try:
@@ -55,7 +57,9 @@ MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
 LEAST_TOKEN = 16
 _COOKIE = "tandem_search"
-_CONNECTIONS = 64
+_CONNECTIONS = 2000  # beyond these, requests are refused; up to then they wait for their turn
+_UPLOADS = 4  # images that are received and decoded at a time
+_SECONDS = 120  # for an image to arrive
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
 <circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
 
@@ -73,6 +77,7 @@ def serve(searcher: Searcher, host: str, port: int, token: str | None) -> None:
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise RunError(f"--port is {port}; {host} cannot be served there ({error}). Give another port.") from error
+    allow_open_files()
     name = f"[{host}]" if family == socket.AF_INET6 else host
     secret = "?token=..., with your token" if token else ""
     logger.info("%s images at http://%s:%d/%s", f"{len(searcher):,}", name, listener.getsockname()[1], secret)
@@ -121,6 +126,7 @@ class _Api:
 
     def __init__(self, searcher: Searcher):
         self.searcher, self.decoding = searcher, threading.Lock()
+        self.uploads = asyncio.Semaphore(_UPLOADS)
         self.texts = functools.lru_cache(maxsize=32)(
             lambda text, rerank: searcher.search_text(text, MOST_HITS, rerank)
         )
@@ -132,8 +138,12 @@ class _Api:
         return self._page(request, self.texts(query, rerank))
 
     async def image(self, request: Request) -> Response:
-        content = await _body(request)
-        return await run_in_threadpool(self._image, request, content)
+        async with self.uploads:
+            try:
+                content = await asyncio.wait_for(_body(request), _SECONDS)
+            except asyncio.TimeoutError as error:
+                raise HTTPException(408, f"The image has not arrived in {_SECONDS} s. Shrink it.") from error
+            return await run_in_threadpool(self._image, request, content)
 
     def similar(self, request: Request) -> Response:
         try:
@@ -151,9 +161,10 @@ class _Api:
         try:
             with self.decoding:  # one at a time: 40 million pixels take a quarter of a gigabyte
                 image = open_image({"bytes": content, "path": None}, self.searcher.info.image_size)
+                hits = self.searcher.search_image(image, MOST_HITS)
         except UnreadableImageError as error:
             raise HTTPException(400, f"The image cannot be read: {error}.") from error
-        return self._page(request, self.searcher.search_image(image, MOST_HITS))
+        return self._page(request, hits)
 
     def _page(self, request: Request, hits: list[Hit]) -> Response:
         count, offset = _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)

@@ -4,7 +4,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 
-from mm_utils.arguments import arg
+from mm_utils.arguments import arg, in_notebook, launch_command
 from mm_utils.data.loading.order import BatchSizes
 
 # In the output folder:
@@ -72,6 +72,7 @@ class TrainingArguments:
         False, "Resume although data, seed or batch sizes have changed, so that steps have other images."
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
+    script = "pretrain"  # no flag: `start_run` sets the name of the script that runs
 
     def __post_init__(self) -> None:
         self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it
@@ -103,8 +104,10 @@ class TrainingArguments:
     @property
     def resume_command(self) -> str:
         """The command that resumes this run, to be pasted in the working folder."""
-        words = [sys.argv[0], "--config", f"{self.output_dir}/{CONFIG_FILE}", "--resume_from_checkpoint", "latest"]
-        return f"accelerate launch {shlex.join(words)}"
+        words = ["--config", f"{self.output_dir}/{CONFIG_FILE}", "--resume_from_checkpoint", "latest"]
+        if in_notebook():
+            return launch_command(self.script, words)
+        return f"accelerate launch {shlex.join([sys.argv[0], *words])}"
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -283,7 +283,7 @@ def test_keys_alone(visit: Visit) -> None:
     for key in ("ArrowDown", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp", "ArrowUp"):
         press(key)
         places.append(re.sub(r"\D", "", focused.get_attribute("aria-label") or "0"))
-    assert places == ["1", "2", "7", "6", "1", "0"]  # five columns
+    assert places == ["1", "2", "8", "7", "1", "0"]  # six columns
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
     for name in ("Search", "By an image…", "re-ranked", "Similar to number 1, a green square"):
         press("Tab")

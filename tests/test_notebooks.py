@@ -1,0 +1,83 @@
+"""The notebooks run from a clone, in a kernel and out of it, and are committed without outputs."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from mm_utils.search.searcher import Searcher
+from mm_utils.training.arguments import TrainingArguments
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "notebooks/quickstart.ipynb"
+TINY = {"QUICKSTART_STEPS": "2", "QUICKSTART_PICTURES": "96"}
+
+
+def settings(folder: Path) -> dict[str, str]:
+    return {**TINY, "QUICKSTART_FOLDER": str(folder)}
+
+
+def cells() -> list[nbformat.NotebookNode]:
+    return [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+
+
+def test_it_is_valid_and_has_no_outputs() -> None:
+    nbformat.validate(nbformat.read(NOTEBOOK, as_version=4))
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells())
+    assert NOTEBOOK.stat().st_size < 20_000
+
+
+def test_its_links_lead_somewhere() -> None:
+    texts = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "markdown"]
+    links = [part.partition(")")[0] for text in texts for part in text.split("](")[1:]]
+    assert links
+    assert all((NOTEBOOK.parent / link).is_file() for link in links)
+
+
+def test_its_cells_run(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with the least data: what it imports and calls exists, and gives five hits."""
+    for name, value in settings(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(NOTEBOOK.parent)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    names: dict[str, object] = {}
+    for cell in cells():
+        exec(compile(cell.source, str(NOTEBOOK), "exec"), names)
+    assert len(names["reranked"]) == len(names["similar"]) == 5  # type: ignore[arg-type]
+    assert Path.cwd() == ROOT
+
+
+@pytest.mark.slow
+def test_it_runs_in_a_kernel(tmp_path: Path) -> None:
+    client = pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    places = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    variables = {**os.environ, **settings(tmp_path), **places}
+    runner = client.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    runner.execute(env=variables)
+    images = [
+        output
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    assert len(images) == 4
+    assert len(Searcher(tmp_path / "index")) == 96
+    said = (tmp_path / "model/environment.json").read_text() + (tmp_path / "model/README.md").read_text()
+    assert "kernel" not in said
+
+
+def test_a_run_in_a_notebook_is_resumed_by_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = TrainingArguments(output_dir="outputs/mine")
+    args.script = "finetune"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py", "-f", "/home/me/kernel-1.json"])
+    expected = "scripts/finetune.py --config outputs/mine/config.yaml --resume_from_checkpoint latest"
+    assert args.resume_command == f"accelerate launch {expected}"
+    assert Path(shlex.split(args.resume_command)[2]).is_file()
+    monkeypatch.setattr("sys.argv", ["elsewhere/own.py", "--seed", "7"])
+    assert args.resume_command.startswith("accelerate launch elsewhere/own.py --config outputs/mine/config.yaml")

@@ -132,13 +132,15 @@ def table(figures: Mapping[str, Figures]) -> str:
     rows = []
     has_head = any("head" in each.differences for each in figures.values())
     for each in figures.values():
-        rows.append([
-            each.precision,
-            *(_cell(each.megabytes.get(part), ".1f") for part in ("vision_model", "text_model")),
-            *(_cell(each.differences.get(name), ".0e") for name in ("image", "text", *["head"] * has_head)),
-            *(_cell(each.recall.get(name), ".3f") for name in _RECALLS),
-            *(_cell(each.milliseconds.get(name), ".1f") for name in ("image", "query")),
-        ])
+        rows.append(
+            [
+                each.precision,
+                *(_cell(each.megabytes.get(part), ".1f") for part in ("vision_model", "text_model")),
+                *(_cell(each.differences.get(name), ".0e") for name in ("image", "text", *["head"] * has_head)),
+                *(_cell(each.recall.get(name), ".3f") for name in _RECALLS),
+                *(_cell(each.milliseconds.get(name), ".1f") for name in ("image", "query")),
+            ]
+        )
     titles = [
         "",
         "image, MB",

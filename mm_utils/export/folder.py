@@ -95,7 +95,7 @@ def write_graphs(
         graphs |= head_graphs(model, dict(weights))
         head = graphs["reranker"].module
         assert isinstance(head, Head)
-    found = {}
+    found: dict[str, ExportedTowers] = {}
     with TemporaryDirectory(dir=folder) as work:
         traced = {part: Path(work, f"{part}.onnx") for part in graphs}
         for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):

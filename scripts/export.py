@@ -46,7 +46,6 @@ class ExportArguments:
     )
     opset: int = arg(18, "The version of ONNX's operators; onnxruntime reads 18 since 1.14 (February 2023).")
     split: str = arg("validation", "The split of a data set to compare recall on: train, validation or test.")
-    per_device_eval_batch_size: int = arg(64, "Images per forward pass of the comparison; it does not change recall.")
 
     def __post_init__(self) -> None:
         for name in ("model_name_or_path", "output_dir"):
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         rows = tokenize_captions(pairs[args.split], processor.tokenizer, loader_args.max_seq_length)
         pad_token_id, geometry = processor.tokenizer.pad_token_id, image_geometry(processor)
         loaders = Loaders(loader_args, accelerator.device, pad_token_id, *geometry)
-        loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
+        loader = loaders.evaluation(rows, 1)  # as a search asks; int8 depends on what else is in a batch
 
     # 3. Export, compare, and only then put the folder in its place.
     with atomic_folder(Path(args.output_dir)) as folder:

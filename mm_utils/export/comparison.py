@@ -19,6 +19,7 @@ from mm_utils.distributed import RunError
 from mm_utils.evaluation.embeddings import cosine_ranks, embed_split
 from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.export.graphs import Head, ImageSide
+from mm_utils.export.layouts import text_length
 from mm_utils.export.sessions import ExportedTowers
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape
 from mm_utils.text import markdown_table
@@ -66,7 +67,8 @@ def compare(
         RunError: if fp32 differs from torch by more than `MOST_DIFFERENCE`.
     """
     images = torch.randn(3, *image_shape(model.vision_model), generator=torch.Generator().manual_seed(0))
-    given = tokenizer(list(TEXTS), padding=True, return_tensors="pt")
+    most = text_length(model, tokenizer)
+    given = tokenizer(list(TEXTS), padding=True, truncation=True, max_length=most, return_tensors="pt")
     texts = given["input_ids"], given["attention_mask"]
     expected = {"image": model.encode_image(images, with_keys_values=False)[0], "text": model.encode_text(*texts)[0]}
     if head is not None:
@@ -132,13 +134,15 @@ def table(figures: Mapping[str, Figures]) -> str:
     rows = []
     has_head = any("head" in each.differences for each in figures.values())
     for each in figures.values():
-        rows.append([
-            each.precision,
-            *(_cell(each.megabytes.get(part), ".1f") for part in ("vision_model", "text_model")),
-            *(_cell(each.differences.get(name), ".0e") for name in ("image", "text", *["head"] * has_head)),
-            *(_cell(each.recall.get(name), ".3f") for name in _RECALLS),
-            *(_cell(each.milliseconds.get(name), ".1f") for name in ("image", "query")),
-        ])
+        rows.append(
+            [
+                each.precision,
+                *(_cell(each.megabytes.get(part), ".1f") for part in ("vision_model", "text_model")),
+                *(_cell(each.differences.get(name), ".0e") for name in ("image", "text", *["head"] * has_head)),
+                *(_cell(each.recall.get(name), ".3f") for name in _RECALLS),
+                *(_cell(each.milliseconds.get(name), ".1f") for name in ("image", "query")),
+            ]
+        )
     titles = [
         "",
         "image, MB",

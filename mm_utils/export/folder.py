@@ -95,7 +95,7 @@ def write_graphs(
         graphs |= head_graphs(model, dict(weights))
         head = graphs["reranker"].module
         assert isinstance(head, Head)
-    found = {}
+    found: dict[str, ExportedTowers] = {}
     with TemporaryDirectory(dir=folder) as work:
         traced = {part: Path(work, f"{part}.onnx") for part in graphs}
         for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):
@@ -110,6 +110,8 @@ def write_graphs(
             found[precision] = ExportedTowers(
                 paths, model.config, tokenizer.pad_token_id, text_length(model, tokenizer)
             )
+            if precision not in precisions:  # measured, but not written
+                found[precision].megabytes = {}
     write_settings(folder, layout, model, processor)
     return found, head
 
@@ -146,7 +148,7 @@ def write_report(
     (folder / "export.json").write_text(content + "\n", encoding="utf-8")
     usage = USAGE[layout].replace("NAME", IMMICH_NAMES[immich_width(width)] if layout == "immich" else "")
     usage = usage.replace("WIDTH", str(immich_width(width)) if layout == "immich" else "")
-    precision = next(reversed(figures))
+    precision = list(figures)[-1]
     padding = '"max_length"' if model.config.text_padding else "true"
     usage = usage.replace("DTYPE", _JS_TYPES.get(precision, "fp32")).replace("PADDING", padding)
     if layout != "immich":

@@ -203,8 +203,8 @@ def padded_graphs(model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad:
     images, ids = _samples(model)
     text = PaddedTextTower(model, pad_token_id, ends_in_pad, width)
     return {
-        "vision_model": Graph(ImageTower(model, width), {"image": images}, ({0: Dim("images")},), ["embedding"]),
-        "text_model": Graph(text, {"text": ids.int()}, (_text_axes(model),), ["embedding"]),
+        "vision_model": Graph(ImageTower(model, width), {"image": images}, ({0: Dim("images")},), ["image_embeds"]),
+        "text_model": Graph(text, {"text": ids.int()}, (_text_axes(model),), ["text_embeds"]),
     }
 
 

@@ -60,7 +60,7 @@ def immich_width(width: int) -> int:
 
 
 def text_length(model: FusionDualEncoderModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens that Immich pads every text to."""
+    """Return how many tokens of a text are read where padding is of one length."""
     if model.config.text_padding:
         return model.config.text_padding["length"]
     most = getattr(model.config.text_config, "max_position_embeddings", IMMICH_LENGTH)

@@ -21,12 +21,11 @@ import onnxruntime
 from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
-BATCH = 16  # images at a time
 SUFFIXES = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
 
 
 class Towers:
-    """The exported graphs of a folder.
+    """The exported graphs of a folder; images and texts go through them one by one, on which int8 depends a little.
 
     Args:
         folder: as `scripts/export.py` wrote it, with the layout plain or transformers.js.
@@ -51,24 +50,20 @@ class Towers:
 
     def images(self, images: Sequence[str | Path | Image.Image]) -> np.ndarray:
         """Return unit embeddings of image files or pictures, `[N, E]`."""
-        parts = [self._run("vision_model", pixel_values=pixels)[0] for pixels in self._batches(images)]
-        return np.concatenate(parts)
+        return np.concatenate([self._run("vision_model", pixel_values=self._pixels(image))[0] for image in images])
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """Return unit embeddings of texts, `[N, E]`."""
-        return self._run("text_model", **self._tokens(texts))[0]
+        return np.concatenate([self._run("text_model", **self._tokens(text))[0] for text in texts])
 
     def rank(self, text: str, images: Sequence[str | Path | Image.Image]) -> np.ndarray:
         """Return the score of a text and each image, `[N]`: the scaled cosine, plus the head's term where it was exported."""
         scores = self.settings["logit_scale"] * (self.images(images) @ self.texts([text])[0])
         if not self.settings["rerank_weights"]:
             return scores
-        added = []
-        for pixels in self._batches(images):
-            blocks = self._run("reranker_images", pixel_values=pixels)
-            sides = {f"keys_values_{number}": block for number, block in enumerate(blocks)}
-            added.append(self._run("reranker", **self._tokens([text]), **sides)[0][0])
-        return scores + np.concatenate(added)
+        sides = [self._run("reranker_images", pixel_values=self._pixels(image)) for image in images]
+        blocks = {f"keys_values_{at}": np.concatenate(block) for at, block in enumerate(zip(*sides, strict=True))}
+        return scores + self._run("reranker", **self._tokens(text), **blocks)[0][0]
 
     def _session(self, part: str) -> onnxruntime.InferenceSession:
         if part not in self._sessions:
@@ -85,17 +80,14 @@ class Towers:
         """Return the size of an axis of the first input, a name if any size will do."""
         return self._session(part).get_inputs()[0].shape[axis]
 
-    def _tokens(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        encoded = self.tokenizer.encode_batch(list(texts))
-        names = {"input_ids": "ids", "attention_mask": "attention_mask"}
-        return {name: np.array([getattr(each, field) for each in encoded], np.int64) for name, field in names.items()}
+    def _tokens(self, text: str) -> dict[str, np.ndarray]:
+        """Return ids and mask, `[1, L]`."""
+        encoded = self.tokenizer.encode(text)
+        sides = {"input_ids": encoded.ids, "attention_mask": encoded.attention_mask}
+        return {name: np.array([values], np.int64) for name, values in sides.items()}
 
-    def _batches(self, images: Sequence[Any]) -> Any:
-        for start in range(0, len(images), BATCH):
-            yield np.stack([self._square(image) for image in images[start : start + BATCH]])
-
-    def _square(self, image: Any) -> np.ndarray:
-        """Return an image as the graphs take it, `[3, S, S]`: upright, its shorter side resized, its centre cut, normalised."""
+    def _pixels(self, image: Any) -> np.ndarray:
+        """Return an image `[1, 3, S, S]`: upright, its shorter side resized, its centre cut, normalised."""
         if not isinstance(image, Image.Image):
             with Image.open(image) as file:
                 file.load()
@@ -111,7 +103,7 @@ class Towers:
         top, left = (height - wanted["height"]) // 2, (width - wanted["width"]) // 2
         rgb = rgb[top : top + wanted["height"], left : left + wanted["width"]]
         mean, std = (np.array(self.pixels[f"image_{name}"], np.float32) for name in ("mean", "std"))
-        return ((rgb * np.float32(self.pixels["rescale_factor"]) - mean) / std).transpose(2, 0, 1)
+        return ((rgb * np.float32(self.pixels["rescale_factor"]) - mean) / std).transpose(2, 0, 1)[None]
 
 
 def resized(pixels: np.ndarray, size: int, axis: int) -> np.ndarray:

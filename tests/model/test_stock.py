@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
 from mm_utils.data.loading.loaders import image_geometry
 from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.model.build import ModelArguments, build_model, load_model
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, _pad_unmasked
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.stock import stock_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
@@ -22,6 +22,23 @@ from mm_utils.objectives.padding import encode_in_groups
 from tests.model.stock_folders import KINDS, TEXTS, noise, siglip_tokenizer, write_stock
 
 Folder = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("length", [5, 9])
+def test_padding_that_is_read_like_words(side: str, length: int) -> None:
+    """Against lists: the tokens of a text, wherever they stand, together at one side, and the rest padding."""
+    ids = torch.arange(1, 36).view(5, 7) + 100
+    masks = ["1111111", "1110000", "0001111", "0101001", "0000000"]
+    mask = torch.tensor([[int(bit) for bit in mask] for mask in masks])
+    padded, columns = _pad_unmasked(ids, mask, length, side, 9)
+    assert padded.shape == (5, max(length, 7))
+    for row, found, column, bits in zip(ids.tolist(), padded.tolist(), columns, mask.tolist(), strict=True):
+        kept = [token for token, bit in zip(row, bits, strict=True) if bit]
+        rest = [9] * (max(length, 7) - len(kept))
+        assert found == (rest + kept if side == "left" else kept + rest)
+        assert [found[place] for place, bit in zip(column, bits, strict=True) if bit] == kept
+        assert len(set(column.tolist())) == 7
 
 
 @pytest.fixture(scope="module")

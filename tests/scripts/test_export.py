@@ -1,0 +1,61 @@
+"""The export's flags, and that a failure leaves nothing; tests/export has what it writes."""
+
+from pathlib import Path
+
+import pytest
+
+from mm_utils.distributed import RunError
+from scripts import export
+from tests.export.conftest import save_tiny
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("export")
+    return ["--model_name_or_path", str(save_tiny(folder / "model")), "--output_dir", str(folder / "onnx")]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--precision", "fp32,int4"], "--precision is fp32,int4; give fp32, fp16, int8, each once"),
+        (["--precision", "fp16,fp16"], "--precision is fp16,fp16; give"),
+        (["--layout", "tf"], "--layout is tf; choose one of plain, transformers.js, immich"),
+        (["--reranker", "maybe"], "--reranker is maybe; choose one of auto, yes, no"),
+        (["--layout", "immich", "--precision", "fp32,int8"], "the layout immich has room for one"),
+        (["--layout", "immich", "--reranker", "yes"], "Immich has no re-ranking"),
+    ],
+)
+def test_mistakes_in_the_flags(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        export.main(["--model_name_or_path", "x", "--output_dir", "y", *more])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_folders_that_are_missing_or_taken(flags: list[str], tmp_path: Path) -> None:
+    for name in ("model_name_or_path", "output_dir"):
+        with pytest.raises(SystemExit):
+            export.main(
+                [word for word in flags if word != f"--{name}" and word != flags[flags.index(f"--{name}") + 1]]
+            )
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="it is not empty"):
+        export.main([*flags[:3], str(tmp_path)])
+
+
+def test_a_split_that_is_not_there(flags: list[str], corpus: Path) -> None:
+    with pytest.raises(ValueError, match="--split is test; the data has train, validation"):
+        export.main([*flags, "--train_file", str(corpus), "--split", "test"])
+
+
+def test_a_part_that_cannot_be_traced_leaves_nothing(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("outer") from NotImplementedError("aten::fold_space\nsecond line")
+
+    monkeypatch.setattr("torch.onnx.export", refuse)
+    with pytest.raises(
+        RunError, match=r"vision_model.onnx cannot be made; .* NotImplementedError: aten::fold_space second"
+    ):
+        export.main(flags)
+    assert {path.name for path in Path(flags[-1]).parent.iterdir()} == {"model"}

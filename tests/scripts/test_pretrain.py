@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -60,7 +61,12 @@ def test_everything_is_left_behind(finished):
     assert metrics["eval_text_to_image_chance@1"] == 1 / 8
     card = (folder / "README.md").read_text()
     assert "accelerate launch" in card
-    assert "recall@1" in card
+    recall = f"{metrics['eval_text_to_image_recall@1']:.3f} ("
+    assert f"| text to image, encoders alone | {recall}" in card
+    assert f"| finds the image of a text first | {recall}" in card
+    results = ModelCard.load(folder / "README.md").data.eval_results
+    assert {each.metric_type for each in results} == {"recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10"}
+    assert {each.metric_value for each in results} <= {round(value, 4) for value in metrics.values()}
 
 
 def test_log_has_what_a_reader_looks_for(finished):

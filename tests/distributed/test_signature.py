@@ -3,7 +3,7 @@
 Six steps on the embedded data set, in fp32, with all defaults, backbones that have dropout in their configs, and patch
 dropout, on 1, 2 and 4 processes, with the local batch in 1, 2 and 4 parts, straight through or continued after step 3 by
 another number of processes: all of them see the same rows in the same order, and end with the same parameters, temperature
-and bias included.
+and bias included. The last objective also has widths of embeddings (Matryoshka) and rows with negatives.
 """
 
 import json
@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, List, Value
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
-from mm_utils.data.loading.tokens import global_order, tokenize_splits
+from mm_utils.data.loading.tokens import NEGATIVES, global_order, tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.model.build import ModelArguments, build_model, load_model
@@ -97,18 +97,22 @@ def runs_on_this_rank(
     with accelerator.main_process_first():
         pairs = load_pairs(DataArguments(max_train_samples=256))
         processor = load_processor(model_args, iterate_captions(pairs["train"]))
+        captions = pairs["train"]["captions"]  # some images have those of the next one as negatives
+        wrong = [captions[place - 1] if place % 3 else [] for place in range(len(captions))]
+        pairs["train"] = pairs["train"].add_column("negatives", wrong, feature=List(Value("string")))
         rows = tokenize_splits(pairs, processor.tokenizer, 64)["train"]
     pad_token_id = processor.tokenizer.pad_token_id
     no_workers = LoaderArguments(dataloader_num_workers=0)
     loaders = Loaders(no_workers, accelerator.device, pad_token_id, *image_geometry(processor))
     seen = {}
     for objective in objectives:
+        seen_rows = rows if "self_distillation" in objective else rows.remove_columns(["negatives", NEGATIVES])
         for parts in numbers_of_parts:
             start = (
                 folder_of(root, GOES_ON[world], objective, parts, False) / f"checkpoint-{STOP}" if resumed else None
             )
             folder = folder_of(root, world, objective, parts, resumed)
-            seen[objective, parts] = train(model_args, objective, parts, folder, start, processor, rows, loaders)
+            seen[objective, parts] = train(model_args, objective, parts, folder, start, processor, seen_rows, loaders)
     return seen
 
 

@@ -28,6 +28,16 @@ def test_trials_have_regions_where_batches_do() -> None:
     assert not any(name.startswith("region_") for name in memory._synthetic({"input_ids": batch["input_ids"]}, 5, 7))
 
 
+def test_trials_have_negatives_where_batches_do() -> None:
+    objective, batch = tiny_objective("matching_with_negatives"), global_batch("negatives")
+    tried = memory._synthetic(batch, 5, 7)
+    assert {name: tuple(value.shape) for name, value in tried.items() if name.startswith("negative_")} == {
+        "negative_input_ids": (5, 7),
+        "negative_attention_mask": (5, 7),
+    }
+    assert all(value.isfinite() for value in objective(tried, 0).values())
+
+
 @given(
     fixed=st.integers(0, 10**10),
     per_pair=st.integers(1, 10**8),

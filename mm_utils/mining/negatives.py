@@ -134,9 +134,7 @@ def choose(
     captions = Captions.of(split, rows)
     cosine_MK, caption_MK = candidates(split, args.num_candidates + int(captions.owner_T.bincount().max()))
     own_T = (split.image_ME[captions.owner_T] * split.text_TE).sum(1)
-    best_M = torch.full_like(own_T[: len(split.image_ME)], -math.inf).scatter_reduce(
-        0, captions.owner_T, own_T, "amax"
-    )
+    best_M = own_T.new_full((len(split.image_ME),), -math.inf).scatter_reduce(0, captions.owner_T, own_T, "amax")
     owner_MK = captions.owner_T[caption_MK]
     image_M1 = torch.arange(len(caption_MK), device=caption_MK.device)[:, None]
     group_M = group_N[split.rows_M]
@@ -210,7 +208,7 @@ def same_pictures(rows: datasets.Dataset, accelerator: Accelerator) -> np.ndarra
             prints.append(fingerprint(open_image(images[row]["image"], _SIDE)))
         except UnreadableImageError:
             prints.append(bytes(FINGERPRINT.itemsize))  # as a flat image, which resembles none
-    mine = torch.frombuffer(bytearray(b"".join(prints)), dtype=torch.uint8).view(-1, FINGERPRINT.itemsize)
+    mine = torch.tensor(np.frombuffer(b"".join(prints), np.uint8)).view(-1, FINGERPRINT.itemsize)
     everyone = distributed.gather(mine.to(accelerator.device), [len(part) for part in parts])
     return groups(len(rows), near_pairs(everyone.cpu().numpy().view(FINGERPRINT)[:, 0]))
 

@@ -133,8 +133,8 @@ def binary(vectors: StoredVectors) -> FirstPass:
     """Return a first pass over signs: E / 8 bytes an image.
 
     Signs are those of the embeddings turned by a random rotation, which leaves cosines as they are. Without it, dimensions in
-    which embeddings hardly differ would count as much as others: of a model whose dimensions are sorted by their
-    variance, as a closed form's are, it finds 57 % of what it found 18 % of.
+    which embeddings hardly differ count as much as all others, and of a closed form, whose dimensions are sorted by their
+    variance, little is found: 18 % of the ten best among ten, for 57 % with it.
     """
     source = torch.Generator().manual_seed(0)
     rotation_EE = torch.linalg.qr(torch.randn(vectors.width, vectors.width, generator=source))[0].numpy()

@@ -68,7 +68,7 @@ def test_it_runs_in_a_kernel(tmp_path: Path) -> None:
     assert len(images) == 4
     assert len(Searcher(tmp_path / "index")) == 96
     said = (tmp_path / "model/environment.json").read_text() + (tmp_path / "model/README.md").read_text()
-    assert "kernel" not in said
+    assert "kernel_launcher" not in said
 
 
 def test_a_run_in_a_notebook_is_resumed_by_its_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,12 @@ import logging
 import re
 import secrets
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import UnreadableImageError, open_image, shrink
 from mm_utils.distributed import RunError
 from mm_utils.files import allow_open_files
 from mm_utils.search.searcher import Hit, Searcher
@@ -37,7 +37,6 @@ from mm_utils.search.searcher import Hit, Searcher
 try:
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import Request
@@ -59,6 +58,7 @@ LEAST_TOKEN = 16
 _COOKIE = "tandem_search"
 _CONNECTIONS = 2000  # beyond these, requests are refused; up to then they wait for their turn
 _UPLOADS = 4  # images that are received and decoded at a time
+_LARGE = 8_000_000  # pixels
 _SECONDS = 120  # for an image to arrive
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
 <circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
@@ -122,11 +122,12 @@ def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
 
 
 class _Api:
-    """The answers; functions that are not `async` run in threads."""
+    """The answers; functions that are not `async` run in threads, and images in one of their own."""
 
     def __init__(self, searcher: Searcher):
-        self.searcher, self.decoding = searcher, threading.Lock()
-        self.uploads = asyncio.Semaphore(_UPLOADS)
+        self.searcher, self.uploads = searcher, asyncio.Semaphore(_UPLOADS)
+        # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
+        self.decoder = ThreadPoolExecutor(1)
         self.texts = functools.lru_cache(maxsize=32)(
             lambda text, rerank: searcher.search_text(text, MOST_HITS, rerank)
         )
@@ -143,7 +144,7 @@ class _Api:
                 content = await asyncio.wait_for(_body(request), _SECONDS)
             except asyncio.TimeoutError as error:
                 raise HTTPException(408, f"The image has not arrived in {_SECONDS} s. Shrink it.") from error
-            return await run_in_threadpool(self._image, request, content)
+            return await asyncio.get_running_loop().run_in_executor(self.decoder, self._image, request, content)
 
     def similar(self, request: Request) -> Response:
         try:
@@ -159,12 +160,13 @@ class _Api:
 
     def _image(self, request: Request, content: bytes) -> Response:
         try:
-            with self.decoding:  # one at a time: 40 million pixels take a quarter of a gigabyte
-                image = open_image({"bytes": content, "path": None}, self.searcher.info.image_size)
-                hits = self.searcher.search_image(image, MOST_HITS)
+            side = self.searcher.info.image_size
+            image = open_image({"bytes": content, "path": None}, side)
         except UnreadableImageError as error:
             raise HTTPException(400, f"The image cannot be read: {error}.") from error
-        return self._page(request, hits)
+        if image.width * image.height > _LARGE:  # resizing it in one step would take twelve bytes a pixel more
+            image = shrink(image, 2 * side)
+        return self._page(request, self.searcher.search_image(image, MOST_HITS))
 
     def _page(self, request: Request, hits: list[Hit]) -> Response:
         count, offset = _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)

@@ -79,12 +79,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     check_model(args.model_name_or_path)
     check_output(args.output_dir)
     set_up_logging()
+    accelerator, loader = Accelerator(cpu=True), None
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"{accelerator.num_processes} processes were launched; one exports. Start it without a launcher."
+        )
 
     # 2. Model, and data to compare on.
     processor = load_processor_of(args.model_name_or_path)
     model = load_model(args.model_name_or_path, fusion_layers=0).float().eval()
     weights = head_weights(model, "no" if args.layout == "immich" else args.reranker)
-    accelerator, loader = Accelerator(cpu=True), None
     if data_args.dataset_name or data_args.train_file or data_args.dataset_dir:
         pairs = load_pairs(data_args, need_train=args.split == "train", hold_out=args.split != "test")
         if args.split not in pairs:

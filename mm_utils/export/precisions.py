@@ -13,6 +13,7 @@ were measured (docs/export.md):
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -32,7 +33,11 @@ def convert(source: Path, target: Path, precision: str) -> None:
             onnx.save(convert_float_to_float16(onnx.load(source), keep_io_types=True), target)
         else:
             model = onnx.load(source)
-            options = {"per_channel": True, "weight_type": QuantType.QInt8, "nodes_to_exclude": _narrowing(model)}
+            options: dict[str, Any] = {
+                "per_channel": True,
+                "weight_type": QuantType.QInt8,
+                "nodes_to_exclude": _narrowing(model),
+            }
             quantize_dynamic(model, target, op_types_to_quantize=QUANTISED, **options)
 
 

@@ -68,8 +68,12 @@ class Towers:
     def _session(self, part: str) -> onnxruntime.InferenceSession:
         if part not in self._sessions:
             name = f"{part}{self.suffix}.onnx"
-            path = next(path for path in (self.folder / name, self.folder / "onnx" / name) if path.is_file())
-            self._sessions[part] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            found = [path for path in (self.folder / name, self.folder / "onnx" / name) if path.is_file()]
+            if not found:
+                raise FileNotFoundError(
+                    f"{self.folder / name} is missing; export it with scripts/export.py --precision."
+                )
+            self._sessions[part] = onnxruntime.InferenceSession(found[0], providers=["CPUExecutionProvider"])
         return self._sessions[part]
 
     def _run(self, part: str, **inputs: np.ndarray) -> list[np.ndarray]:

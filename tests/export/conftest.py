@@ -19,7 +19,7 @@ WEIGHTS = {"match": 0.7, "caption": 0.4}
 
 def save_tiny(folder: Path, **head: Any) -> Path:
     """Write a model with weights that matter: fresh ones are so small that rounding would not show."""
-    tower = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "hidden_size": 32}
+    tower = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "hidden_size": 32}
     configs = {
         "vision": {"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2,
                    "patch_size": 4, "image_size": 32, "layer_scale_init_value": 1.0, "initializer_range": 0.1},

@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mm_utils.distributed import RunError
-from mm_utils.evaluation.embeddings import cosine_ranks, embed_split
-from mm_utils.evaluation.metrics import summarise_ranks
+from mm_utils.evaluation.embeddings import cosine_places, embed_split
+from mm_utils.evaluation.metrics import summarise_places
 from mm_utils.export.graphs import Head, ImageSide
 from mm_utils.export.layouts import text_length
 from mm_utils.export.sessions import ExportedTowers
@@ -83,7 +83,7 @@ def compare(
         if precision == "fp32":
             _check(differences, expected)
     query = tuple(each[:1, : int(given["attention_mask"][0].sum())] for each in texts)
-    calls = {"torch": model, **exported}
+    calls: dict[str, Any] = {"torch": model, **exported}
     measured = {
         "image": _milliseconds({name: partial(one.encode_image, images[:1], False) for name, one in calls.items()}),
         "query": _milliseconds({name: partial(one.encode_text, *query, False) for name, one in calls.items()}),
@@ -125,8 +125,9 @@ def add_recall(
     for name, one in tqdm(towers.items(), desc="Recall", unit=" precisions"):
         split = embed_split(one, loader, accelerator)
         for direction, (queries, items) in split.directions.items():
-            ranks = summarise_ranks(cosine_ranks(queries, items), f"{direction}_")
-            figures[name].recall |= {key: value for key, value in ranks.items() if key.endswith(("@1", "@10"))}
+            measures = summarise_places(cosine_places(queries, items), f"{direction}_")
+            kept = ("recall@1", "recall@10")
+            figures[name].recall |= {key: value for key, value in measures.items() if key.endswith(kept)}
 
 
 def table(figures: Mapping[str, Figures]) -> str:

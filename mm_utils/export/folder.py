@@ -85,7 +85,8 @@ def write_graphs(
     Raises:
         RunError: if torch cannot export a part.
     """
-    tokenizer, head = processor.tokenizer, None
+    tokenizer = processor.tokenizer
+    head: Head | None = None
     if layout == "immich":
         width = immich_width(model.config.projection_dim)
         graphs = padded_graphs(model, tokenizer.pad_token_id, ends_in_pad(tokenizer), width)
@@ -93,8 +94,9 @@ def write_graphs(
         graphs = tower_graphs(model)
     if weights:
         graphs |= head_graphs(model, dict(weights))
-        head = graphs["reranker"].module
-        assert isinstance(head, Head)
+        reranker = graphs["reranker"].module
+        assert isinstance(reranker, Head)
+        head = reranker
     found: dict[str, ExportedTowers] = {}
     with TemporaryDirectory(dir=folder) as work:
         traced = {part: Path(work, f"{part}.onnx") for part in graphs}

@@ -273,11 +273,11 @@ def _text_axes(model: FusionDualEncoderModel) -> dict[int, Any]:
 @contextmanager
 def _fixed_positions(module: nn.Module) -> Iterator[None]:
     """Let a Siglip2 tower, which resizes its positions for each image of a batch, resize them once for all."""
-    tower: Any = module.model.vision_model
-    if not isinstance(tower, Siglip2VisionModel):
+    model: Any = module.model
+    if not isinstance(model.vision_model, Siglip2VisionModel):
         yield
         return
-    embeddings = tower.embeddings
+    embeddings: Any = model.vision_model.embeddings
     side = embeddings.position_embedding_size
     grid, shape = embeddings.position_embedding.weight.reshape(side, side, -1), torch.tensor([[side, side]])
     fixed = embeddings.resize_positional_embeddings(grid, shape, max_length=side * side)

@@ -12,8 +12,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
+from transformers import PreTrainedConfig
 
 
 class ExportedTowers:
@@ -29,7 +28,7 @@ class ExportedTowers:
         megabytes: sizes of the files, by part.
     """
 
-    def __init__(self, paths: Mapping[str, Path], config: FusionDualEncoderConfig, pad_token_id: int, length: int):
+    def __init__(self, paths: Mapping[str, Path], config: PreTrainedConfig, pad_token_id: int, length: int):
         self.config, self.pad_token_id, self.length = config, pad_token_id, length
         self.megabytes = {part: path.stat().st_size / 1e6 for part, path in paths.items()}
         options = onnxruntime.SessionOptions()

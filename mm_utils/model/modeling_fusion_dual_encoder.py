@@ -1019,10 +1019,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     def head_scores(
         self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, input_ids: Tensor
     ) -> Tensor:
-        """Return what the head adds to scaled cosines, `[P]`: scores x `config.rerank_weights`.
-
-        Texts are as many as images, or one for all.
-        """
+        """Return what the head adds to scaled cosines, `[P]`: weighted scores, of P texts or of one for all pairs."""
         weights = {name: weight for name, weight in (self.config.rerank_weights or {}).items() if weight}
         pairs = keys_values[0].shape[1]
         if not weights:

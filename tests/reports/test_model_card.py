@@ -1,3 +1,4 @@
+import json
 import shlex
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> 
     ):
         assert part in text
     assert ".png" not in text
+
+
+def test_card_shows_what_small_embeddings_keep(tmp_path: Path) -> None:
+    recalls = {f"recall@{k}": {"value": k / 20, "half_width_95": 0.01} for k in (1, 5, 10)}
+    rows = [{"dimensions": 64, "code": "int8", "bytes": 64, **recalls}]
+    (tmp_path / "embedding_sizes.json").write_text(json.dumps(rows))
+    (tmp_path / "embedding_sizes.png").touch()
+    text = write_model_card(tmp_path, card()).read_text(encoding="utf-8")
+    assert "| 64 | int8 | 64 | 0.050 ± 0.010 | 0.500 ± 0.010 |" in text
+    assert "(embedding_sizes.png)" in text
 
 
 def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ def test_figures_curve_and_picture_are_left(flags: list[str], tmp_path: Path) ->
     assert report["text_to_image"]["reranked"]["recall@1"]["value"] == found["rerank_text_to_image_recall@1"]
     assert report["costs"]["gflop_per_pair"] > 0
     assert (tmp_path / "out/reranking.png").stat().st_size > 10_000
+    full = json.loads((tmp_path / "out/embedding_sizes.json").read_text())[0]
+    assert full["recall@1"]["value"] == found["text_to_image_recall@1"]
 
 
 def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path) -> None:

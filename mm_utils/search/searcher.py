@@ -1,9 +1,10 @@
 """Answer queries from an index: search by cosine, then re-ranking of the first hits where the model gains by it.
 
 Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
-(`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if `config.rerank_weights` of the model has a weight above 0, which training sets
-only where it helped on the validation split. The head reads what the vision tower gave when the image was embedded, if the index keeps
-that; else the image, from its file, or from its thumbnail if the file has changed, is gone, or was never there.
+(`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if
+`config.rerank_weights` of the model has a weight above 0, which training sets only where it helped on the validation split.
+The head reads what the vision tower gave when the image was embedded, if the index keeps that; else the image, from its file,
+or from its thumbnail if the file has changed, is gone, or was never there.
 
 Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
 """
@@ -28,6 +29,7 @@ from mm_utils.model.processor import load_processor_of
 from mm_utils.search.embedding import normalised
 from mm_utils.search.first_pass import StoredVectors, open_find
 from mm_utils.search.index import check_same_model, model_fingerprint, open_index
+from mm_utils.search.listing import STAMPS
 
 _MOST_TOKENS = 64  # of a query, as of a caption in training
 
@@ -77,13 +79,12 @@ class Searcher:
         index_factory: str | None = None,
     ):
         self.info, rows = open_index(Path(index_dir))
-        self._rows, self._lock = rows, threading.Lock()
-        self._texts = rows.select_columns(
-            [name for name in rows.column_names if name not in ("embedding", "thumbnail")]
-        )
         self._vectors = StoredVectors(rows)
         self._states = None if self.info.states is None else StoredVectors(rows, "states")
         self._find = open_find(index_factory, Path(index_dir), rows)
+        # Without the vectors: a row of them would become thousands of Python numbers.
+        self._rows, self._lock = rows.select_columns([*STAMPS.names, "thumbnail"]), threading.Lock()
+        self._texts = rows.select_columns(["id", "path", "captions"])
         name = model or self.info.model
         processor = load_processor_of(name)
         self._tokenizer, self._geometry = processor.tokenizer, image_geometry(processor)

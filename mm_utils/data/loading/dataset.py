@@ -256,8 +256,7 @@ class Collator:
         image_size: side of the square in pixels.
         longest_first: sort rows by length, as described above.
         cached: the features of no example, see `mm_utils.data.loading.column_cache.empty_features`.
-        regions: whether examples have regions.
-        negatives: whether examples have a negative, perhaps an empty one.
+        regions, negatives: whether examples have regions, and a negative, perhaps an empty one.
     """
 
     pad_token_id: int

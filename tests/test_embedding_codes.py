@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mm_utils.embedding_codes import hamming, quantize_int8, to_bits
+from mm_utils.embedding_codes import hamming, quantize_int8, rotate, to_bits
 
 RNG = np.random.default_rng(0)
 
@@ -38,8 +38,23 @@ def test_hamming_counts_the_signs_that_differ(width: int) -> None:
     rows[0] = 0  # no sign: as minus
     bits = to_bits(rows)
     assert (bits.dtype, bits.shape) == (np.uint8, (30, -(-width // 8)))
-    expected = ((queries > 0)[:, None] != (rows > 0)[None]).sum(2)
+    expected = ((rotate(queries) > 0)[:, None] != (rotate(rows) > 0)[None]).sum(2)
     np.testing.assert_array_equal(hamming(to_bits(queries), bits), expected)
+
+
+@pytest.mark.parametrize("width", [1, 13, 256])
+def test_a_rotation_keeps_cosines_and_is_always_the_same(width: int) -> None:
+    rows = unit_rows(20, width)
+    np.testing.assert_allclose(rotate(rows) @ rotate(rows[:5]).T, rows @ rows[:5].T, atol=1e-5)
+    np.testing.assert_array_equal(rotate(rows), rotate(rows.copy()))
+
+
+def test_signs_of_sorted_dimensions_find_what_is_near() -> None:
+    source = np.random.default_rng(1)
+    rows = source.normal(size=(400, 64)) * np.geomspace(1, 0.01, 64)
+    queries = rows[:50] + 0.2 * source.normal(size=(50, 64)) * np.geomspace(1, 0.01, 64)
+    found = hamming(to_bits(queries), to_bits(rows)).argsort(1)[:, :5]
+    assert (found == np.arange(50)[:, None]).any(1).mean() > 0.9
 
 
 def test_hamming_takes_columns_of_a_larger_table_and_no_rows() -> None:

@@ -29,7 +29,7 @@ from matplotlib.ticker import EngFormatter, NullLocator
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils.embedding_codes import hamming, quantize_int8, to_bits
+from mm_utils.embedding_codes import hamming, quantize_int8, rotate, to_bits
 from mm_utils.evaluation.embeddings import Embeddings, Keyed, best_rank
 from mm_utils.evaluation.metrics import CUTOFFS, mean_interval
 from mm_utils.files import write_atomic
@@ -103,12 +103,12 @@ def _coded(image_NE: Tensor, code: str) -> Scores:
 
 
 def _two_passes(image_NE: np.ndarray) -> Scores:
-    bits, sign_NE = to_bits(image_NE), torch.from_numpy(np.where(image_NE > 0, np.float32(1), np.float32(-1)))
+    bits, sign_NE = to_bits(image_NE), torch.from_numpy(np.where(rotate(image_NE) > 0, np.float32(1), np.float32(-1)))
 
     def scores(query_QE: Tensor) -> Tensor:
         distance_QN = torch.from_numpy(hamming(to_bits(query_QE.numpy()), bits))
         near_QK = distance_QN.topk(min(_CANDIDATES, len(bits)), 1, largest=False).indices
-        score_QN = query_QE @ sign_NE.T
+        score_QN = torch.from_numpy(rotate(query_QE.numpy())) @ sign_NE.T
         return torch.full_like(score_QN, -torch.inf).scatter_(1, near_QK, score_QN.gather(1, near_QK))
 
     return scores

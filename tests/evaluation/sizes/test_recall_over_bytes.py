@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mm_utils.embedding_codes import rotate
 from mm_utils.evaluation.embeddings import Embeddings
 from mm_utils.evaluation.metrics import retrieval_metrics
 from mm_utils.evaluation.reranking import rank_directions
@@ -72,7 +73,7 @@ def test_a_smaller_width_is_the_first_numbers() -> None:
 
 def test_signs_find_candidates_that_the_querys_numbers_order() -> None:
     split = noisy_split(noise=4.0)
-    text, image = split.text_TE, split.image_ME
+    text, image = (torch.from_numpy(rotate(each.numpy())) for each in (split.text_TE, split.image_ME))
     distance = ((text > 0)[:, None] != (image > 0)[None]).sum(2)
     near = distance.topk(40, 1, largest=False).indices
     score = text @ torch.where(image > 0, 1.0, -1.0).T

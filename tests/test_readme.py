@@ -47,7 +47,14 @@ FOREIGN = {
     ),
     *("--signal", "--data-binary", "--shm-size", "--target", "--no-deps", "--rdzv_backend", "--faults_report"),
 }
-REMOVED = {"--classes_file", "--length_bucket_window", "--look_alikes", "--rerank_score", "--rerank_weight", "--stream_lanes"}
+REMOVED = {
+    "--classes_file",
+    "--length_bucket_window",
+    "--look_alikes",
+    "--rerank_score",
+    "--rerank_weight",
+    "--stream_lanes",
+}
 
 
 class Command(NamedTuple):

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoProcessor, VisionTextDualEncoderModel, pipeline
 
+from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 
@@ -19,6 +21,7 @@ PICTURES = [
     Image.effect_mandelbrot((90, 60), (-2, -1, 1, 1), 20 + 9 * i).convert("L").convert("RGB") for i in range(5)
 ]
 WEIGHTS = {"match": 0.0, "caption": 0.4}
+PLACES = (".", "dual_encoder", "fine_tuned")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part, place in ((model, path), (model.to_dual_encoder(), path / "dual_encoder")):
         part.save_pretrained(place)
         processor.save_pretrained(place)
+    tuned = ClassifierArguments(str(path), classifier_inputs="image")
+    build_classifier(tuned, LoraArguments(), ["no", "yes"], has_images=True, has_texts=False).save_pretrained(
+        path / "fine_tuned"
+    )
+    processor.save_pretrained(path / "fine_tuned")
     return path
 
 
@@ -109,7 +117,7 @@ def test_a_model_that_was_not_loaded_asks_for_a_processor(folder: Path) -> None:
     assert built.encode(texts="a star").shape == (1, built.config.projection_dim)
 
 
-@pytest.mark.parametrize("place", [".", "dual_encoder"])
+@pytest.mark.parametrize("place", PLACES)
 def test_features_of_stock_classes(folder: Path, model: FusionDualEncoderModel, place: str) -> None:
     stock, given = AutoModel.from_pretrained(folder / place, trust_remote_code=True).eval(), inputs(folder)
     kinds = VisionTextDualEncoderModel if place == "dual_encoder" else object
@@ -123,7 +131,7 @@ def test_features_of_stock_classes(folder: Path, model: FusionDualEncoderModel, 
     torch.testing.assert_close(found, plain_embeds(folder, model), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("place", [".", "dual_encoder"])
+@pytest.mark.parametrize("place", PLACES)
 def test_zero_shot_classification_by_the_pipeline(folder: Path, model: FusionDualEncoderModel, place: str) -> None:
     classify = pipeline("zero-shot-image-classification", str(folder / place), trust_remote_code=True)
     found = classify(PICTURES[1], candidate_labels=TEXTS, hypothesis_template="{}")
@@ -134,16 +142,17 @@ def test_zero_shot_classification_by_the_pipeline(folder: Path, model: FusionDua
     )
 
 
-def test_features_by_the_pipelines(folder: Path, model: FusionDualEncoderModel) -> None:
+@pytest.mark.parametrize("place", [".", "fine_tuned"])
+def test_features_by_the_pipelines(folder: Path, model: FusionDualEncoderModel, place: str) -> None:
     image, text = plain_embeds(folder, model)
     for task, given, expected in (
         ("image-feature-extraction", PICTURES[2], image[2]), ("feature-extraction", TEXTS[2], text[2])
     ):  # fmt: skip
-        found = pipeline(task, str(folder), trust_remote_code=True)(given)
+        found = pipeline(task, str(folder / place), trust_remote_code=True)(given)
         torch.testing.assert_close(torch.tensor(found)[0], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("place", [".", "dual_encoder"])
+@pytest.mark.parametrize("place", PLACES)
 def test_sentence_transformers(folder: Path, model: FusionDualEncoderModel, place: str) -> None:
     sentence_transformers = pytest.importorskip("sentence_transformers")
     opened = sentence_transformers.SentenceTransformer(str(folder / place), trust_remote_code=True, device="cpu")

@@ -18,6 +18,7 @@ from transformers import (
     TrainerCallback,
     VisionTextDualEncoderModel,
     VisionTextDualEncoderProcessor,
+    pipeline,
 )
 
 from mm_utils.data import training_data
@@ -85,8 +86,6 @@ def test_saved_model_loads_with_plain_transformers(finished):
     stock = VisionTextDualEncoderModel.from_pretrained(folder / "dual_encoder").eval()
     processor = VisionTextDualEncoderProcessor.from_pretrained(folder / "dual_encoder")
     assert AutoTokenizer.from_pretrained(folder).pad_token == "[PAD]"
-    from tests.conftest import draw
-
     inputs = processor(
         text=["a red circle", "one blue square, number 2"],
         images=[draw("red", "circle"), draw("blue", "square")],
@@ -99,9 +98,19 @@ def test_saved_model_loads_with_plain_transformers(finished):
     torch.testing.assert_close(ours.text_embeds, theirs.text_embeds, atol=1e-4, rtol=0)
 
 
-def test_a_checkpoint_is_a_loadable_model(finished):
+def test_a_checkpoint_opens_in_stock_tools(finished):
     folder, _ = finished
     assert AutoModel.from_pretrained(folder / "checkpoint-2").config.model_type == "fusion-dual-encoder"
+    checkpoint = str(folder / "checkpoint-2")
+    image, texts = draw("red", "circle"), ["a red circle", "one blue square"]
+    model = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
+    image_embeds, text_embeds = model.encode(images=image, texts=texts)
+    expected = (model.logit_scale.exp() * model.similarity(text_embeds, image_embeds)[:, 0]).softmax(0).tolist()
+    classify = pipeline("zero-shot-image-classification", checkpoint, trust_remote_code=True)
+    found = classify(image, candidate_labels=texts, hypothesis_template="{}")
+    assert {hit["label"]: hit["score"] for hit in found} == pytest.approx(
+        dict(zip(texts, expected, strict=True)), abs=1e-4
+    )
 
 
 def test_resume_repeats_the_straight_run_bit_for_bit(finished, tiny_flags, tmp_path):

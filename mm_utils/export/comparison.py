@@ -131,33 +131,28 @@ def add_recall(
 
 
 def table(figures: Mapping[str, Figures]) -> str:
-    """Return a Markdown table of the figures."""
-    rows = []
-    has_head = any("head" in each.differences for each in figures.values())
-    for each in figures.values():
-        rows.append(
-            [
-                each.precision,
-                *(_cell(each.megabytes.get(part), ".1f") for part in ("vision_model", "text_model")),
-                *(_cell(each.differences.get(name), ".0e") for name in ("image", "text", *["head"] * has_head)),
-                *(_cell(each.recall.get(name), ".3f") for name in _RECALLS),
-                *(_cell(each.milliseconds.get(name), ".1f") for name in ("image", "query")),
-            ]
-        )
-    titles = [
-        "",
-        "image, MB",
-        "text, MB",
-        "difference: image",
-        "text",
-        *["head"] * has_head,
-        "text to image R@1",
-        "R@10",
-    ]
-    return markdown_table([*titles, "image to text R@1", "R@10", "ms an image", "ms a query"], rows)
+    """Return a Markdown table of the figures; what was not measured has no column."""
+    every = list(figures.values())
+    columns = {
+        "": [each.precision for each in every],
+        "image, MB": [_cell(each.megabytes.get("vision_model"), ".1f") for each in every],
+        "text, MB": [_cell(each.megabytes.get("text_model"), ".1f") for each in every],
+        **{f"difference: {name}": [_cell(each.differences.get(name), ".0e") for each in every] for name in _OUTPUTS},
+        **{title: [_cell(each.recall.get(name), ".3f") for each in every] for name, title in _RECALLS.items()},
+        **{
+            f"ms: {name}": [_cell(each.milliseconds.get(name), ".1f") for each in every] for name in ("image", "query")
+        },
+    }
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    return markdown_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)])
 
 
-_RECALLS = [f"{direction}_recall@{k}" for direction in ("text_to_image", "image_to_text") for k in (1, 10)]
+_OUTPUTS = ("image", "text", "head")
+_RECALLS = {
+    f"{direction}_recall@{k}": f"{direction.replace('_', ' ')} R@{k}"
+    for direction in ("text_to_image", "image_to_text")
+    for k in (1, 10)
+}
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow as pa
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from tqdm.auto import tqdm
 
-from mm_utils.data.prepare.on_disk import NEGATIVES, content_fingerprint, write_split
+from mm_utils.data.prepare.on_disk import NEGATIVES, content_fingerprint, write_splits
 from mm_utils.files import atomic_folder
 from mm_utils.mining.negatives import Mined
 
@@ -48,13 +47,14 @@ def write_mined(
         "settings": settings,
         "examples": mined.examples,
     }
-    with atomic_folder(folder) as work, tqdm(total=sum(map(len, pairs.values())), desc="Writing", unit=" rows") as bar:
-        for split, rows in pairs.items():
-            negatives = mined.negatives if split == "train" else [[]] * len(rows)
-            write_split(_with_column(rows, negatives), split, work / split, bar)
-        (work / "dataset_dict.json").write_text(json.dumps({"splits": list(pairs)}), encoding="utf-8")
+    tables = {
+        split: _with_column(rows, mined.negatives if split == "train" else [[]] * len(rows))
+        for split, rows in pairs.items()
+    }
+    with atomic_folder(folder) as work:
+        written = write_splits(tables, sum(map(len, pairs.values())), work)
         report = json.loads(Path(source, "report.json").read_text(encoding="utf-8"))
-        report |= {"fingerprint": content_fingerprint(DatasetDict.load_from_disk(str(work))), "mined_from": source}
+        report |= {"fingerprint": content_fingerprint(written), "mined_from": source}
         for name, content in (("report.json", report), (REPORT, said)):
             (work / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     logger.info("%s: %s", folder, describe(said))

@@ -25,7 +25,7 @@ It is an ordinary `datasets` folder with the splits train, validation and test, 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,17 @@ def _is_prepared_split(rows: Dataset) -> bool:
 
 def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
     """Write all splits into `folder`, images straight from the `parts`; return them."""
-    with tqdm(total=sum(map(len, found.rows.values())), desc="Writing", unit=" rows") as bar:
-        for split, columns in _columns(found).items():
-            write_split(_with_images(parts, found.rows[split], columns), split, folder / split, bar)
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(found.rows)}), encoding="utf-8")
+    columns, rows = _columns(found), found.rows
+    tables = {split: _with_images(parts, rows[split], columns[split]) for split in rows}
+    return write_splits(tables, sum(map(len, rows.values())), folder)
+
+
+def write_splits(tables: Mapping[str, Iterator[pa.Table]], rows: int, folder: Path) -> DatasetDict:
+    """Write the tables of all splits, so many rows in all, into `folder`; return them."""
+    with tqdm(total=rows, desc="Writing", unit=" rows") as bar:
+        for split, of_split in tables.items():
+            write_split(of_split, split, folder / split, bar)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(tables)}), encoding="utf-8")
     return DatasetDict.load_from_disk(str(folder))
 
 

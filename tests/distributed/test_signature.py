@@ -20,7 +20,7 @@ from transformers import ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
-from mm_utils.data.loading.tokens import NEGATIVES, global_order, tokenize_splits
+from mm_utils.data.loading.tokens import NEGATIVE_IDS, global_order, tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.model.build import ModelArguments, build_model, load_model
@@ -106,7 +106,7 @@ def runs_on_this_rank(
     loaders = Loaders(no_workers, accelerator.device, pad_token_id, *image_geometry(processor))
     seen = {}
     for objective in objectives:
-        seen_rows = rows if "self_distillation" in objective else rows.remove_columns(["negatives", NEGATIVES])
+        seen_rows = rows if "self_distillation" in objective else rows.remove_columns(["negatives", NEGATIVE_IDS])
         for parts in numbers_of_parts:
             start = (
                 folder_of(root, GOES_ON[world], objective, parts, False) / f"checkpoint-{STOP}" if resumed else None

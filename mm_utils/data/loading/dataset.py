@@ -34,7 +34,7 @@ from mm_utils.data.loading.directional_words import has_direction
 from mm_utils.data.loading.hard_negatives import draw_negatives
 from mm_utils.data.loading.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.loading.regions import REGION_COLUMNS, collate_regions, visible_regions
-from mm_utils.data.loading.tokens import NEGATIVES, collate_all_captions, collate_negatives, pad_captions
+from mm_utils.data.loading.tokens import NEGATIVE_IDS, collate_all_captions, collate_negatives, pad_captions
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
@@ -132,7 +132,7 @@ class TrainingTransform(Transform):
     @property
     def columns(self) -> set[str]:
         """The columns to read, as far as a data set has them."""
-        return super().columns | {NEGATIVES} | ({"captions", "regions"} if self.horizontal_flip else set())
+        return super().columns | {NEGATIVE_IDS} | ({"captions", "regions"} if self.horizontal_flip else set())
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row, see `Transform.examples`."""
@@ -140,8 +140,8 @@ class TrainingTransform(Transform):
         counts = np.array([len(captions) for captions in batch["input_ids"]])
         keys = np.array(batch["image_key"])
         drawn = {"epoch": epochs.tolist(), "caption": choose_captions(self.seed, epochs, keys, counts).tolist()}
-        if NEGATIVES in batch:
-            drawn["negative"] = draw_negatives(batch[NEGATIVES], self.seed, epochs, keys)
+        if NEGATIVE_IDS in batch:
+            drawn["negative"] = draw_negatives(batch[NEGATIVE_IDS], self.seed, epochs, keys)
         return super().examples({**batch, **drawn})
 
     def _show(self, row: dict[str, Any]) -> Example:

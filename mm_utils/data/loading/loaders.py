@@ -16,7 +16,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.loading.column_cache import empty_features
 from mm_utils.data.loading.dataset import Batch, Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.loading.order import EvaluationBatches, GlobalOrder, RankBatches
-from mm_utils.data.loading.tokens import NEGATIVES
+from mm_utils.data.loading.tokens import NEGATIVE_IDS
 from mm_utils.data.loading.workers import (
     PREFETCH,
     RestartingLoader,
@@ -152,7 +152,7 @@ class Loaders:
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
         pairs, batches = TrainingPairs(rows, self.training_transform(order.seed)), RankBatches(order, start, stop)
-        kinds = empty_features(rows), self.regions, NEGATIVES in rows.column_names
+        kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names
         collate = Collator(self.pad_token_id, self.image_size, True, *kinds)
         has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
         if not has_choice or "vision_pooled" in collate.cached:

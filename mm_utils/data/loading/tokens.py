@@ -21,7 +21,7 @@ from mm_utils.data.loading.language_codes import own_codes
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 
 _CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
-NEGATIVES = "negative_input_ids"  # a column, and a tensor of a batch
+NEGATIVE_IDS = "negative_input_ids"  # a column, and a tensor of a batch
 _FEATURES = {"input_ids": [[Value("int32")]], "image_key": Value("int64"), "caption_keys": [Value("int64")]}
 _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
 
@@ -54,7 +54,7 @@ def tokenize_captions(
                 f"the column negatives holds {rows.features['negatives']}; it should have, for each image, a list of captions "
                 "that are wrong for it. Write it anew."
             )
-        content, features = (*content, "negatives"), datasets.Features({**_FEATURES, NEGATIVES: [[Value("int32")]]})
+        content, features = (*content, "negatives"), datasets.Features({**_FEATURES, NEGATIVE_IDS: [[Value("int32")]]})
     name, title = Hasher.hash(content), "Tokenising captions"
     return add_columns(rows, columns, compute, name, title=title, num_proc=num_proc, features=features)
 
@@ -114,7 +114,7 @@ def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: in
 def collate_negatives(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
     """Pad the negatives of all images, perhaps empty ones, to the longest."""
     padded = pad_captions([example["negative"] for example in examples], pad_token_id)
-    return dict(zip((NEGATIVES, "negative_attention_mask"), padded, strict=True))
+    return dict(zip((NEGATIVE_IDS, "negative_attention_mask"), padded, strict=True))
 
 
 def image_key(image_id: str) -> int:
@@ -218,7 +218,7 @@ def _tokenize(
             for given, own in zip(rows["negatives"], found["caption_keys"], strict=True)
         ]
         languages = [of_row[:1] * len(texts) for of_row, texts in zip(all_languages, listed, strict=True)]
-        found[NEGATIVES] = encode(listed, languages)
+        found[NEGATIVE_IDS] = encode(listed, languages)
     return found
 
 

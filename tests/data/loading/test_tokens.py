@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from mm_utils.data.loading.tokens import (
-    NEGATIVES,
+    NEGATIVE_IDS,
     caption_key,
     encode_captions,
     fingerprint,
@@ -60,12 +60,12 @@ def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokeniz
     given = [["Picture  ZERO", "picture two"], [], None, ["picture one"]]
     found = tokenize_captions(with_negatives(rows, given), tokenizer, 16)
     expected = encode_captions(tokenizer, ["picture two", "picture one"], None, 16)
-    assert list(found[NEGATIVES]) == [[expected[0]], [], [], [expected[1]]]
+    assert list(found[NEGATIVE_IDS]) == [[expected[0]], [], [], [expected[1]]]
     for name in ("input_ids", "image_key", "caption_keys"):
         assert list(found[name]) == list(plain[name])
-    assert NEGATIVES not in plain.column_names
+    assert NEGATIVE_IDS not in plain.column_names
     none = tokenize_captions(with_negatives(rows, [[]] * 4), tokenizer, 16)
-    assert list(none[NEGATIVES]) == [[]] * 4
+    assert list(none[NEGATIVE_IDS]) == [[]] * 4
 
 
 def test_negatives_that_are_no_lists_are_an_error(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,4 +1,4 @@
-"""Small codes of embeddings: eight bits of every number, or its sign alone after a random rotation.
+"""Store embeddings in few bytes: eight bits a number, or its sign after a rotation.
 
 A unit vector of E numbers takes 4 E bytes in fp32, E as `quantize_int8` and E / 8 as `to_bits`. Only what is searched is
 coded: queries stay as they are, or are reduced to signs for a first pass.
@@ -30,9 +30,9 @@ def quantize_int8(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotate(embeddings: np.ndarray) -> np.ndarray:
-    """Turn `[n, E]` by a random rotation, the same for every call with one width; cosines stay as they are.
+    """Turn `[n, E]` by a random rotation, the same for every call with one width.
 
-    Without it, dimensions in which embeddings hardly differ count as much in signs as all others. Of a closed form, whose dimensions
+    Cosines stay as they are. Without it, dimensions in which embeddings hardly differ count as much in signs as all others. Of a closed form, whose dimensions
     are sorted by their variance, 18 % of the ten best are then among ten candidates, and 57 % with it.
     """
     return embeddings.astype(np.float32) @ _rotation(embeddings.shape[1])
@@ -44,7 +44,10 @@ def _rotation(width: int) -> np.ndarray:
 
 
 def to_bits(embeddings: np.ndarray) -> np.ndarray:
-    """Return the signs of rotated `[n, E]`, 1 for numbers above 0, packed to uint8 `[n, B]`; the last byte is filled up with 0."""
+    """Return the signs of rotated `[n, E]`, packed to uint8 `[n, B]`.
+
+    A number above 0 is 1; the last byte is filled up with 0.
+    """
     return np.packbits(rotate(embeddings) > 0, axis=1)
 
 

@@ -103,7 +103,8 @@ def _coded(image_NE: Tensor, code: str) -> Scores:
 
 
 def _two_passes(image_NE: np.ndarray) -> Scores:
-    bits, sign_NE = to_bits(image_NE), torch.from_numpy(np.where(rotate(image_NE) > 0, np.float32(1), np.float32(-1)))
+    bits = to_bits(image_NE)
+    sign_NE = 2 * torch.from_numpy(np.unpackbits(bits, axis=1, count=image_NE.shape[1])).float() - 1
 
     def scores(query_QE: Tensor) -> Tensor:
         distance_QN = torch.from_numpy(hamming(to_bits(query_QE.numpy()), bits))

@@ -20,7 +20,8 @@ FLOORS = [
 ]
 """A module imports from its own folder and from lower floors; folders of one floor do not import each other."""
 DATA_FLOORS = [
-    {"faults", "images", "parquet"},
+    {"faults", "images", "media", "parquet"},
+    {"riff"},
     {"paths"},
     {"photo_captions"},
     {"sources", "scenes"},

@@ -1,0 +1,21 @@
+"""The kinds of media: what they are called, and how a data set says which it holds.
+
+Code that has nothing to ask of the kind finds the medium of a row in the column `image`, whatever it is: an image file, a sound
+as a WAV file, or a clip as an AVI file of JPEG frames (`mm_utils.data.riff`). The column's feature tells the kind.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Audio, Image, Video
+
+COLUMNS = {"image": "image", "clip": "video", "sound": "audio"}
+"""The kinds, and the columns that stored data sets keep them in."""
+
+FEATURES = {"image": Image(decode=False), "clip": Video(decode=False), "sound": Audio(decode=False)}
+
+
+def kind_of(features: Mapping[str, Any]) -> str:
+    """Return the kind of the medium in the column `image`; unknown features count as images."""
+    found = type(features.get("image"))
+    return next((kind for kind, feature in FEATURES.items() if type(feature) is found), "image")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args, to_dict
 from mm_utils.data.benchmarks.named import RETRIEVAL, find_benchmark
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.sources.source import DataArguments
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         rows = tokenize_captions(rows, processor.tokenizer, loader_args.max_seq_length)
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
+    loaders = make_loaders(loader_args, accelerator.device, processor)
     captions = sum(map(len, rows["captions"]))
     logger.info("%s: %s images, %s captions", split, f"{len(rows):,}", f"{captions:,}")
 

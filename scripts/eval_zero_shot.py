@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         images = load_labelled(data_args)
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
+    loaders = make_loaders(loader_args, accelerator.device, processor)
     logger.info("%s: %s images, %s classes", images.split, f"{len(images.rows):,}", f"{len(images.classes):,}")
 
     # 3. Model.

@@ -17,7 +17,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.sources.source import DataArguments
@@ -95,8 +95,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
         loader_args = LoaderArguments(dataloader_num_workers="0")
         rows = tokenize_captions(pairs[args.split], processor.tokenizer, loader_args.max_seq_length)
-        pad_token_id, geometry = processor.tokenizer.pad_token_id, image_geometry(processor)
-        loaders = Loaders(loader_args, accelerator.device, pad_token_id, *geometry)
+        loaders = make_loaders(loader_args, accelerator.device, processor)
         loader = loaders.evaluation(rows, 1)  # as a search asks; int8 depends on what else is in a batch
 
     # 3. Export, compare, and only then put the folder in its place.

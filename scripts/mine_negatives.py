@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_utils.arguments import arg, launch_command, parse_args, to_dict
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.on_disk import is_prepared
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     total, sample = len(rows), 4 * args.per_device_eval_batch_size * accelerator.num_processes
     rows = rows.select(range(min(total, sample))) if args.dry_run else rows
     loader_args = LoaderArguments(args.max_seq_length, dataloader_num_workers=args.dataloader_num_workers)
-    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
+    loaders = make_loaders(loader_args, accelerator.device, processor)
 
     # 3. Model.
     model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     tokenizer = data.processor.tokenizer
 
     # 3. Model, objective, optimizer.
-    model = build_model(model_args, tokenizer, lora_args)
+    model = build_model(model_args, tokenizer, lora_args, data.medium)
     known = interpolation_args.known_weights(model)  # before the objective adds new ones
     objective = build_objective(model, objective_args, args.seed, tokenizer)
     highest_scale = objective_args.highest_scale(model)  # before a checkpoint is loaded

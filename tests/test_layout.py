@@ -20,8 +20,8 @@ FLOORS = [
 ]
 """A module imports from its own folder and from lower floors; folders of one floor do not import each other."""
 DATA_FLOORS = [
-    {"faults", "images", "media", "parquet"},
-    {"riff"},
+    {"faults", "images", "parquet", "words"},
+    {"media"},
     {"paths"},
     {"photo_captions"},
     {"sources", "scenes"},
@@ -54,7 +54,7 @@ ROAD = [
     "training/step.py",
     "checkpointing/state.py",
 ]
-MAX_ROAD_LINES = 4800  # of which the modelling file, which travels alone, has 1,375
+MAX_ROAD_LINES = 4900  # of which the modelling file, which travels alone, has 1,375
 
 
 def modules() -> dict[str, Path]:

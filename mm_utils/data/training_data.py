@@ -9,17 +9,19 @@ from typing import Any, Protocol
 import datasets
 from accelerate import Accelerator
 from datasets import DatasetDict
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import ProcessorMixin
 
-from mm_utils.data.loading.column_cache import column_digest, image_digest
-from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, check_loading, image_geometry
+from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
+from mm_utils.data.loading.machine_limits import check_loading
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 from mm_utils.data.loading.regions import tokenize_pairs
-from mm_utils.data.loading.tokens import fingerprint, global_order, tokenize_splits, tokenizer_digest
+from mm_utils.data.loading.timed_media import default_seconds, settle_window
+from mm_utils.data.loading.tokens import fingerprint, global_order, tokenize_splits
+from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.data.streaming.loader import train_stream
-from mm_utils.data.streaming.rows import kind_of
+from mm_utils.data.streaming.rows import shard_kind
 from mm_utils.data.streaming.stream import HELD_OUT, Stream, StreamingArguments, open_stream
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
 
@@ -63,6 +65,11 @@ class TrainingData:
     features: datasets.Dataset | None = None
 
     @property
+    def medium(self) -> str:
+        """The kind of media: `image`, `clip` or `sound`."""
+        return self.loaders.medium
+
+    @property
     def num_rows(self) -> int:
         """Number of training images."""
         return self.order.num_rows
@@ -94,7 +101,7 @@ class TrainingData:
 
     def __str__(self) -> str:
         counts = {"train": self.num_rows, **{name: len(rows) for name, rows in self.splits.items()}}
-        return ", ".join(f"{name}: {rows:,} images" for name, rows in counts.items())
+        return ", ".join(f"{name}: {rows:,} {self.medium}s" for name, rows in counts.items())
 
 
 def open_data(
@@ -103,7 +110,7 @@ def open_data(
     stream_args: StreamingArguments,
     loader_args: LoaderArguments,
     schedule: Schedule,
-    make_processor: Callable[[Iterator[str]], ProcessorMixin],
+    make_processor: Callable[..., ProcessorMixin],
     regions: bool = False,
 ) -> TrainingData:
     """Open the pairs that the arguments name, tokenised, with their loaders.
@@ -114,7 +121,8 @@ def open_data(
         accelerator: the run's accelerator.
         data_args, stream_args, loader_args: the source, and how it is read.
         schedule: the arguments that decide the order and the size of batches.
-        make_processor: builds the processor, given the training captions.
+        make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
+            `seconds` of its window.
         regions: read the regions of images too.
 
     Raises:
@@ -132,32 +140,27 @@ def open_data(
             total = {name: len(rows) for name, rows in splits.items()}
             splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")
             captions = iterate_captions(splits["train"])
-        processor = make_processor(captions)
+        processor = _processor(make_processor, captions, splits, loader_args)
         length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
         splits = tokenize_pairs(splits, processor.tokenizer, length, workers, regions=regions)
     return make_data(accelerator, splits, stream, processor, loader_args, schedule, regions, total)
 
 
-def _content(rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase, loaders: Loaders) -> dict[str, Any]:
-    """Return everything besides ids and captions that decides what a training row is, by name; a stream has no `rows`."""
-    found = {
-        "tokenizer": tokenizer_digest(tokenizer),
-        "max_seq_length": loaders.arguments.max_seq_length,
-        "image_size": loaders.image_size,
-        "image mean and std": [loaders.mean, loaders.std],
-    }
-    if rows is not None:
-        found["images"] = image_digest(rows)
-        if loaders.regions:
-            found["regions"] = column_digest(rows, "regions")
-        if "negatives" in rows.column_names:
-            found["negatives"] = column_digest(rows, "negatives")
-    return found
+def _processor(
+    make: Callable[..., ProcessorMixin], captions: Iterator[str], splits: DatasetDict, args: LoaderArguments
+) -> ProcessorMixin:
+    """Return the processor of the media of all splits, with the window that the arguments ask for."""
+    medium = kind_of(splits["validation"].features)
+    default = None if medium == "image" else default_seconds(medium, splits["train"])
+    timed = {} if medium == "image" else {"medium": medium, "seconds": args.medium_seconds or default}
+    processor = make(captions, **timed)
+    settle_window(processor, medium, args.medium_seconds, args.clip_frames, default)
+    return processor
 
 
 def load_validation_file(args: DataArguments) -> datasets.Dataset | None:
     """Load the validation rows of a stream where they are in no shard."""
-    if args.validation_file is None or kind_of(args.validation_file) is not None:
+    if args.validation_file is None or shard_kind(args.validation_file) is not None:
         return None
     others: dict[str, Any] = dict.fromkeys(("dataset_name", "dataset_config_name", "validation_file", "test_file"))
     most = args.max_eval_samples or HELD_OUT
@@ -191,8 +194,7 @@ def make_data(
     total_rows: dict[str, int] | None = None,
 ) -> TrainingData:
     """Put tokenised splits, or a stream and its validation split, into batches."""
-    geometry = image_geometry(processor)
-    loaders = Loaders(loader_args, accelerator.device, processor.tokenizer.pad_token_id, *geometry, regions=regions)
+    loaders = make_loaders(loader_args, accelerator.device, processor, regions)
     sizes, eval_batch_size = schedule.batch_sizes, schedule.per_device_eval_batch_size
     check_loading(loaders, sizes.sizes[-1], eval_batch_size, streaming=stream is not None)
     order: GlobalOrder | Stream
@@ -203,7 +205,7 @@ def make_data(
         order = global_order(rows, sizes, schedule.seed, loader_args.similar_captions_per_batch)
         data = fingerprint(rows)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
-    content = _content(splits["train"] if stream is None else None, processor.tokenizer, loaders)
+    content = loaders.content(splits["train"] if stream is None else None, processor.tokenizer)
     identity = {"data": data, **content, **loader_args.order}
     found = TrainingData(splits, processor, loaders, order, identity, eval_batch_size, total)
     logger.info("%s", found)

@@ -9,7 +9,7 @@ from typing import Any
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
-from mm_utils.data.streaming.rows import kind_of
+from mm_utils.data.streaming.rows import shard_kind
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.training.arguments import CONFIG_FILE
 
@@ -76,7 +76,7 @@ def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str, *f
     without = ["max_train_samples", "preprocessing_num_workers"]
     if settings.get("streaming"):  # the validation rows of shards are held out of the stream
         file = settings.get("validation_file")
-        if not file or kind_of(file) is not None:
+        if not file or shard_kind(file) is not None:
             return None
         without += ["train_file", "dataset_name", "dataset_config_name", "dataset_dir", "test_file"]
     words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, without)]

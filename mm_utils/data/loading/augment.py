@@ -5,6 +5,7 @@ whole pixels and resizes only these. Both use the same filter (bicubic, antialia
 """
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +80,12 @@ def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Ra
     return square, Window(left / width, top / height, right / width, bottom / height)
 
 
+def random_squares(frames: Sequence[np.ndarray], size: int, min_area: float, rng: random.Random) -> Tensor:
+    """Crop all frames `[height, width, 3]` of a clip alike, as `random_square` does; uint8 `[T, 3, size, size]`."""
+    left, top, right, bottom = _random_box(frames[0].shape[1], frames[0].shape[0], min_area, rng)
+    return torch.stack([_resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
+
+
 def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> tuple[Tensor, Window]:
     """Cut `[3, size, size]` out of `[height, width, 3]` at random; return also the part shown."""
     height, width = pixels.shape[:2]
@@ -97,14 +104,16 @@ def _random_box(width: int, height: int, min_area: float, rng: random.Random) ->
 
 
 def jitter_colors(square: Tensor, strength: float, rng: random.Random) -> Tensor:
-    """Change brightness, contrast and saturation of uint8 `[3, S, S]`.
+    """Change brightness, contrast and saturation of uint8 `[3, S, S]`, or of frames `[T, 3, S, S]` alike.
 
     Each is multiplied by a factor in [1 - strength, 1 + strength]. All three are linear in the colours and are applied as
     one matrix; values are clipped to 0 ... 255 once, at the end.
     """
     brightness, contrast, saturation = (rng.uniform(max(0.0, 1 - strength), 1 + strength) for _ in range(3))
-    colours = square.reshape(3, -1).float()
+    by_colour = square.movedim(-3, 0)
+    colours = by_colour.reshape(3, -1).float()
     grey = brightness * (_LUMA @ colours.mean(1))
     matrix = brightness * contrast * (saturation * torch.eye(3) + (1 - saturation) * _LUMA)
     shift = ((1 - contrast) * grey).expand(3, 1)
-    return torch.addmm(shift, matrix, colours).round_().clamp_(0, 255).to(torch.uint8).view_as(square)
+    changed = torch.addmm(shift, matrix, colours).round_().clamp_(0, 255).to(torch.uint8)
+    return changed.view(by_colour.shape).movedim(0, -3)

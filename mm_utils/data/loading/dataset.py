@@ -30,11 +30,12 @@ from mm_utils.data.loading.augment import (
     random_square,
 )
 from mm_utils.data.loading.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
-from mm_utils.data.loading.directional_words import has_direction
 from mm_utils.data.loading.hard_negatives import draw_negatives
 from mm_utils.data.loading.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.loading.regions import REGION_COLUMNS, collate_regions, visible_regions
+from mm_utils.data.loading.timed_media import Timed
 from mm_utils.data.loading.tokens import NEGATIVE_IDS, collate_all_captions, collate_negatives, pad_captions
+from mm_utils.data.words.directional_words import has_direction
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
@@ -50,10 +51,12 @@ class Transform(ABC):
     Attributes:
         image_size: side of the square in pixels.
         regions: whether examples have their regions (`mm_utils.data.loading.regions`).
+        timed: how clips or sounds are read; None for images.
     """
 
     image_size: int
     regions: bool = False
+    timed: Timed | None = field(default=None, kw_only=True)
 
     def __call__(self, batch: Columns) -> Columns:
         """Return the columns of the examples, as `datasets` expects them from a transform."""
@@ -90,20 +93,25 @@ class Transform(ABC):
 
 @dataclass
 class EvaluationTransform(Transform):
-    """Show the central square of an image with all its captions."""
+    """Show the central square of an image, or the middle of a clip or a sound, with all its captions."""
 
     def _show(self, row: dict[str, Any]) -> Example:
-        pixels, size = read_pixels(row["image"], self.image_size)
+        shown, size, window = self._middle(row) if self.timed is None else self.timed.read(row["image"], None)
         example = {
-            "pixel_values": center_square(Image.fromarray(pixels), self.image_size),
+            "pixel_values": shown,
             "input_ids": row["input_ids"],
             "caption_keys": row["caption_keys"],
             "languages": row.get("languages") or [""] * len(row["input_ids"]),
         }
         if self.regions:
-            height, width = pixels.shape[:2]
-            example |= visible_regions(row, size, center_window(width, height, self.image_size))
+            example |= visible_regions(row, size, window)
         return example
+
+    def _middle(self, row: dict[str, Any]) -> tuple[Tensor, tuple[float, float], Window]:
+        pixels, size = read_pixels(row["image"], self.image_size)
+        height, width = pixels.shape[:2]
+        window = center_window(width, height, self.image_size)
+        return center_square(Image.fromarray(pixels), self.image_size), size, window
 
 
 @dataclass
@@ -156,13 +164,21 @@ class TrainingTransform(Transform):
         if SKIPPED in row:
             return {**example, **feature_tensors(row, row["caption"])}
         draw = f"{self.seed} {row['epoch']} {row['id']}"
-        example["pixel_values"], size, window = self._square(row, random.Random(draw))
+        example["pixel_values"], size, window = self._part(row, random.Random(draw))
         if self.regions:  # with draws of their own, so that the crop is the same without them
             example |= visible_regions(row, size, window, random.Random(f"{draw} regions"))
         return {**example, **feature_tensors(row, row["caption"])}
 
+    def _part(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[float, float], Window]:
+        """Return what is shown, the size of the stored medium, and the part of it that is shown."""
+        shown, size, window = self._square(row, rng) if self.timed is None else self.timed.read(row["image"], rng)
+        if self.color_jitter:
+            shown = jitter_colors(shown, self.color_jitter, rng)
+        if self.horizontal_flip and rng.random() < 0.5 and not has_direction(row):
+            shown = shown.flip(-1)  # no box has to follow: images with boxes are not mirrored
+        return shown, size, window
+
     def _square(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[int, int], Window]:
-        """Return the square, the size of the stored image, and the part of it that the square shows."""
         side = self.image_size
         if self.min_crop_area < 1:
             side = int(side * self.min_crop_area**-0.5) + 1  # so that even the smallest crop is not enlarged
@@ -171,10 +187,6 @@ class TrainingTransform(Transform):
             square, window = fixed_square(pixels, self.image_size, rng)
         else:
             square, window = random_square(pixels, self.image_size, self.min_crop_area, rng)
-        if self.color_jitter:
-            square = jitter_colors(square, self.color_jitter, rng)
-        if self.horizontal_flip and rng.random() < 0.5 and not has_direction(row):
-            square = square.flip(-1)  # no box has to follow: images with boxes are not mirrored
         return square, size, window
 
 
@@ -240,7 +252,7 @@ class Collator:
     the text tower takes them in groups of about one length (`mm_utils.objectives.padding`).
 
     Batch of b images and t captions (t = b in training):
-        pixel_values: uint8 `[b, 3, S, S]`; input_ids, attention_mask: int64 `[t, L]`
+        pixel_values: uint8 `[b, 3, S, S]`, or `[b, *timed.shape]`; input_ids, attention_mask: int64 `[t, L]`
         vision_pooled, vision_taps_0, ... in place of pixel_values, and text_pooled, text_states, as `cached` names them
         ids: int64 `[t, 2]`, image key and caption key of every caption; caption_image: `[t]`, its image's place in b
         rows: `[b]`, row numbers in the data set; image_ids: list of b; lengths: list of t, in tokens
@@ -257,6 +269,7 @@ class Collator:
         longest_first: sort rows by length, as described above.
         cached: the features of no example, see `mm_utils.data.loading.column_cache.empty_features`.
         regions, negatives: whether examples have regions, and a negative, perhaps an empty one.
+        timed: how clips or sounds are read; None for images.
     """
 
     pad_token_id: int
@@ -265,6 +278,7 @@ class Collator:
     cached: dict[str, Tensor] = field(default_factory=dict)
     regions: bool = False
     negatives: bool = False
+    timed: Timed | None = None
 
     def __call__(self, examples: list[Example]) -> Batch:
         """Collate the examples of `Pairs`."""
@@ -278,7 +292,7 @@ class Collator:
         keys = [(example["image_key"], key) for example in kept for key in example["caption_keys"]]
         empty = dict(self.cached)
         if "vision_pooled" not in empty:
-            empty["pixel_values"] = torch.empty(0, 3, self.image_size, self.image_size, dtype=torch.uint8)
+            empty["pixel_values"] = blank(0, self.image_size, self.timed)
         return {
             **{name: _stack([example[name] for example in kept], none) for name, none in empty.items()},
             "input_ids": input_ids,
@@ -295,6 +309,13 @@ class Collator:
             **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
             **(collate_negatives(kept, self.pad_token_id) if self.negatives else {}),
         }
+
+
+def blank(count: int, image_size: int, timed: Timed | None) -> Tensor:
+    """Return so many black squares, frames or silence, as they leave the workers."""
+    if timed is None:
+        return torch.zeros(count, 3, image_size, image_size, dtype=torch.uint8)
+    return torch.zeros(count, *timed.shape, dtype=timed.dtype)
 
 
 def _stack(values: list[Tensor], empty: Tensor) -> Tensor:

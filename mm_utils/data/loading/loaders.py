@@ -9,36 +9,47 @@ import datasets
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.loading.column_cache import empty_features
-from mm_utils.data.loading.dataset import Batch, Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
+from mm_utils.data.loading.column_cache import column_digest, empty_features, image_digest
+from mm_utils.data.loading.dataset import (
+    Batch,
+    Collator,
+    EvaluationTransform,
+    Pairs,
+    TrainingPairs,
+    TrainingTransform,
+    blank,
+)
 from mm_utils.data.loading.order import EvaluationBatches, GlobalOrder, RankBatches
-from mm_utils.data.loading.tokens import NEGATIVE_IDS
+from mm_utils.data.loading.timed_media import Sounds, Timed, medium_of, timed_of
+from mm_utils.data.loading.tokens import NEGATIVE_IDS, tokenizer_digest
 from mm_utils.data.loading.workers import (
-    PREFETCH,
     RestartingLoader,
     choose_workers,
-    free_shared_memory,
     loading_rate,
     worker_options,
 )
-from mm_utils.files import MAX_OPEN_FILES, allow_open_files
-from mm_utils.text import byte_size
+from mm_utils.data.media import kind_of
 
 _MAX_WORKERS = 16
 _MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
-_FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 _SHOWN = 8  # images of a batch in a message
+MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
 
 
 @dataclass
 class LoaderArguments:
-    """Settings of captions, augmentation and workers."""
+    """Settings of captions, windows, augmentation and workers."""
 
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
+    medium_seconds: float | None = arg(
+        None,
+        "Length of what is shown of a clip or a sound; default: whole clips, and the longest sound, at most 10 s.",
+    )
+    clip_frames: int | None = arg(None, "Frames of a clip that are shown, at equal distances; default 8.")
     min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image; 1 turns cropping off.")
     fixed_crop: bool = arg(
         False,
@@ -66,6 +77,10 @@ class LoaderArguments:
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:
             raise ValueError(f"--max_seq_length is {self.max_seq_length}; give at least 3, two are special tokens.")
+        if self.medium_seconds is not None and not 0 < self.medium_seconds <= MOST_WINDOW:
+            raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {MOST_WINDOW}.")
+        if self.clip_frames is not None and not 1 <= self.clip_frames <= MOST_FRAMES:
+            raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {MOST_FRAMES}.")
         if self.similar_captions_per_batch < 1:
             raise ValueError(
                 f"--similar_captions_per_batch is {self.similar_captions_per_batch}; give a number of rows from 1 on."
@@ -98,14 +113,22 @@ class DeviceLoader:
         loader: batches of `Collator`; it has a length.
         device: where batches go.
         mean, std: mean and standard deviation of each colour in [0, 1].
+        sounds: makes the sound tower's input of samples; None for images and clips.
 
     Attributes:
         wait: seconds that the caller waited for the last batch.
     """
 
-    def __init__(self, loader: Any, device: torch.device, mean: Sequence[float], std: Sequence[float]):
-        self.loader, self.device, self.wait = loader, device, 0.0
-        self.mean, self.std = (torch.tensor(v, device=device).view(3, 1, 1) * 255 for v in (mean, std))
+    def __init__(
+        self,
+        loader: Any,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
+        sounds: Sounds | None = None,
+    ):
+        self.loader, self.device, self.sounds, self.wait = loader, device, sounds, 0.0
+        self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) * 255 for v in (mean, std))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -125,7 +148,9 @@ class DeviceLoader:
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
-        if "pixel_values" in moved:  # converted first: subtracting mixed types takes 3 times as long
+        if self.sounds is not None and "pixel_values" in moved:
+            moved["pixel_values"] = self.sounds.features(moved["pixel_values"])
+        elif "pixel_values" in moved:  # converted first: subtracting mixed types takes 3 times as long
             moved["pixel_values"] = moved["pixel_values"].float().sub_(self.mean).div_(self.std)
         return moved
 
@@ -138,6 +163,7 @@ class Loaders:
         pad_token_id: the tokenizer's.
         image_size, mean, std: the image processor's.
         regions: whether batches have the regions of their images, see `mm_utils.data.loading.regions`.
+        timed: how clips or sounds are read; None for images.
     """
 
     arguments: LoaderArguments
@@ -147,12 +173,53 @@ class Loaders:
     mean: Sequence[float]
     std: Sequence[float]
     regions: bool = False
+    timed: Timed | None = None
     _measured: int | None = field(default=None, init=False)
+
+    @property
+    def medium(self) -> str:
+        """The kind of media that these loaders read."""
+        return "image" if self.timed is None else self.timed.kind
+
+    @property
+    def input_key(self) -> tuple[Any, ...]:
+        """What the towers' input depends on besides the media, for the keys of caches."""
+        images = (self.image_size, list(self.mean), list(self.std))
+        return images if self.timed is None else (*images, self.timed.settings)
+
+    def content(self, rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return everything besides ids and captions that decides what a training row is, by name; a stream has no `rows`."""
+        found = {
+            "tokenizer": tokenizer_digest(tokenizer),
+            "max_seq_length": self.arguments.max_seq_length,
+            "image_size": self.image_size,
+            "image mean and std": [self.mean, self.std],
+        }
+        if self.timed is not None:
+            found["medium"] = self.timed.settings
+        if rows is not None:
+            found["images"] = image_digest(rows)
+            if self.regions:
+                found["regions"] = column_digest(rows, "regions")
+            if "negatives" in rows.column_names:
+                found["negatives"] = column_digest(rows, "negatives")
+        return found
+
+    def blank(self, count: int) -> Tensor:
+        """Return so many black or silent media, `[count, ...]`, as the tower takes them."""
+        [batch] = self.on_device([{"pixel_values": blank(count, self.image_size, self.timed)}])
+        return batch["pixel_values"]
+
+    def on_device(self, loader: Any) -> DeviceLoader:
+        """Return batches moved to the device and normalised there."""
+        sounds = self.timed if isinstance(self.timed, Sounds) else None
+        return DeviceLoader(loader, self.device, self.mean, self.std, sounds)
 
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
+        self.check_medium(rows)
         pairs, batches = TrainingPairs(rows, self.training_transform(order.seed)), RankBatches(order, start, stop)
-        kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names
+        kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names, self.timed
         collate = Collator(self.pad_token_id, self.image_size, True, *kinds)
         has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
         if not has_choice or "vision_pooled" in collate.cached:
@@ -166,9 +233,14 @@ class Loaders:
         return self._loader(pairs, batches, collate, self.workers)
 
     def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
-        """Return this rank's share of all rows, each with all its captions, in order."""
-        pairs = Pairs(rows, EvaluationTransform(self.image_size, self.regions))
-        collate = Collator(self.pad_token_id, self.image_size, regions=self.regions)
+        """Return this rank's share of all rows, each with all its captions, in order.
+
+        Raises:
+            ValueError: if the rows hold other media than the model is for.
+        """
+        self.check_medium(rows)
+        pairs = Pairs(rows, EvaluationTransform(self.image_size, self.regions, timed=self.timed))
+        collate = Collator(self.pad_token_id, self.image_size, regions=self.regions, timed=self.timed)
         return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate, self.arguments.num_workers)
 
     def training_transform(self, seed: int) -> TrainingTransform:
@@ -182,12 +254,21 @@ class Loaders:
             args.fixed_crop,
             args.color_jitter,
             args.horizontal_flip,
+            timed=self.timed,
         )
 
     @property
     def workers(self) -> int:
         """Workers of this rank's training loader, as far as is known."""
         return self.arguments.num_workers if self._measured is None else self._measured
+
+    def check_medium(self, rows: datasets.Dataset) -> None:
+        """Raise ValueError if the rows hold other media than the model is for."""
+        found = kind_of(rows.features)
+        if found != self.medium:
+            raise ValueError(
+                f"the data are {found}s, and the model is for {self.medium}s. Give data or model of the same kind."
+            )
 
     def _loader(
         self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
@@ -202,7 +283,7 @@ class Loaders:
             shown = ", ".join(map(str, pairs.rows[rows[:_SHOWN]]["id"].to_pylist()))
             return f"{batches.name(number)} ({len(rows)} images: {shown}{', ...' if len(rows) > _SHOWN else ''})"
 
-        return DeviceLoader(RestartingLoader(make, len(batches), name, workers), self.device, self.mean, self.std)
+        return self.on_device(RestartingLoader(make, len(batches), name, workers))
 
     def _data_loader(
         self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
@@ -223,48 +304,19 @@ def image_geometry(processor: ProcessorMixin) -> tuple[int, list[float], list[fl
     return images.crop_size["height"], list(images.image_mean), list(images.image_std)
 
 
-def check_loading(loaders: Loaders, global_batch_size: int, eval_batch_size: int, *, streaming: bool = False) -> None:
-    """Check that shared memory and open files suffice for all workers of this machine.
-
-    Called on all ranks. With `--dataloader_num_workers auto`, the loaders' arguments are changed to as many workers as fit.
-
-    Args:
-        loaders: the run's loaders.
-        global_batch_size: pairs of the largest step, over all processes.
-        eval_batch_size: images per process.
-        streaming: whether each worker makes a part of every batch, instead of whole batches.
+def make_loaders(
+    arguments: LoaderArguments, device: torch.device, processor: ProcessorMixin, regions: bool = False
+) -> Loaders:
+    """Return the loaders of a model's media, whose kind, size and window its processor knows.
 
     Raises:
-        ValueError: on every rank, if a machine has too little.
+        ValueError: if a flag of images is given for sounds.
     """
-    args, workers, warnings, error = loaders.arguments, loaders.arguments.num_workers, [], None
-    limit = allow_open_files()
-    if limit is not None and limit < 1_024 and (workers or streaming):
-        text = (
-            f"ulimit -n is {limit}; data workers and shards may need more open files. Set ulimit -n {MAX_OPEN_FILES}, or pass "
-            "--dataloader_num_workers 0."
-        )
-        if workers and limit < _FEWEST_OPEN_FILES:
-            error = text
-        else:
-            warnings.append(text)
-    processes, free = distributed.processes_here(), free_shared_memory()
-    image = processes * PREFETCH * 3 * loaders.image_size**2
-    parts = distributed.world_size() * (max(1, workers) if streaming else 1)
-    train = -(-global_batch_size // parts)
-    per_worker = image * (train + eval_batch_size)  # an evaluation begins while training batches wait
-    if free is not None and workers * per_worker > free:
-        fitting = free // per_worker
-        text = (
-            f"/dev/shm has {byte_size(free)} free; {workers} data workers in each of {processes} processes may put "
-            f"{byte_size(workers * per_worker)} there"
-        )
-        remedy = f"Start the container with --shm-size={-(-workers * per_worker * 5 // (2**30 * 4))}g"
-        if args.dataloader_num_workers == "auto":
-            args.dataloader_num_workers = str(fitting)
-            warnings.append(f"{text}, so there will be {fitting}. {remedy} for more.")
-        elif workers * image * max(train, eval_batch_size) > free:
-            error = f"{text}. {remedy}, or pass --dataloader_num_workers {fitting}."
-        else:
-            warnings.append(f"{text}. {remedy}, or pass --dataloader_num_workers {fitting}.")
-    distributed.raise_everywhere(error, warnings)
+    timed = timed_of(processor, arguments.min_crop_area)
+    sounds = isinstance(timed, Sounds)
+    unused = () if timed is None else ("fixed_crop", "color_jitter", "horizontal_flip") if sounds else ("fixed_crop",)
+    for name in unused:
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium_of(processor)}s. Drop it.")
+    geometry = (0, [], []) if sounds else image_geometry(processor)
+    return Loaders(arguments, device, processor.tokenizer.pad_token_id, *geometry, regions=regions, timed=timed)

@@ -129,7 +129,7 @@ def _checked(image_id: str, regions: Any) -> list[tuple[list[float], str]]:
 
 
 def visible_regions(
-    row: dict[str, Any], size: tuple[int, int], window: Window, rng: random.Random | None = None
+    row: dict[str, Any], size: tuple[float, float], window: Window, rng: random.Random | None = None
 ) -> dict[str, Any]:
     """Return the regions that a row's square shows, as fields of an example.
 

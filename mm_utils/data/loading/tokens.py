@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.loading.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
 from mm_utils.data.loading.hard_negatives import group_similar
-from mm_utils.data.loading.language_codes import own_codes
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.words.language_codes import own_codes
 
 _CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
 NEGATIVE_IDS = "negative_input_ids"  # a column, and a tensor of a batch

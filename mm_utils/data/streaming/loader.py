@@ -40,7 +40,7 @@ def train_stream(
     steps = StreamSteps(stream, tokenizer, loaders.arguments.max_seq_length, transform, collate)
     pin_memory = loaders.device.type == "cuda"
     batches = StreamBatches(steps, start, stop, loaders.arguments.num_workers, pin_memory)
-    return DeviceLoader(batches, loaders.device, loaders.mean, loaders.std)
+    return loaders.on_device(batches)
 
 
 @dataclass

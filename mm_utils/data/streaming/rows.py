@@ -57,7 +57,7 @@ _READ_AHEAD = 8 << 20  # bytes per request to a remote server
 _BUFFER = 1 << 20  # bytes of a column of a local file; without, whole row groups are held
 
 
-def kind_of(url: str) -> str | None:
+def shard_kind(url: str) -> str | None:
     """Return `parquet`, `arrow` or `tar` by the address, or None."""
     name = url.split("?")[0].lower()
     return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
@@ -68,7 +68,7 @@ def open_shard(url: str) -> BinaryIO:
     files, path = fsspec.url_to_fs(url)
     if "file" in files.protocol:
         return open(path, "rb")
-    ahead = "none" if kind_of(url) == "parquet" else "readahead"  # pyarrow has its own buffers
+    ahead = "none" if shard_kind(url) == "parquet" else "readahead"  # pyarrow has its own buffers
     file: BinaryIO = files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead)
     if not file.seekable():
         raise ValueError(f"shard {url} comes from a server that gives no ranges. Download it first.")
@@ -77,7 +77,7 @@ def open_shard(url: str) -> BinaryIO:
 
 def count_rows(url: str) -> int:
     """Count the rows of a file."""
-    kind = kind_of(url)
+    kind = shard_kind(url)
     if kind == "arrow":
         return len(datasets.Dataset.from_file(url))
     with open_shard(url) as file:
@@ -89,9 +89,9 @@ def count_rows(url: str) -> int:
 
 def check_columns(url: str, source: Source) -> None:
     """Raise a ValueError if a table has no column of images or captions, or no early sample of a tar can be used."""
-    if kind_of(url) == "arrow":
+    if shard_kind(url) == "arrow":
         find_table_columns(datasets.Dataset.from_file(url).data.schema, source.title, source.columns)
-    elif kind_of(url) == "parquet":
+    elif shard_kind(url) == "parquet":
         with open_shard(url) as file:
             find_table_columns(pq.read_schema(file), source.title, source.columns)
     else:
@@ -102,7 +102,7 @@ def check_columns(url: str, source: Source) -> None:
 
 def read_rows(url: str, first: int, source: Source) -> Iterator[Row]:
     """Read the rows of a file from `first` on, a few at a time; `source` names the columns."""
-    for number, read in enumerate(_READERS[str(kind_of(url))](url, first, source), first):
+    for number, read in enumerate(_READERS[str(shard_kind(url))](url, first, source), first):
         try:
             yield _training_row(*read())
         except Fault as fault:

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from mm_utils.data.sources.source import Source
 from mm_utils.data.sources.webdataset import expand_braces
-from mm_utils.data.streaming.rows import Row, count_rows, kind_of, read_rows
+from mm_utils.data.streaming.rows import Row, count_rows, read_rows, shard_kind
 from mm_utils.files import is_passing, retry, write_atomic
 from mm_utils.text import one_line
 
@@ -49,7 +49,7 @@ class Shard:
     @property
     def divisible(self) -> bool:
         """Whether a reader can begin in the middle at little cost."""
-        return kind_of(self.url) != "tar"
+        return shard_kind(self.url) != "tar"
 
 
 def expand(pattern: str) -> list[str]:

@@ -40,7 +40,7 @@ from mm_utils.data.sources.columns import SPLIT_NAMES
 from mm_utils.data.sources.source import DataArguments, Source
 from mm_utils.data.sources.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.data.streaming.order import InterleavedOrder
-from mm_utils.data.streaming.rows import FEATURES, SUFFIXES, Row, check_columns, kind_of
+from mm_utils.data.streaming.rows import FEATURES, SUFFIXES, Row, check_columns, shard_kind
 from mm_utils.data.streaming.shards import DAMAGE, Shard, ShardReader, count_shards, expand
 from mm_utils.text import one_line
 
@@ -206,7 +206,7 @@ def _find_urls(data: DataArguments, need_validation: bool) -> tuple[str, dict[st
     if not found.get("train"):
         raise ValueError(f"{title}; there are no such training shards. Check the path.")
     for url in (url for split in ("train", "validation") for url in found.get(split, ())):
-        if kind_of(url) is None:
+        if shard_kind(url) is None:
             raise ValueError(
                 f"{title}; {url} cannot be streamed, only {', '.join(SUFFIXES)}. Run prepare_data, or drop --streaming."
             )

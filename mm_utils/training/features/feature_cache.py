@@ -238,12 +238,11 @@ class _Vision(_Tower):
     def depends_on(self) -> tuple:
         loaders, config = self.loaders, self.model.config
         head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if self.reads_taps else None
-        images = (loaders.image_size, list(loaders.mean), list(loaders.std), config.vision_pooling)
+        images = (*loaders.input_key, config.vision_pooling)
         return *images, head, fingerprint(self.rows), image_digest(self.rows)
 
     def blocks(self) -> Iterator[Block]:
-        size = self.loaders.image_size
-        blank = self._run(torch.zeros(1, 3, size, size, device=self.accelerator.device))  # gives the shapes
+        blank = self._run(self.loaders.blank(1))  # gives the shapes
         loader = self.loaders.evaluation(self.rows, self.batch_size)
         for draws, batch in zip(self.batches, loader, strict=True):
             rows = {row: place for place, (row, _) in enumerate(draws)}

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mm_utils.data.loading.column_cache import column_digest, image_digest
-from mm_utils.data.loading.loaders import Loaders, image_geometry
+from mm_utils.data.loading.loaders import make_loaders
 from mm_utils.data.loading.tokens import fingerprint, tokenize_captions, tokenizer_digest
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.build import load_model
@@ -42,8 +42,7 @@ def cache_teacher(name: str | None, data: TrainingData, objective: JointObjectiv
     columns = [column for column in ("id", "image", "captions", "languages") if column in train.column_names]
     with accelerator.main_process_first():
         rows = tokenize_captions(train.select_columns(columns), processor.tokenizer, length)
-    pad_token_id, geometry = processor.tokenizer.pad_token_id, image_geometry(processor)
-    loaders = Loaders(data.loaders.arguments, accelerator.device, pad_token_id, *geometry)
+    loaders = make_loaders(data.loaders.arguments, accelerator.device, processor)
     source = _Teacher(rows, loaders, data.eval_batch_size, model, accelerator)
     source.words = length, tokenizer_digest(processor.tokenizer)
     data.features = datasets.concatenate_datasets([data.features or train, source.open_or_compute()], axis=1)
@@ -65,7 +64,7 @@ class _Teacher(Source):
 
     def depends_on(self) -> tuple:
         loaders, captions = self.loaders, column_digest(self.rows, "captions")
-        images = (loaders.image_size, list(loaders.mean), list(loaders.std), image_digest(self.rows))
+        images = (*loaders.input_key, image_digest(self.rows))
         return *images, *self.words, captions, fingerprint(self.rows)
 
     @torch.no_grad()

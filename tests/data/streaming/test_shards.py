@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mm_utils.data.sources import webdataset
 from mm_utils.data.sources.source import Source
 from mm_utils.data.streaming import shards as stream_shards
-from mm_utils.data.streaming.rows import kind_of, read_rows
+from mm_utils.data.streaming.rows import read_rows, shard_kind
 from mm_utils.data.streaming.shards import Shard, ShardReader, count_shards, expand
 from tests.data.streaming.numbered_shards import (
     Server,
@@ -105,7 +105,7 @@ def test_counts_are_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytes
 )
 def test_braces_are_expanded_without_asking_anyone(pattern: str, names: list[str]) -> None:
     assert expand(pattern) == names
-    assert kind_of(names[0]) in ("tar", "parquet")
+    assert shard_kind(names[0]) in ("tar", "parquet")
 
 
 def test_stars_find_files(tmp_path: Path) -> None:

@@ -116,13 +116,16 @@ def _chunk(name: bytes, content: bytes) -> bytes:
 def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[bytes, memoryview]]:
     if content[:4] != name or content[8:12] != form:
         raise UnreadableImageError(f"it is no {form.decode().strip()} file")
-    yield from _walk(content[12 : 8 + int.from_bytes(content[4:8], "little")])
+    end = 8 + int.from_bytes(content[4:8], "little")
+    if end > len(content):
+        raise UnreadableImageError(f"it has {len(content):,} of its {end:,} bytes")
+    yield from _walk(content[12:end])
 
 
 def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     """Give name and content of each chunk; one that is cut short is an error."""
     at = 0
-    while at + 8 <= len(content):
+    while at < len(content):
         size = int.from_bytes(content[at + 4 : at + 8], "little")
         if at + 8 + size > len(content):
             raise UnreadableImageError(f"it ends within a part of {size:,} bytes")

@@ -5,9 +5,9 @@ import logging
 import pytest
 from transformers import ByT5Tokenizer, MBartTokenizer, NllbTokenizer, PreTrainedTokenizerBase
 
-from mm_utils.data.loading import language_codes
-from mm_utils.data.loading.language_codes import iso_languages, language_tokens, own_codes
 from mm_utils.data.loading.tokens import encode_captions
+from mm_utils.data.words import language_codes
+from mm_utils.data.words.language_codes import iso_languages, language_tokens, own_codes
 from mm_utils.model.processor import train_tokenizer
 
 LETTERS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5, "b": 6}

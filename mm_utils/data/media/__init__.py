@@ -1,7 +1,7 @@
 """The kinds of media: what they are called, and how a data set says which it holds.
 
 Code that has nothing to ask of the kind finds the medium of a row in the column `image`, whatever it is: an image file, a sound
-as a WAV file, or a clip as an AVI file of JPEG frames (`mm_utils.data.riff`). The column's feature tells the kind.
+as a WAV file, or a clip as an AVI file of JPEG frames (`mm_utils.data.media.riff`). The column's feature tells the kind.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,1 @@
+"""What captions say: words of directions, codes of languages."""

@@ -1,0 +1,86 @@
+"""WAV and AVI files without a codec: what is written is read again, other players read it too, and damage is named."""
+
+import contextlib
+import io
+import wave
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
+
+
+def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (grey, grey, grey)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+FRAMES = [jpeg(0), jpeg(90), b"", jpeg(200), b""]
+
+
+@given(st.lists(st.integers(-32768, 32767), max_size=50), st.integers(1, 192_000))
+def test_samples_survive(samples: list[int], rate: int) -> None:
+    content = write_wav(np.array(samples, np.int16), rate)
+    found, its_rate = read_wav(content)
+    assert found.tolist() == samples
+    assert its_rate == rate
+    with wave.open(io.BytesIO(content)) as stock:
+        assert (stock.getnchannels(), stock.getsampwidth(), stock.getframerate()) == (1, 2, rate)
+        assert stock.readframes(len(samples) + 1) == found.tobytes()
+
+
+def test_chunks_of_others_are_stepped_over() -> None:
+    """Writers put notes, of odd sizes, before and behind the samples."""
+    content = write_wav(np.arange(5, dtype=np.int16), 8000)
+    note = b"LIST\x03\0\0\0abc\0"
+    longer = content[:36] + note + content[36:] + note
+    longer = longer[:4] + (len(longer) - 8).to_bytes(4, "little") + longer[8:]
+    assert read_wav(longer)[0].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fps", [1.0, 4.0, 25.0, 29.97, 30000 / 1001, 0.1])
+def test_frames_survive(fps: float) -> None:
+    frames, found = read_avi(write_avi(FRAMES, fps, (48, 32)))
+    assert [bytes(frame) for frame in frames] == [FRAMES[0], FRAMES[1], FRAMES[1], FRAMES[3], FRAMES[3]]
+    assert found == pytest.approx(fps, rel=1e-9)
+
+
+def test_a_stock_player_shows_the_same_frames_at_the_same_times() -> None:
+    av = pytest.importorskip("av")
+    with av.open(io.BytesIO(write_avi(FRAMES, 29.97, (48, 32)))) as container:
+        stream = container.streams.video[0]
+        shown = [(frame.time, frame.to_ndarray(format="rgb24").mean()) for frame in container.decode(stream)]
+        assert float(stream.average_rate) == pytest.approx(29.97)
+        assert (stream.width, stream.height) == (48, 32)
+    times, greys = zip(*shown, strict=True)
+    assert times == pytest.approx([0, 1 / 29.97, 3 / 29.97], abs=1e-6)
+    assert greys == pytest.approx([0, 90, 200], abs=2)
+
+
+@pytest.mark.parametrize("content", [write_wav(np.arange(9, dtype=np.int16), 8000), write_avi(FRAMES, 4, (48, 32))])
+def test_damage_is_an_error(content: bytes) -> None:
+    """Cut anywhere, or of another kind: never anything but the one error, and never part of a medium."""
+    read = read_wav if content[8:12] == b"WAVE" else read_avi
+    for end in [*range(min(64, len(content))), *range(64, len(content), 97)]:
+        with pytest.raises(UnreadableImageError):
+            read(content[:end])
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        broken = bytearray(content)
+        broken[rng.integers(len(broken))] = rng.integers(256)
+        with contextlib.suppress(UnreadableImageError):
+            read(bytes(broken))
+
+
+def test_other_sounds_are_refused() -> None:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as stereo:
+        stereo.setparams((2, 2, 8000, 0, "NONE", ""))
+        stereo.writeframes(bytes(16))
+    with pytest.raises(UnreadableImageError, match="2 channels of 16 bits; prepared sounds are mono"):
+        read_wav(buffer.getvalue())

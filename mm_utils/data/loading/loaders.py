@@ -45,11 +45,6 @@ class LoaderArguments:
     """Settings of captions, windows, augmentation and workers."""
 
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
-    medium_seconds: float | None = arg(
-        None,
-        "Length of what is shown of a clip or a sound; default: whole clips, and the longest sound, at most 10 s.",
-    )
-    clip_frames: int | None = arg(None, "Frames of a clip that are shown, at equal distances; default 8.")
     min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image; 1 turns cropping off.")
     fixed_crop: bool = arg(
         False,
@@ -73,6 +68,12 @@ class LoaderArguments:
         1,
         "Put this many rows with similar captions together in a batch, as each other's hard negatives; 1 = any rows.",
     )
+
+    medium_seconds: float | None = arg(
+        None,
+        "Length of what is shown of a clip or a sound; default: whole clips, and the longest sound, at most 10 s.",
+    )
+    clip_frames: int | None = arg(None, "Frames of a clip that are shown, at equal distances; default 8.")
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:

@@ -14,6 +14,10 @@ A table with columns of other names; two lists, whose lines are key, tab, path a
 A thousand rows of each, to try; the report is in data/try/report.md:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/try --max_rows 1000
 
+Sounds or clips with their captions, 16,000 samples and 4 frames a second of which are kept:
+    python scripts/prepare_data.py --sources sounds.jsonl --output_dir data/sounds
+    python scripts/prepare_data.py --sources videos.jsonl --output_dir data/clips --clip_fps 4 --max_seconds 30
+
 Train on it, and look later whether a copy is whole:
     accelerate launch scripts/pretrain.py --dataset_name data/mine
     python scripts/prepare_data.py --verify data/mine
@@ -34,6 +38,7 @@ from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
 from mm_utils.data.prepare.summary import describe, summarize
+from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.sources.source import PathArguments, Source
 from mm_utils.reports.data_card import DatasetHubArguments, push_data_set, write_data_card
 from mm_utils.reports.data_report import write_report
@@ -45,9 +50,9 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (PrepareArguments, CheckArguments, ReconcileArguments, PathArguments, DatasetHubArguments)
+    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments, DatasetHubArguments)
     parsed = parse_args(*groups, argv=argv, doc=__doc__)
-    args, checks, reconcile_args, paths, hub_args = parsed
+    args, checks, timed, reconcile_args, paths, hub_args = parsed
     set_up_logging()
     if args.verify:
         rows = verify(args.verify)
@@ -58,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
         sources = [named_source(Source.parse(item)) for item in args.sources]
-        ingested = ingest_sources(sources, paths, args.plan(checks), work)
+        ingested = ingest_sources(sources, paths, args.plan(checks, timed), work)
 
         # 3. Rows together: duplicates, leaks, splits.
         found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl")

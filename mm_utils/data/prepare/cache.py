@@ -23,7 +23,15 @@ from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import Ingested, IngestPlan, flush, ingest_sources
 from mm_utils.data.sources.detect import read_source
-from mm_utils.data.sources.records import ArrowImage, FileImage, ImageRef, MemberImage, ParquetImage, Record
+from mm_utils.data.sources.records import (
+    ArrowImage,
+    FileImage,
+    FramesImage,
+    ImageRef,
+    MemberImage,
+    ParquetImage,
+    Record,
+)
 from mm_utils.data.sources.source import PathArguments, Source
 from mm_utils.text import redact
 
@@ -38,7 +46,8 @@ _NAMED = 3  # places that a warning names
 def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int | None) -> DatasetDict:
     """Load the rows of raw sources from the datasets cache; check all of them the first time.
 
-    Files stay where they are and are named by their paths; embedded images are stored as they came. Rows of equal images
+    Files stay where they are and are named by their paths; embedded images are stored as they came, clips and sounds in
+    the form of prepared ones. Rows of equal images
     become one. Bad rows and leaks between splits are logged every time. The cache's key is a hash of all rows, of the
     size and date of every file that holds images, and of the settings. A process that finds another one at work waits.
 
@@ -89,7 +98,8 @@ def _key(sources: list[Source], paths: PathArguments) -> tuple[str, int]:
             disable=distributed.rank() > 0,
         ):
             stamp = _stamp(item.image, stamps) if isinstance(item, Record) else ""
-            digest.update(f"{item!r}{stamp}\n".encode("utf-8", "backslashreplace"))
+            time = f"{item.timing}{IN_PLACE.timed}" if isinstance(item, Record) and item.timing else ""
+            digest.update(f"{item!r}{stamp}{time}\n".encode("utf-8", "backslashreplace"))
             count += 1
     return digest.hexdigest(), count
 
@@ -98,6 +108,8 @@ def _stamp(image: ImageRef, known: dict[str, str]) -> str:
     """Return the size and date of the file that holds an image; `known` keeps archives'."""
     if isinstance(image, FileImage):
         return _size_and_date(image.name)
+    if isinstance(image, FramesImage):
+        return " ".join(_stamp(frame, known) for frame in image.frames)
     if isinstance(image, (MemberImage, ArrowImage, ParquetImage)):
         if image.path not in known:
             known[image.path] = _size_and_date(image.path)

@@ -35,6 +35,7 @@ from mm_utils.data.prepare.perceptual_hash import (
     mirror_pairs,
     near_pairs,
 )
+from mm_utils.data.prepare.timed import ALIKE
 from mm_utils.data.sources.columns import SPLITS
 
 logger = logging.getLogger(__name__)
@@ -152,8 +153,9 @@ class _State:
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         _, self.first_U = np.unique(self.image_N, return_index=True)
         prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(self.first_U).to_pylist()), FINGERPRINT)
-        self.near_P = near_pairs(prints_U, distance)
-        self.mirrored = len(mirror_pairs(prints_U, distance))
+        medium = facts["medium"][0].as_py()
+        self.near_P = near_pairs(prints_U, distance, ALIKE.get(medium))
+        self.mirrored = len(mirror_pairs(prints_U, distance)) if medium == "image" else 0
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
         given = [SPLITS.index(name) if name in SPLITS else -1 for name in facts["split"].to_pylist()]
         self.split_N = np.array(given, dtype=np.int8)
@@ -254,13 +256,23 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
     unknown = state.split_N < 0
     if not unknown.any():
         return
-    group_N = state.group_U[state.image_N]
+    links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)
+    group_U = groups(len(state.first_U), np.concatenate([links_U2, _same_file(state, facts)]))
+    group_N = group_U[state.image_N]
     of_group = np.full(len(state.first_U), -1, dtype=np.int8)
     np.maximum.at(of_group, group_N, state.split_N)
     keys = facts["image_hash"].take(state.first_U).to_pylist()
-    by_hash_U = assign_splits(state.group_U, keys, (1 - sum(shares), *shares))
+    by_hash_U = assign_splits(group_U, keys, (1 - sum(shares), *shares))
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
+
+
+def _same_file(state: _State, facts: pa.Table) -> np.ndarray:
+    """Return pairs [P, 2] of clips or sounds that are parts of one file."""
+    files_U = _codes(facts["file_hash"])[state.first_U]
+    known = np.flatnonzero(files_U >= 0)
+    pairs = np.stack([_first_of(files_U, known), known], axis=1)
+    return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
 def _refuse_shared_ids(found: Reconciled, state: _State) -> None:

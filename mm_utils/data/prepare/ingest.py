@@ -13,7 +13,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,21 @@ from PIL import Image
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_PIXELS, decode, encode, open_image, psnr, read_header, shrink
 from mm_utils.data.paths import Limits
-from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_caption, check_captions, check_image
+from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
+from mm_utils.data.prepare.regions import moments_of, regions_of
+from mm_utils.data.prepare.timed import TimedArguments, store_medium
 from mm_utils.data.sources.records import BadRow, FileImage, ImageRef, Record
 from mm_utils.files import write_atomic
 
+OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
 IMAGE_TYPE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 REGIONS_TYPE = pa.list_(pa.struct({"box": pa.list_(pa.float64()), "phrase": pa.string()}))
+MOMENTS_TYPE = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))
 PART_SCHEMA = pa.schema(
     {
         "id": pa.string(),
+        "medium": pa.string(),
         "image": IMAGE_TYPE,
         "width": pa.int32(),
         "height": pa.int32(),
@@ -41,10 +46,14 @@ PART_SCHEMA = pa.schema(
         "languages": pa.list_(pa.string()),
         "regions": REGIONS_TYPE,
         "negatives": pa.list_(pa.string()),
+        "seconds": pa.float64(),
+        "rate": pa.float64(),  # of the original: samples of a sound, frames of a clip a second
+        "moments": MOMENTS_TYPE,
         "source": pa.string(),
         "where": pa.string(),
         "split": pa.string(),
         "image_hash": pa.string(),
+        "file_hash": pa.string(),  # of clips and sounds: parts of one file have it in common
         "stored_hash": pa.string(),
         "stored_bytes": pa.int64(),
         "original_bytes": pa.int64(),
@@ -54,7 +63,6 @@ PART_SCHEMA = pa.schema(
         "psnr": pa.float32(),
     }
 )
-OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
 FIRST_CHUNK = 64  # rows
 PSNR_EVERY = 100  # rows of which one is decoded again to measure the loss of storing
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
@@ -70,13 +78,16 @@ class Storage:
         store: "jpeg" (quality 92, or PNG bytes where those are smaller), "png", "raw", or "reference": files stay where
             they are and are named by their paths.
         short_side: larger images are shrunk to it, in pixels; None keeps the original bytes.
+        timed: the form of clips and sounds.
     """
 
     store: str
     short_side: int | None
+    timed: TimedArguments = field(default_factory=TimedArguments, repr=False, compare=False)
 
 
 IN_PLACE = Storage("reference", None)
+_USUAL_SIDE = round(OVERSIZE * 224)  # pixels: of clips where images stay in place
 # Findings on files that stay in place, by process: rows of one image need not follow each other. 1 kB each.
 _known: dict[ImageRef, dict[str, Any]] = {}
 _MOST_KNOWN = 20_000
@@ -126,7 +137,7 @@ def cut_into_chunks(items: Iterator[Record | BadRow]) -> Iterator[Chunk]:
 
 def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage) -> ChunkResult:
     """Check and store the rows of a chunk in `folder`, or return its earlier result."""
-    key = chunk.key(repr((checks, storage)))
+    key = chunk.key(repr((checks, storage, storage.timed)))
     done = folder / f"part-{chunk.number:06d}.json"
     if done.is_file():
         result = ChunkResult(**json.loads(done.read_text(encoding="utf-8")))
@@ -190,7 +201,7 @@ class _Worker:
         self.checks, self.storage = checks, storage
         self.limits = Limits(max_bytes=checks.max_image_bytes)
         self.result = ChunkResult(key, {}, {}, [], {})
-        self.last: tuple[ImageRef, dict[str, Any]] | None = None
+        self.last: tuple[tuple[ImageRef, Any], dict[str, Any]] | None = None
 
     def rows(self, items: Sequence[Record | BadRow]) -> Iterator[dict[str, Any]]:
         notes: Counter[str] = Counter()
@@ -202,13 +213,16 @@ class _Worker:
                 if isinstance(item, BadRow):
                     raise item.fault
                 captions, languages = self._captions(item, notes)
+                image = self._image(item, measured=place % PSNR_EVERY == 0, notes=notes)
                 yield {
-                    **self._image(item, measured=place % PSNR_EVERY == 0, notes=notes),
+                    **image,
                     "id": item.id,
+                    "medium": item.medium,
                     "captions": captions,
                     "languages": languages,
-                    "regions": self._regions(item),
+                    "regions": regions_of(item, image, self.checks),
                     "negatives": self._negatives(item),
+                    "moments": self._moments(item, image, notes),
                     "source": item.source,
                     "where": item.where,
                     "split": item.split,
@@ -244,10 +258,27 @@ class _Worker:
         return list(good)
 
     def _image(self, record: Record, measured: bool, notes: Counter[str]) -> dict[str, Any]:
-        if self.last is None or self.last[0] != record.image:
-            found = _known.get(record.image) if self.storage == IN_PLACE else None
-            self.last = record.image, found or self._read(record.image, measured, notes)
+        key = record.image, record.cut
+        if self.last is None or self.last[0] != key:
+            if record.medium == "image":
+                found = _known.get(record.image) if self.storage == IN_PLACE else None
+                self.last = key, found or self._read(record.image, measured, notes)
+            else:
+                side = _USUAL_SIDE if self.storage == IN_PLACE else self.storage.short_side
+                said: list[str] = []
+                self.last = key, store_medium(record, self.checks, self.storage.timed, side, said)
+                notes.update(set(said))
         return self.last[1]
+
+    def _moments(self, record: Record, image: dict[str, Any], notes: Counter[str]) -> list[dict[str, Any]] | None:
+        """Return the moments on the clock of what is stored; bad ones are set aside alone."""
+        if record.medium == "image":
+            return None
+        good, faults, found = moments_of(record, image["seconds"], self.checks)
+        notes.update(found)
+        for fault in faults:
+            self._set_aside(record, fault)
+        return good
 
     def _read(self, ref: ImageRef, measured: bool, notes: Counter[str]) -> dict[str, Any]:
         data = ref.read(self.limits)
@@ -304,33 +335,3 @@ class _Worker:
         original = decode(read_header(data), data)[0].resize(size, Image.Resampling.BICUBIC)
         loss = psnr(original, open_image(stored))
         return loss if math.isfinite(loss) else None
-
-    def _regions(self, record: Record) -> list[dict[str, Any]] | None:
-        """Return boxes as x, y, width, height in pixels of the stored image, each with its phrase."""
-        if record.regions is None:
-            return None
-        assert self.last is not None
-        image = self.last[1]
-        across = image["width"] / image["original_width"]
-        down = image["height"] / image["original_height"]
-        try:
-            return [
-                {
-                    "box": [x * across, y * down, w * across, h * down],
-                    "phrase": check_caption(region["phrase"], self.checks)[0],
-                }
-                for region in record.regions
-                for x, y, w, h in [_inside(region["box"], image["original_width"], image["original_height"])]
-            ]
-        except (TypeError, ValueError, KeyError) as error:
-            if isinstance(error, Fault):
-                raise
-            raise Fault("bad_regions", f"not a list of box (x, y, width, height) and phrase: {error!r}") from error
-
-
-def _inside(box: Sequence[Any], width: int, height: int) -> tuple[float, float, float, float]:
-    """Return a box that lies in its image, up to a pixel of rounding; raises a ValueError."""
-    x, y, w, h = map(float, box)
-    if not (w > 0 and h > 0 and min(x, y) >= -1 and x + w <= width + 1 and y + h <= height + 1):
-        raise ValueError(f"box {[x, y, w, h]} of an image of {width} x {height} pixels")
-    return x, y, w, h

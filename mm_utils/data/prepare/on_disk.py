@@ -6,12 +6,15 @@ column                meaning
 ``id``                the source's id of the image, or else half of ``image_hash``; with several sources, after the name
                       of the source and a slash
 ``image``             ``datasets.Image(decode=False)``: the stored bytes (a raw store: see `mm_utils.data.images.pixels`)
-                      or, in the datasets cache, the absolute path of a file that stays where it is
+                      or, in the datasets cache, the absolute path of a file that stays where it is; clips are in
+                      ``video`` and sounds in ``audio``, see `mm_utils.data.media`, and become ``image`` when opened
 ``width, height``     of the stored image; ``original_width, original_height`` of the source's, upright
 ``captions``          one or more, none empty, none twice
 ``languages``         one code per caption, "" where unknown; if any source has them
 ``regions``           boxes (x, y, width, height in stored pixels) with phrases; if any source has them
 ``negatives``         captions that are wrong for the image; if any source has them
+``seconds``           of the stored clip or sound
+``moments``           spans of seconds from its beginning, with phrases; if any source has them
 ``source``            name of the source
 ``image_hash``        SHA-256 of the original bytes, hexadecimal
 ``content_id``        BLAKE2b-128 over stored bytes and captions, hexadecimal: proof that they belong together
@@ -32,10 +35,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, DatasetInfo, Features, Image, load_from_disk
+from datasets import Dataset, DatasetDict, DatasetInfo, Features, load_from_disk
 from datasets.features.features import require_decoding
 from tqdm.auto import tqdm
 
+from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part, stored_hash
@@ -46,10 +50,17 @@ from mm_utils.text import one_line
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
 VERSION = 2
 NEGATIVES = "negatives"
-_DECIDING = ("id", "content_id", "languages", "regions", NEGATIVES)  # `content_id` stands for images and captions
+_DECIDING = (
+    "id",
+    "content_id",
+    "languages",
+    "regions",
+    NEGATIVES,
+    "moments",
+)  # `content_id` stands for images and captions
 SHARD_BYTES = 500 << 20
 _STORED = ("image", "width", "height", "original_width", "original_height")
-_TEXT = ("captions", "languages", "regions", NEGATIVES)
+_TEXT = ("captions", "languages", "regions", NEGATIVES, "moments")
 
 
 def is_prepared(name: str) -> bool:
@@ -73,7 +84,7 @@ def open_prepared(name: str, title: str, config: str | None = None, allow_outsid
     Raises:
         ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
     """
-    pairs = load_splits(name, config, None, title, allow_outside)
+    pairs = _with_image(load_splits(name, config, None, title, allow_outside))
     unknown = [split for split in pairs if split not in SPLITS]
     lacking = [split for split, rows in pairs.items() if not _is_prepared_split(rows)]
     if unknown or lacking:
@@ -90,42 +101,63 @@ def open_prepared(name: str, title: str, config: str | None = None, allow_outsid
 
 def _is_prepared_split(rows: Dataset) -> bool:
     """Return whether rows have the columns of a prepared split, and no image that `datasets` would open by itself."""
-    is_read = rows.features.get("image") == Image(decode=False) and "content_id" in rows.features
+    is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
     return is_read and not any(require_decoding(feature) for name, feature in rows.features.items() if name != "image")
+
+
+def _with_image(pairs: DatasetDict) -> DatasetDict:
+    """Call the column of clips or sounds `image`, as everywhere in memory."""
+    for split, rows in pairs.items():
+        held = [
+            name for kind, name in COLUMNS.items() if kind != "image" and rows.features.get(name) == FEATURES[kind]
+        ]
+        if "image" not in rows.features and len(held) == 1:
+            pairs[split] = rows.rename_column(held[0], "image")
+    return pairs
 
 
 def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
     """Write all splits into `folder`, images straight from the `parts`; return them."""
     columns, rows = _columns(found), found.rows
-    tables = {split: _with_images(parts, rows[split], columns[split]) for split in rows}
-    return write_splits(tables, sum(map(len, rows.values())), folder)
+    medium = found.facts["medium"][0].as_py()
+    stored = _STORED if medium == "image" else ("image", "seconds", *_STORED[1:3])
+    tables = {split: _with_images(parts, rows[split], columns[split], stored) for split in rows}
+    return write_splits(tables, sum(map(len, rows.values())), folder, medium)
 
 
-def write_splits(tables: Mapping[str, Iterator[pa.Table]], rows: int, folder: Path) -> DatasetDict:
-    """Write the tables of all splits, so many rows in all, into `folder`; return them."""
+def write_splits(
+    tables: Mapping[str, Iterator[pa.Table]], rows: int, folder: Path, medium: str | None = None
+) -> DatasetDict:
+    """Write the tables of all splits, so many rows in all, into `folder`; return them.
+
+    Args:
+        medium: the kind in the column `image`; None: as the features of the tables say.
+    """
     with tqdm(total=rows, desc="Writing", unit=" rows") as bar:
         for split, of_split in tables.items():
-            write_split(of_split, split, folder / split, bar)
+            write_split(of_split, split, folder / split, bar, medium)
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(tables)}), encoding="utf-8")
-    return DatasetDict.load_from_disk(str(folder))
+    return _with_image(DatasetDict.load_from_disk(str(folder)))
 
 
-def _with_images(parts: Sequence[Path], rows: np.ndarray, columns: pa.Table) -> Iterator[pa.Table]:
-    """Lay the stored images of `rows` beside `columns`, a batch at a time."""
+def _with_images(
+    parts: Sequence[Path], rows: np.ndarray, columns: pa.Table, stored: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Lay the `stored` columns of `rows` beside `columns`, a batch at a time."""
     begin = 0
     for part in parts:
-        for batch in read_part(part, _STORED).to_batches():
+        for batch in read_part(part, stored).to_batches():
             low, high = np.searchsorted(rows, [begin, begin + len(batch)])
             if high > low:
                 images = batch.take(pa.array(rows[low:high] - begin))
                 table = columns.slice(low, high - low).combine_chunks()
-                for at, name in enumerate(_STORED, start=1):
+                for at, name in enumerate(stored, start=1):
                     table = table.add_column(at, name, images[name])
                 yield table
             begin += len(batch)
 
 
-def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm) -> None:
+def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm, medium: str | None = None) -> None:
     """Write tables of the columns above, as shards of about `SHARD_BYTES`.
 
     `save_to_disk` would copy every image of a selection twice more, and cut rows with images into batches of 100, each of
@@ -134,7 +166,10 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm)
     folder.mkdir(parents=True)
     first = next(tables)
     features = Features.from_arrow_schema(first.schema)
-    features["image"] = Image(decode=False)
+    medium = medium or kind_of(features)
+    features["image"] = FEATURES[medium]
+    inside = features.arrow_schema
+    features = Features({COLUMNS[medium] if name == "image" else name: value for name, value in features.items()})
     schema = features.arrow_schema
     known = [name for name in _DECIDING if name in schema.names]
     digest = hashlib.blake2b(digest_size=8)
@@ -146,7 +181,7 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm)
         written = 0
         with pa.OSFile(str(shards[-1]), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             while table is not None and written < SHARD_BYTES:
-                writer.write_table(table.cast(schema))
+                writer.write_table(table.cast(inside).rename_columns(schema.names).cast(schema))
                 bar.update(len(table))
                 digest.update(repr(table.select(known).to_pylist()).encode())
                 written += table.nbytes
@@ -181,8 +216,10 @@ def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
     ]
     table = pa.concat_tables(images) if images else pa.schema([PART_SCHEMA.field("image")]).empty_table()
     own = found.facts.take(rows)
-    dataset = Dataset(pa.table({"id": own["name"], "image": table["image"], "captions": own["captions"]}))
-    return dataset.cast_column("image", Image(decode=False))
+    named_table = pa.table({"id": own["name"], "image": table["image"], "captions": own["captions"]})
+    features = Features.from_arrow_schema(named_table.schema)
+    features["image"] = FEATURES[found.facts["medium"][0].as_py()]
+    return Dataset(named_table.cast(features.arrow_schema))
 
 
 def write_findings(folder: Path, summary: dict[str, Any], faults: Sequence[dict[str, str]]) -> None:
@@ -225,7 +262,7 @@ def verify(folder: str) -> int:
         raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
     try:
         check_saved(Path(folder), Jail(folder))
-        pairs = load_from_disk(folder)
+        pairs = _with_image(load_from_disk(folder))
         total = sum(map(len, pairs.values()))
         damaged = _damaged(pairs, total)
     except (pa.ArrowException, OSError) as error:
@@ -285,21 +322,24 @@ def _columns(found: Reconciled) -> dict[str, pa.Table]:
 
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the captions, regions and negatives of rows of one image, each once."""
+    """Join the captions, regions, negatives and moments of rows of one image, each once."""
     captions: dict[str, str] = {}
     regions: dict[str, Any] = {}
     negatives: dict[str, None] = {}
+    moments: dict[str, Any] = {}
     for row in rows:
         for caption, language in zip(row["captions"], row["languages"] or [""] * len(row["captions"]), strict=True):
             captions[caption] = captions.get(caption) or language
         regions |= {repr(region): region for region in row["regions"] or []}
         negatives |= dict.fromkeys(row["negatives"] or [])
+        moments |= {repr(moment): moment for moment in row["moments"] or []}
     known = any(row["languages"] is not None for row in rows)
     return {
         "captions": list(captions),
         "languages": list(captions.values()) if known else None,
         "regions": list(regions.values()),
         "negatives": list(negatives),
+        "moments": list(moments.values()),
     }
 
 

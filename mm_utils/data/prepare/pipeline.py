@@ -32,7 +32,9 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import REASONS
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, ChunkResult, Storage, cut_into_chunks, ingest
+from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.sources.detect import detect, read_source
+from mm_utils.data.sources.records import BadRow, Record
 from mm_utils.data.sources.source import PathArguments, Source
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class PrepareArguments:
         default_factory=list,
         metadata={
             "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
-            "name, split, weight, image_root, image_column, caption_column, id_column, language_column, language, "
+            "name, split, weight, medium, image_root, image_column, caption_column, id_column, language_column, language, "
             "captions, templates, classes or config where they are not found by themselves."
         },
     )
@@ -87,9 +89,9 @@ class PrepareArguments:
         """Return the shorter side of stored images, in pixels."""
         return round(OVERSIZE * self.image_size)
 
-    def plan(self, checks: CheckArguments) -> "IngestPlan":
+    def plan(self, checks: CheckArguments, timed: TimedArguments) -> "IngestPlan":
         """Return the settings of `ingest_sources`."""
-        storage = Storage(self.store, None if self.keep_originals else self.short_side)
+        storage = Storage(self.store, None if self.keep_originals else self.short_side, timed)
         workers = self.num_proc or distributed.available_cores()
         return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows)
 
@@ -225,7 +227,8 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     found = Ingested({source.name: SourceTally(source) for source in sources})
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
-    rows = (row for source in sources for row in itertools.islice(read_source(source, paths), plan.max_rows))
+    given = (row for source in sources for row in itertools.islice(read_source(source, paths), plan.max_rows))
+    rows = _of_one_kind(given, plan.storage)
     with (
         tqdm(desc="Checking images", unit=" rows", smoothing=0.05) as bar,
         # Forked processes need not import anything again, which would take longer than a small data set.
@@ -256,6 +259,22 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     for tally in found.sources.values():
         _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
     return found
+
+
+def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[Record | BadRow]:
+    """Give the rows; refuse a second kind of medium, and a form of storing that the kind has not."""
+    first: Record | None = None
+    for row in rows:
+        if isinstance(row, Record):
+            if first is None and row.medium != "image" and storage.store in ("png", "raw"):
+                raise ValueError(f"--store is {storage.store}; clips are kept as JPEG frames, sounds as WAV. Drop it.")
+            first = first or row
+            if row.medium != first.medium:
+                raise ValueError(
+                    f"{row.source} holds {row.medium}s, and {first.source} {first.medium}s; a prepared data set is of one "
+                    "kind. Prepare them apart, or name the kind with medium=."
+                )
+        yield row
 
 
 def _set_up_worker(parent: int) -> None:

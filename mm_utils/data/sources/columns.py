@@ -11,6 +11,32 @@ from typing import Any
 from mm_utils.data.faults import Fault, first_repeated, storable
 from mm_utils.text import shortened
 
+SUFFIXES = {
+    "image": (
+        *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+        *(".ppm", ".pgm", ".avif", ".heic", ".jp2"),
+    ),
+    "clip": (
+        *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
+        ".gif",
+    ),
+    "sound": (
+        ".wav",
+        ".flac",
+        ".mp3",
+        ".ogg",
+        ".oga",
+        ".opus",
+        ".m4a",
+        ".aac",
+        ".aif",
+        ".aiff",
+        ".au",
+        ".wma",
+        ".amr",
+    ),
+}
+"""How the names of files of each kind end. A GIF counts as an image unless clips are asked for."""
 _IMAGE_NAMES = "image,image_path,image_file,filepath,file_path,file_name,filename,path,img,img_path,picture,photo,jpg"
 _CAPTION_NAMES = "caption,captions,text,texts,sentence,sentences,sentences_raw,raw,title,alt_text,alt,txt,description"
 USUAL_NAMES = {
@@ -20,7 +46,14 @@ USUAL_NAMES = {
     "id": ["image_id", "imgid", "cocoid", "id"],
     "language": ["languages"],
 }
+MEDIUM_NAMES = {
+    "image": USUAL_NAMES["image"],
+    "clip": ["video", "video_path", "video_file", "clip", "gif", "frames"],
+    "sound": ["audio", "audio_path", "audio_file", "sound", "wav", "speech"],
+}
+_ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
 BESIDE = ("regions", "negatives")  # columns that a row may have under these names alone
+BESIDE_TIME = ("start", "end", "times", "moments")  # and those of clips and sounds
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
@@ -36,7 +69,8 @@ _LISTED = 40  # columns that a message names
 class Columns:
     """Names of columns; None where there is none or, in a request, for the usual names.
 
-    `option` is how a request names the column of a kind, in error messages.
+    `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `option` is how a request
+    names the column of a kind, in error messages.
     """
 
     image: str | None = None
@@ -44,33 +78,84 @@ class Columns:
     id: str | None = None
     language: str | None = None
     option: str = field(default="--{}_column", compare=False)
+    medium: str = "image"
 
 
-def find_columns(names: Sequence[str], title: str, wanted: Columns, spare_image: str | None = None) -> Columns:
+def find_columns(
+    names: Sequence[str],
+    title: str,
+    wanted: Columns,
+    spare_image: str | None = None,
+    typed: Mapping[str, str] | None = None,
+    first: Mapping[str, Any] | None = None,
+) -> Columns:
     """Find the columns of a table, by `wanted` or else by their usual names in any case.
 
     Args:
         title: begins error messages.
         spare_image: the image column if no usual name is found.
+        typed: the kinds of columns whose type says it.
+        first: values of the first rows, which tell the kind of files in columns such as `path`.
 
     Raises:
-        ValueError: if a wanted column, or any for images or captions, is missing, or two columns share a name; the
-            message lists the columns.
+        ValueError: if a wanted column, or any for images or captions, is missing, two columns share a name, or columns
+            are for media of several kinds; the message lists the columns.
     """
     twice = first_repeated(names)
     if twice is not None:
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
+    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed or {}, first or {})
     found: dict[str, str | None] = {}
-    for kind, usual in USUAL_NAMES.items():
+    for kind, usual in {**USUAL_NAMES, "image": _names_of(medium)}.items():
         spare = spare_image if kind == "image" else None
         option = wanted.option.format(kind)
         found[kind] = find_column(option, names, title, getattr(wanted, kind), usual) or spare
         if found[kind] is None and kind in _NEEDED:
             advice = f"Set {option}." if option.startswith("--") else f"Write it behind the path: ,{option}=NAME."
-            raise ValueError(f"{title}; no {kind} column was recognised. {listed(names)} {advice}")
+            shown = medium if kind == "image" else kind
+            raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
     if found["id"] == found["image"]:
         found["id"] = None
-    return Columns(found["image"], found["caption"], found["id"], found["language"])
+    given = (typed or {}).get(str(found["image"]), medium)
+    if given != medium:
+        raise ValueError(
+            f"{title}; the medium is {medium}, and the column {found['image']} is of the kind {given}. Name one that "
+            "agrees, or leave --medium out."
+        )
+    return Columns(found["image"], found["caption"], found["id"], found["language"], medium=medium)
+
+
+def kind_of_value(value: Any) -> str | None:
+    """Return the kind of the file that a cell names, by its suffix; a list is one of frames."""
+    if isinstance(value, list):
+        return "clip"
+    name = str(value.get("path") if isinstance(value, Mapping) else value).lower()
+    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def _names_of(medium: str) -> list[str]:
+    """Return the usual names of the column of a medium."""
+    return USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
+
+
+def _find_medium(
+    names: Sequence[str], title: str, wanted: Columns, typed: Mapping[str, str], first: Mapping[str, Any]
+) -> str:
+    """Return the kind of the medium that a table holds; images where nothing tells it."""
+    own = {name: kind for kind, usual in MEDIUM_NAMES.items() for name in usual if name not in _ANY_FILE}
+    if wanted.image is not None:
+        known = typed.get(wanted.image) or own.get(wanted.image.lower())
+        return known or kind_of_value(first.get(wanted.image)) or "image"
+    found = {own[name.lower()]: name for name in reversed(names) if name.lower() in own}
+    found = {kind: name for name, kind in typed.items()} | found
+    if len(found) > 1:
+        option = "--medium " if wanted.option.startswith("--") else ",medium="
+        raise ValueError(
+            f"{title}; the columns {' and '.join(found.values())} may all be the medium. Set {option}"
+            f"{' or '.join(found)}."
+        )
+    files = next((name for name in names if name.lower() in _ANY_FILE), None)
+    return next(iter(found), None) or kind_of_value(first.get(str(files))) or "image"
 
 
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:

@@ -12,9 +12,10 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail
 from mm_utils.data.photo_captions import photo_caption
 from mm_utils.data.sources.annotations import read_coco, read_flickr, read_karpathy
-from mm_utils.data.sources.columns import SPLIT_NAMES
+from mm_utils.data.sources.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.sources.folders import (
     CAPTION_SUFFIXES,
+    SUBTITLE_SUFFIXES,
     image_files,
     read_caption_files,
     read_classes,
@@ -28,6 +29,8 @@ from mm_utils.data.sources.text_files import TEXT_SUFFIXES, is_array, parse_json
 from mm_utils.data.sources.webdataset import read_webdataset
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
+_OF_IMAGES = ("coco", "karpathy", "flickr", "webdataset")
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
 _PHOTOS_LOOKED_AT = 50  # in which a caption is looked for
@@ -56,8 +59,15 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         ValueError: if the source as a whole cannot be read: it is missing, lacks a column, or has another format.
     """
     source = replace(source, format=source.format or detect(source))
+    files = metadata_files(Path(source.path)) if source.format == "imagefolder" else {}
+    if source.format in _OF_FILES and not files and os.path.isdir(source.path):
+        source = replace(source, medium=_medium_of_folder(source))
+    if source.medium not in ("auto", "image") and source.format in _OF_IMAGES:
+        raise ValueError(
+            f"{source.title}; {source.format} is read for images alone, and the medium is {source.medium}. Write the rows "
+            "as JSONL, with the columns of paths and captions."
+        )
     if source.format == "imagefolder":
-        files = metadata_files(Path(source.path))
         return read_metadata(source, safety, files) if files else read_caption_files(source, safety)
     if source.format not in ("datasets", "webdataset") and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
@@ -95,8 +105,9 @@ def metadata_files(folder: Path) -> dict[str | None, Path]:
 
 
 def is_image_folder(folder: Path) -> bool:
-    """Return whether images in a folder have a caption file each, or a caption in their metadata."""
-    return _of_names(_files_of(folder), folder) == "imagefolder"
+    """Return whether files of images, clips or sounds have a caption file each, or images one in their metadata."""
+    files = _files_of(folder)
+    return any(_of_names(files, folder, medium) == "imagefolder" for medium in SUFFIXES)
 
 
 def _files_of(folder: Path) -> list[tuple[str, str]]:
@@ -115,7 +126,8 @@ def _of_folder(path: Path, source: Source) -> str:
     if (path / "images").is_dir() and (path / "captions").is_dir():
         return "parallel"
     files = _files_of(path)
-    found = _of_names(files, path)
+    medium = _medium_of_folder(source)
+    found = _of_names(files, path, medium)
     if found is None:
         raise ValueError(
             f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(FORMATS)}."
@@ -123,18 +135,39 @@ def _of_folder(path: Path, source: Source) -> str:
     lists = [name for place, name in files if place == str(path) and name.lower().endswith(TEXT_SUFFIXES)]
     if found == "classes" and lists:
         raise ValueError(
-            f"{source.title}; this folder holds images and {lists[0]}. Give {path / lists[0]} as the source, or set "
+            f"{source.title}; this folder holds {medium}s and {lists[0]}. Give {path / lists[0]} as the source, or set "
             "format=classes."
         )
     return found
 
 
-def _of_names(files: list[tuple[str, str]], path: Path) -> str | None:
+def _medium_of_folder(source: Source) -> str:
+    """Return the kind of the files in a folder; images where there are none.
+
+    Raises:
+        ValueError: if there are files of several kinds, and images are not most of them.
+    """
+    if source.medium != "auto":
+        return source.medium
+    names = [name.lower() for _, name in _files_of(Path(source.path))]
+    counts = {kind: sum(name.endswith(suffixes) for name in names) for kind, suffixes in SUFFIXES.items()}
+    counts["clip"] -= sum(name.endswith(".gif") for name in names)  # which is an image, too
+    found = {kind: count for kind, count in counts.items() if count}
+    most = max(counts, key=counts.__getitem__)
+    if len(found) > 1 and most != "image":
+        held = " and ".join(f"{count:,} {kind}s" for kind, count in found.items())
+        option = "medium=" if source.title.startswith("--sources") else "--medium "
+        raise ValueError(f"{source.title}; this folder holds {held}. Set {option}{' or '.join(found)}.")
+    return most if found else "image"
+
+
+def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -> str | None:
     """Return the format of the folder `path` by the folders and names of files in it."""
     split = [(place, *os.path.splitext(name)) for place, name in files]
     suffixes = {suffix.lower() for _, _, suffix in split}
-    images = {(place, stem) for place, stem, suffix in split if suffix.lower() in IMAGE_SUFFIXES}
-    captions = {(place, stem) for place, stem, suffix in split if suffix in CAPTION_SUFFIXES}
+    images = {(place, stem) for place, stem, suffix in split if suffix.lower() in SUFFIXES[medium]}
+    beside = CAPTION_SUFFIXES if medium == "image" else (*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
+    captions = {(place, stem) for place, stem, suffix in split if suffix in beside}
     if ".tar" in suffixes:
         return "webdataset"
     if images & captions:

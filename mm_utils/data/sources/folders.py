@@ -13,12 +13,14 @@ from typing import NamedTuple
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail
 from mm_utils.data.photo_captions import photo_caption
-from mm_utils.data.sources.columns import SPLIT_NAMES
+from mm_utils.data.sources.annotations import read_cues
+from mm_utils.data.sources.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.sources.records import IMAGE_SUFFIXES, BadRow, Record, RecordBuilder
 from mm_utils.data.sources.source import WORDNET_ID, PathArguments, Source, class_names, readable
 from mm_utils.files import read_regular_file
 
 CAPTION_SUFFIXES = (".txt", ".caption")
+SUBTITLE_SUFFIXES = (".srt", ".vtt")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 
 
@@ -39,18 +41,32 @@ def image_files(folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read images with a caption file of the same name beside them, one caption a line, else in their own metadata."""
+    """Read images with a caption file of the same name beside them, one caption a line, else in their own metadata.
+
+    Sounds and clips may have subtitles of the same name: their cues are moments and, without a caption file, their words
+    the caption.
+    """
     builder = RecordBuilder(source, safety, source.path)
+    suffixes, is_timed = SUFFIXES[builder.medium], builder.medium != "image"
     jail = Jail(source.path, safety.allow_outside_root)
     for place, names in image_files(source.path):
         beside = {os.path.splitext(name)[0]: name for name in reversed(names) if name.endswith(CAPTION_SUFFIXES)}
-        left = set(beside.values())
+        subtitles = {os.path.splitext(name)[0]: name for name in names if name.lower().endswith(SUBTITLE_SUFFIXES)}
+        left = set(beside.values()) | (set(subtitles.values()) if is_timed else set())
         for name in names:
-            if not name.lower().endswith(IMAGE_SUFFIXES):
+            if not name.lower().endswith(suffixes):
                 continue
             path = os.path.relpath(os.path.join(place, name), source.path)
             file = beside.get(os.path.splitext(name)[0])
             left.discard(file or "")
+            if is_timed:
+                spoken = subtitles.get(os.path.splitext(name)[0])
+                left.discard(spoken or "")
+                text, cues = (
+                    each and os.path.relpath(os.path.join(place, each), source.path) for each in (file, spoken)
+                )
+                yield _with_subtitles(builder, path, text, cues, jail)
+                continue
             if file is None:
                 yield _with_own_caption(builder, path)
                 continue
@@ -58,7 +74,8 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
             yield _join(builder, f"file {path}", path, [caption], _split_of_folder(path))
         for name in sorted(left):
             path = os.path.relpath(os.path.join(place, name), source.path)
-            yield builder.bad(f"file {path}", Fault("unmatched_caption", f"there is no image of the name {path}"))
+            fault = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
+            yield builder.bad(f"file {path}", fault)
 
 
 def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -71,14 +88,15 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
     for place, files in image_files(source.path):
         parts = os.path.relpath(place, source.path).split(os.sep)
         split = SPLIT_NAMES[parts.pop(0).lower()] if divided and parts[0] != "." else None
-        images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES)]
+        images = [name for name in files if name.lower().endswith(SUFFIXES[builder.medium])]
         if not images:
             continue
         if not parts or parts == ["."]:
-            fault = Fault("unmatched_image", f"{len(images):,} images lie in no class's folder, such as {images[0]}")
+            detail = f"{len(images):,} {builder.medium}s lie in no class's folder, such as {images[0]}"
+            fault = Fault("unmatched_image", detail)
             yield builder.bad(f"folder {place}", fault)
             continue
-        captions = [template.replace("{}", _class_name(parts[0], names, source)) for template in source.templates]
+        captions = source.captions_of_class(_class_name(parts[0], names, source), builder.medium)
         for name in images:
             path = os.path.relpath(os.path.join(place, name), source.path)
             try:
@@ -157,25 +175,56 @@ def _with_own_caption(builder: RecordBuilder, path: str) -> Record | BadRow:
     return record
 
 
+def _with_subtitles(
+    builder: RecordBuilder, path: str, file: str | None, spoken: str | None, jail: Jail
+) -> Record | BadRow:
+    """Give a sound or clip the captions of a file beside it, and the moments of its subtitles."""
+    where = f"file {path}"
+    try:
+        if file is None and spoken is None:
+            raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt, .srt or .vtt file beside it")
+        cues = [] if spoken is None else read_cues(_text_of(spoken, jail))
+        if file is None:
+            captions = [" ".join(cue["phrase"] for cue in cues)]
+        else:
+            captions = _texts(_Caption("", None, file, jail))
+        record = builder.record(
+            where,
+            builder.image(path),
+            captions,
+            split=_split_of_folder(path),
+            moments=None if spoken is None else cues,
+        )
+    except Fault as fault:
+        return builder.bad(where, fault, path)
+    record.notes = ("caption_from_subtitles",) if file is None else ()
+    return record
+
+
 def _texts(caption: _Caption) -> list[str]:
     if caption.file is None or caption.jail is None:
         return [caption.text or ""]
+    lines = [line.strip() for line in _text_of(caption.file, caption.jail).splitlines()]
+    return [line for line in lines if line] or [""]
+
+
+def _text_of(file: str, jail: Jail) -> str:
+    """Read a caption file or subtitles; raises bad_encoding or read_error."""
     try:
-        content = read_regular_file(caption.jail.resolve(caption.file), _LONGEST_CAPTION_FILE)
-        lines = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
+        return read_regular_file(jail.resolve(file), _LONGEST_CAPTION_FILE).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Fault("bad_encoding", f"{caption.file} is not UTF-8 text ({error.reason})") from error
+        raise Fault("bad_encoding", f"{file} is not UTF-8 text ({error.reason})") from error
     except OSError as error:
         if error.errno == errno.ENODATA:
-            return [""]
-        raise Fault("read_error", f"{caption.file}: {error.strerror}") from error
-    return [line for line in lines if line] or [""]
+            return ""
+        raise Fault("read_error", f"{file}: {error.strerror}") from error
 
 
 def _image_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, str, str] | BadRow]:
     """Give the place, key and path of each image."""
     if place.is_dir():
-        yield from ((f"file {path}", _without_suffix(path), path) for path in _files(place, IMAGE_SUFFIXES))
+        files = _files(place, SUFFIXES[builder.medium])
+        yield from ((f"file {path}", _without_suffix(path), path) for path in files)
         return
     for where, line in builder.lines(place, "images line"):
         if isinstance(line, BadRow):
@@ -215,7 +264,8 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
 def _without_suffix(name: str) -> str:
     """Return a key without the suffix of an image or a caption file; other dots are part of it."""
     stem, suffix = os.path.splitext(name)
-    return (stem if suffix.lower() in IMAGE_SUFFIXES + CAPTION_SUFFIXES else name).replace(os.sep, "/")
+    known = (*IMAGE_SUFFIXES, *SUFFIXES["clip"], *SUFFIXES["sound"], *CAPTION_SUFFIXES)
+    return (stem if suffix.lower() in known else name).replace(os.sep, "/")
 
 
 def _split_of_folder(path: str) -> str | None:

@@ -1,11 +1,12 @@
 """Records: one row of a source with its place, or the reason why the row cannot be used.
 
-Nothing is decoded here. A record holds an `ImageRef`: small, picklable, and read by the process that decodes the image.
+Nothing is decoded here. A record holds an `ImageRef`: small, picklable, and read by the process that decodes the image,
+clip or sound, all of which are files or bytes.
 """
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,13 @@ from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, Limits, is_url, read_file
-from mm_utils.data.sources.columns import is_null
+from mm_utils.data.sources.columns import SUFFIXES, is_null
 from mm_utils.data.sources.downloads import download
 from mm_utils.data.sources.source import PathArguments, Source
 from mm_utils.data.sources.text_files import check_row, open_lines, read_lines
 from mm_utils.text import one_line
 
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".avif", ".heic", ".jp2"),
-)
+IMAGE_SUFFIXES = SUFFIXES["image"]
 _PARQUET_BATCH = 32  # rows of images that a process holds at a time
 
 
@@ -61,6 +59,22 @@ class MemberImage(ImageRef):
     def read(self, limits: Limits) -> bytes:
         """Read the member alone."""
         return read_file(self.path, limits, self.offset, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class FramesImage(ImageRef):
+    """The pictures of a clip, in order, with the seconds at which they are shown, unchecked."""
+
+    frames: tuple[ImageRef, ...]
+    times: tuple[Any, ...] | None
+
+    def read(self, limits: Limits) -> bytes:
+        """Return the bytes of all pictures, one behind the other."""
+        return b"".join(self.contents(limits))
+
+    def contents(self, limits: Limits) -> list[bytes]:
+        """Read every picture."""
+        return [frame.read(limits) for frame in self.frames]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +146,9 @@ class Record:
         languages: one code per caption, "" where unknown; None where the source has none.
         regions: unchecked boxes with phrases.
         negatives: unchecked captions that are wrong for the image.
+        medium: image, clip or sound.
+        cut: unchecked start and end, in seconds, of the part of a clip or sound that the captions are about.
+        moments: unchecked spans with phrases.
         split: train, validation or test; None where the source does not say.
         notes: where the captions came from, keys of `NOTES`.
     """
@@ -146,6 +163,15 @@ class Record:
     split: str | None = None
     negatives: Any = None
     notes: tuple[str, ...] = ()
+    medium: str = field(default="image", repr=False)
+    cut: tuple[Any, Any] = field(default=(None, None), repr=False)
+    moments: Any = field(default=None, repr=False)
+
+    @property
+    def timing(self) -> str:
+        """Return what the record says about time, for a hash of it; "" for an image."""
+        times = getattr(self.image, "times", None)
+        return "" if self.medium == "image" else repr((self.medium, self.cut, self.moments, times))
 
 
 @dataclass(slots=True)
@@ -180,16 +206,30 @@ class RecordBuilder:
             raise ValueError(f"{source.title}; its image_root {root} is no folder. Give the folder of the images.")
         self.jail = Jail(root, safety.allow_outside_root)
         self._id_root = os.path.abspath(given or id_root or root)
+        self.medium = "image" if source.medium == "auto" else source.medium
 
-    def image(self, value: Any, jail: Jail | None = None) -> tuple[ImageRef, str | None]:
-        """Return the image that a cell names, and the id that follows from its path or address."""
+    def image(self, value: Any, jail: Jail | None = None, times: Any = None) -> tuple[ImageRef, str | None]:
+        """Return the image, clip or sound that a cell names, and the id that follows from its path or address.
+
+        A list names the frames of a clip, which are shown at `times`, in seconds.
+        """
         if isinstance(value, ImageRef):
             return value, None
+        if self.medium != "image" and (is_null(value) or value == []):
+            raise Fault("medium_empty", f"the cell of the {self.medium} is empty")
+        if self.medium == "clip" and isinstance(value, list):
+            return self._frames(value, jail or self.jail, times)
         written = value.get("path") if isinstance(value, dict) else value
         if self.safety.allow_download and str(written).lower().startswith(("http://", "https://")):
             return UrlImage(str(written)), storable(str(written))
         path = image_path(written, jail or self.jail)
         return FileImage(path), path_id(path, self._id_root, written)
+
+    def _frames(self, paths: list[Any], jail: Jail, times: Any) -> tuple[ImageRef, str | None]:
+        frames = tuple(FileImage(image_path(each, jail)) for each in paths)
+        shown = times if times is None else tuple(times) if isinstance(times, list) else (times,)
+        name = frames[0].name
+        return FramesImage(name, frames, shown), path_id(name, self._id_root, paths[0])
 
     def record(
         self,
@@ -201,13 +241,21 @@ class RecordBuilder:
         regions: Any = None,
         negatives: Any = None,
         split: str | None = None,
+        cut: tuple[Any, Any] = (None, None),
+        moments: Any = None,
     ) -> Record:
-        """Return the record of an image with its id."""
+        """Return the record of an image with its id, to which a cut is added."""
         if languages is None and self.source.language is not None:
             languages = [self.source.language] * len(captions)
         ref, key = image
         split = self.source.split or split
-        return Record(self.source.name, storable(where), key, ref, captions, languages, regions, split, negatives)
+        found = Record(self.source.name, storable(where), key, ref, captions, languages, regions, split, negatives)
+        if self.medium != "image":
+            found.medium, found.cut, found.moments = self.medium, cut, moments
+            if key is not None and cut != (None, None):
+                begin, end = ("" if each is None else each for each in cut)
+                found.id = storable(f"{key}#{begin}-{end}")
+        return found
 
     def bad(self, where: str, fault: Fault, raw: str = "") -> BadRow:
         """Return the bad row of a fault."""

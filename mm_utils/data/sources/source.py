@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ FORMATS = {
 }
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 TEMPLATES = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
+MEDIUM_TEMPLATES = {
+    "clip": ("a video of a {}.", "a clip of a {}.", "a recording of a {}."),
+    "sound": ("the sound of a {}.", "a recording of a {}.", "this is the sound of a {}."),
+}
+"""In place of `TEMPLATES`, where a source gives none."""
+MEDIA = ("auto", "image", "clip", "sound")
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
@@ -57,7 +63,14 @@ class DataArguments:
     dataset_dir: str | None = arg(
         None, "A folder of images with metadata.jsonl or .csv, in it or per split, or with captions in them."
     )
-    image_column: str | None = arg(None, "Column of image paths or images; found by its usual names.")
+    medium: str = arg(
+        "auto",
+        "What the captions describe: images, clips (videos, GIFs, lists of frames) or sounds; auto: as the columns say.",
+        choices=list(MEDIA),
+    )
+    image_column: str | None = arg(
+        None, "Column of the images, clips or sounds, paths or files; found by its usual names, whatever --medium is."
+    )
     caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
     id_column: str | None = arg(None, "Column that identifies the image; default image_id or id, else the path.")
     language_column: str | None = arg(None, "Column of language codes, one a row or one a caption; default languages.")
@@ -86,7 +99,7 @@ class DataArguments:
     @property
     def columns(self) -> dict[str, Any]:
         """Return the flags of columns, as `Source` takes them."""
-        names = ("image_column", "caption_column", "id_column", "language_column")
+        names = ("medium", "image_column", "caption_column", "id_column", "language_column")
         return {name: getattr(self, name) for name in names}
 
 
@@ -123,6 +136,7 @@ class Source:
         templates: captions of classes, with the name at ``{}``.
         config: the configuration of a data set on the Hub.
         delimiter: what stands between the cells of a CSV or TSV file; found in its header where None.
+        medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
         title: beginning of error messages, which names the flag.
     """
 
@@ -143,6 +157,7 @@ class Source:
     config: str | None = None
     delimiter: str | None = None
     title: str = ""
+    medium: str = field(default="auto", repr=False)  # what is read says it, too
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -154,6 +169,9 @@ class Source:
         object.__setattr__(self, "name", storable(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1]))
         if self.format and self.format not in FORMATS:
             raise ValueError(f"{title}, format={self.format}; known are {', '.join(FORMATS)}.{_close(self.format)}")
+        if self.medium not in MEDIA:
+            known = ", ".join(MEDIA)
+            raise ValueError(f"{title}, medium={self.medium}; known are {known}.{_close(self.medium, MEDIA)}")
         if self.split is not None:
             if self.split.lower() not in SPLIT_NAMES:
                 raise ValueError(
@@ -193,7 +211,7 @@ class Source:
             if twice is not None:
                 raise ValueError(f"--sources has {item}; {twice} is given twice. Keep one of them.")
             item = dict(zip(names, [path.strip(), *(value.strip() for _, _, value in pairs)], strict=True))
-        known = [field.name for field in dataclasses.fields(cls) if field.name != "title"]
+        known = [each.name for each in dataclasses.fields(cls) if each.name != "title"]
         values = {key: value for key, value in item.items() if value is not None}
         for key in values:
             if key not in known:
@@ -207,7 +225,13 @@ class Source:
         """Return the wanted columns."""
         own = self.title.startswith("--sources")  # written behind the path, not as flags
         option = "{}_column" if own else "--{}_column"
-        return Columns(self.image_column, self.caption_column, self.id_column, self.language_column, option)
+        names = (self.image_column, self.caption_column, self.id_column, self.language_column)
+        return Columns(*names, option, self.medium)
+
+    def captions_of_class(self, name: str, medium: str) -> list[str]:
+        """Return the captions that the templates make of the name of a class."""
+        usual = MEDIUM_TEMPLATES.get(medium, TEMPLATES)
+        return [each.replace("{}", name) for each in (usual if self.templates == TEMPLATES else self.templates)]
 
 
 def class_names(source: Source) -> dict[str, str]:

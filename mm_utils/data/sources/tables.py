@@ -10,13 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from datasets import Dataset, Image, Value
+from datasets import Audio, Dataset, Features, Image, Value, Video
 
 from mm_utils.data.faults import Fault
+from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, check_own_file
+from mm_utils.data.sources.annotations import known_shape
 from mm_utils.data.sources.columns import (
     BESIDE,
+    BESIDE_TIME,
     SPLIT_NAMES,
     Columns,
     captions_of,
@@ -40,6 +43,7 @@ from mm_utils.data.sources.text_files import BadLine, Rows, text_records
 from mm_utils.text import one_line
 
 _ROWS = 1000  # read at a time, without their images
+_KINDS = {Image: "image", Video: "clip", Audio: "sound"}
 
 
 @dataclass
@@ -55,7 +59,9 @@ class _Table:
 def read_text(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read a JSONL, JSON, CSV or TSV file."""
     path = Path(source.path)
-    builder = RecordBuilder(source, safety, path.parent)
+    beside = path.parent.parent / "audio"  # ESC-50 has meta/esc50.csv and audio/
+    is_esc = path.name.lower() == "esc50.csv" and beside.is_dir()
+    builder = RecordBuilder(source, safety, beside if is_esc else path.parent)
     return _records(_text_table(path, builder, f".{source.format}"), builder)
 
 
@@ -123,18 +129,20 @@ def text_table(
     return unit, list(dict.fromkeys(names)), itertools.chain(first, records)
 
 
-def with_raw_images(dataset: Dataset, column: str, title: str) -> tuple[Dataset, bool]:
-    """Make the image column undecoded `Image` or paths; return whether it holds bytes."""
+def with_raw_images(dataset: Dataset, column: str, title: str, medium: str = "image") -> tuple[Dataset, bool]:
+    """Make the column of the medium undecoded `Image`, `Video` or `Audio`, or paths; return whether it holds bytes."""
     feature = dataset.features[column]
+    if medium == "clip" and _is_list(feature):
+        return dataset, False
     dtype = feature.dtype if isinstance(feature, Value) else ""
     if dtype in ("string", "large_string"):
         return dataset, False
     is_struct = isinstance(feature, dict) and set(feature) == {"bytes", "path"}
-    if not (isinstance(feature, Image) or is_struct or dtype in ("binary", "large_binary")):
+    if not (isinstance(feature, type(FEATURES[medium])) or is_struct or dtype in ("binary", "large_binary")):
         raise ValueError(
-            f"{title}; the image column {column} holds {feature}, not paths or images. Set image_column to another."
+            f"{title}; the {medium} column {column} holds {feature}, not paths or {medium}s. Set image_column to another."
         )
-    dataset = dataset.cast_column(column, Image(decode=False))
+    dataset = dataset.cast_column(column, FEATURES[medium])
     stored = pc.struct_field(dataset.data.column(column), "bytes")
     return dataset, stored.null_count < len(stored)
 
@@ -164,20 +172,42 @@ def _record(
         if column not in values:
             raise Fault("missing_column", f"there is no {column}")
     captions, languages = captions_of(values, columns)
-    image, key = builder.image(values[str(columns.image)], table.jail)
+    builder.medium = columns.medium
+    image, key = builder.image(values[str(columns.image)], table.jail, values.get("times"))
     key = id_of(values, columns) or key
     if builder.source.split is None:
         if not is_null(values.get("split")):
             split = split_of(values["split"])
         elif by_folder and key is not None:
             split = SPLIT_NAMES.get(str(values[str(columns.image)]).split("/")[0].lower(), split)
-    beside = {name: values.get(name) for name in BESIDE}
-    return builder.record(where, (image, key), captions, languages=languages, split=split, **beside)
+    beside = {name: values.get(name) for name in (*BESIDE, "moments")}
+    cut = (_number(values.get("start")), _number(values.get("end")))
+    return builder.record(where, (image, key), captions, languages=languages, split=split, cut=cut, **beside)
+
+
+def _number(value: Any) -> Any:
+    """Return a number that a CSV file has as text; anything else as it is, null as None."""
+    if is_null(value):
+        return None
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> _Table:
-    unit, names, rows = text_table(path, builder.source.title, kind, builder.source.delimiter)
-    return _Table(unit, find_columns(names, builder.source.title, builder.source.columns), rows, builder.jail)
+    title, wanted = builder.source.title, builder.source.columns
+    unit, names, rows = text_table(path, title, kind, builder.source.delimiter)
+    shape = known_shape(names, builder.source, builder.jail.root)
+    if shape is not None:
+        names, convert = shape
+        rows = ((number, row if isinstance(row, BadLine) else convert(row)) for number, row in rows)
+    head = list(itertools.islice(rows, 100))
+    first: dict[str, Any] = {}
+    for _, row in reversed(head):
+        first |= {} if isinstance(row, BadLine) else {name: value for name, value in row.items() if not is_null(value)}
+    columns = find_columns(names, title, wanted, first=first)
+    return _Table(unit, columns, itertools.chain(head, rows), builder.jail)
 
 
 def _parquet_table(path: Path, builder: RecordBuilder) -> _Table:
@@ -194,7 +224,21 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> _Table:
 def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Columns:
     """Find the columns of a table by their names; a single column of images may have any."""
     images = [field.name for field in schema if _is_image(field.type)]
-    return find_columns(schema.names, title, wanted, spare_image=images[0] if len(images) == 1 else None)
+    spare = images[0] if len(images) == 1 else None
+    typed = {} if wanted.medium == "image" else _typed(Features.from_arrow_schema(schema))
+    return find_columns(schema.names, title, wanted, spare_image=spare, typed=typed)
+
+
+def _typed(features: Features) -> dict[str, str]:
+    """Return the kinds of the columns whose feature is of one."""
+    return {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
+
+
+def _is_list(kind: Any) -> bool:
+    """Return whether a type of Arrow or `datasets` is a list of texts: paths of frames."""
+    if isinstance(kind, pa.DataType):
+        return pa.types.is_list(kind) and pa.types.is_string(kind.value_type)
+    return getattr(getattr(kind, "feature", None), "dtype", "") == "string"
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -206,11 +250,12 @@ def _is_image(kind: pa.DataType) -> bool:
 def _embeds(file: pq.ParquetFile, columns: Columns, title: str) -> bool:
     """Return whether the image column holds bytes, by its type and the file's statistics."""
     kind = file.schema_arrow.field(str(columns.image)).type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or (columns.medium == "clip" and _is_list(kind)):
         return False
     if not _is_image(kind):
         raise ValueError(
-            f"{title}; the image column {columns.image} holds {kind}, not paths or images. Set image_column to another."
+            f"{title}; the {columns.medium} column {columns.image} holds {kind}, not paths or {columns.medium}s. Set "
+            "image_column to another."
         )
     if not pa.types.is_struct(kind):
         return True
@@ -235,10 +280,10 @@ def _parquet_rows(opened: ParquetRows, path: Path, columns: Columns, embedded: b
 
 
 def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> _Table:
-    typed = [name for name, feature in dataset.features.items() if isinstance(feature, Image)]
-    spare = typed[0] if len(typed) == 1 else None
-    columns = find_columns(dataset.column_names, title, builder.source.columns, spare_image=spare)
-    raw, embedded = with_raw_images(dataset, str(columns.image), title)
+    typed = _typed(dataset.features)
+    spare = next(iter(typed)) if len(typed) == 1 else None
+    columns = find_columns(dataset.column_names, title, builder.source.columns, spare, typed)
+    raw, embedded = with_raw_images(dataset, str(columns.image), title, columns.medium)
     return _Table("row", columns, _dataset_rows(dataset, raw, columns, embedded), jail)
 
 
@@ -258,7 +303,8 @@ def _dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: boo
 
 def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
-    wanted = (columns.caption, columns.id, columns.language, "split", *BESIDE)
+    time = () if columns.medium == "image" else BESIDE_TIME
+    wanted = (columns.caption, columns.id, columns.language, "split", *BESIDE, *time)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
 
 

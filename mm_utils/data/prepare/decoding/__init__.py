@@ -1,0 +1,1 @@
+"""Sounds and clips of any file, decoded within limits, on the file's own clock."""

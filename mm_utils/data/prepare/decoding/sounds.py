@@ -1,0 +1,293 @@
+"""Read sounds of any file as mono samples of one rate, and what marks a sound out.
+
+WAV files of plain samples are read here, without any codec; all else by `mm_utils.data.prepare.decoding.containers`.
+"""
+
+import math
+import struct
+
+import numpy as np
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.prepare.decoding.containers import (
+    TOLERANCE,
+    best_stream,
+    check_cut,
+    check_length,
+    check_whole,
+    clock_zero,
+    declared_end,
+    decoded,
+    open_container,
+)
+from mm_utils.data.prepare.perceptual_hash import FINGERPRINT
+
+LEAST_RATE, MOST_RATE = 1_000, 384_000  # samples a second
+_MOST_CHANNELS = 64
+_SILENT = 3 / 32768  # the noise of rounding and dither
+_SURPLUS = 0.1  # seconds
+_GAP = 0.02  # seconds: where time stamps and samples differ by more, something is missing
+_INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
+_WAV_TYPES = {
+    (_INTEGERS, 8): "u1",
+    (_INTEGERS, 16): "<i2",
+    (_INTEGERS, 32): "<i4",
+    (_FLOATS, 32): "<f4",
+    (_FLOATS, 64): "<f8",
+}
+_BAND = 0.96  # share of the lower rate's band that passes unchanged
+_TIMES, _PITCHES = 8, 24  # cells of a fingerprint
+
+
+def read_sound(
+    content: bytes,
+    rate: int,
+    start: float | None = None,
+    end: float | None = None,
+    *,
+    max_seconds: float = 60.0,
+    notes: list[str] | None = None,
+) -> tuple[np.ndarray, int]:
+    """Read the sound of a file, mixed to one channel by the mean, from `start` to `end` on the file's clock.
+
+    Sound that is missing at the beginning or in between, as time stamps have it, is silence.
+
+    Args:
+        content: the whole file.
+        rate: samples a second of the result.
+        start, end: seconds; None for the beginning and the end.
+        max_seconds: the longest sound that is wanted.
+        notes: keys of `NOTES` are added.
+
+    Returns:
+        int16 `[n]`, and the samples a second of the file.
+
+    Raises:
+        Fault: if there is no such sound, for whatever reason; nothing else is raised, whatever the bytes.
+    """
+    check_cut(start, end)
+    if end is not None:
+        check_length(end - (start or 0.0), max_seconds)
+    plain = _read_wav(content, start, end, max_seconds)
+    samples, own = plain or _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
+    if not len(samples):
+        raise Fault("medium_empty", "it holds no samples")
+    if not np.isfinite(samples).all():
+        raise Fault("medium_unreadable", "it holds samples that are not finite")
+    if abs(samples).max() <= _SILENT:
+        raise Fault("silent", f"{len(samples) / own:.2f} s without a sound")
+    changed = resample(samples, own, rate)
+    return (changed * 32768).round().clip(-32768, 32767).astype(np.int16), own
+
+
+def resample(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """Return a sound `[n]` at another rate, by its spectrum; no sample moves in time.
+
+    What the lower rate cannot hold is cut off, smoothly over the last 4 % of its band.
+    """
+    if rate == wanted:
+        return samples
+    common = math.gcd(rate, wanted)
+    step, wanted_step = rate // common, wanted // common
+    margin = rate // 50  # of silence, as the spectrum joins the end to the beginning
+    blocks = -(-(len(samples) + margin) // step)
+    spectrum = np.fft.rfft(samples, blocks * step)
+    kept = min(blocks * step, blocks * wanted_step) // 2 + 1
+    frequencies = np.linspace(0, 1, kept)
+    gains = np.cos(np.clip((frequencies - _BAND) / (1 - _BAND), 0, 1) * np.pi) / 2 + 0.5
+    changed = np.fft.irfft(spectrum[:kept] * gains, blocks * wanted_step) * (wanted_step / step)
+    return changed[: max(1, round(len(samples) * wanted / rate))]
+
+
+def sound_fingerprint(samples: np.ndarray, rate: int) -> bytes:
+    """Return 200 bytes for a sound, int16 `[n]`; read many joined as an array of `FINGERPRINT`.
+
+    The loudness in dB of 8 parts of the sound in 24 bands of the mel scale, below its loudest cell: in place of a
+    thumbnail. The hash has 64 signs of how the difference of two bands changes from one part to the next, after Haitsma
+    and Kalker, "A Highly Robust Audio Fingerprinting System" (2002), on a coarse grid: a copy that is louder, compressed
+    or cut by a few per cent keeps almost all of them.
+    """
+    width = max(256, len(samples) // 200)
+    window = np.hanning(width).astype(np.float32)
+    padded = np.pad(samples.astype(np.float32) / 32768, (0, max(0, 2 * width - len(samples))))
+    begins = np.linspace(0, len(padded) - width, 400).astype(int)
+    power = abs(np.fft.rfft(padded[begins[:, None] + np.arange(width)] * window, axis=1)) ** 2
+    levels_TB = power @ _mel_bands(power.shape[1], rate)
+    cells_tb = np.stack([part.mean(axis=0) for part in np.array_split(levels_TB, _TIMES)])
+    loudness = 10 * np.log10(np.maximum(cells_tb, 1e-12))
+    loudness = np.maximum(loudness - loudness.max(), -60.0)
+    coarse = loudness.reshape(_TIMES, 12, 2).mean(axis=2)
+    signs = (np.diff(np.diff(coarse, axis=1), axis=0) > 0).ravel()[:64]
+    thumbnail = ((loudness + 60.0) / 60.0 * 255).round().astype(np.uint8)
+    return np.packbits(signs).tobytes() + thumbnail.tobytes()
+
+
+def sounds_alike(prints_N: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Keep the pairs [P, 2] of `sound_fingerprint`s whose loudness agrees within a few dB in most cells."""
+    cells_N = prints_N["thumbnail"].reshape(len(prints_N), -1).astype(np.float32) * (60 / 255)
+    apart = abs(cells_N[pairs[:, 0]] - cells_N[pairs[:, 1]])
+    return pairs[apart.mean(axis=1) <= 4.0]
+
+
+def _mel_bands(frequencies: int, rate: int) -> np.ndarray:
+    """Return weights [frequencies, bands] that sum the power of bands, evenly spaced in mel from 100 to 3,800 Hz."""
+    low, high = (2595 * math.log10(1 + hertz / 700) for hertz in (100.0, 3800.0))
+    mels = np.linspace(low, high, _PITCHES + 1)
+    edges = 700 * (10 ** (mels / 2595) - 1)
+    hertz = np.linspace(0, rate / 2, frequencies)
+    band = np.searchsorted(edges, hertz) - 1
+    weights = np.zeros((frequencies, _PITCHES), np.float32)
+    inside = (band >= 0) & (band < _PITCHES)
+    weights[np.flatnonzero(inside), band[inside]] = 1
+    return weights / np.maximum(weights.sum(axis=0), 1)
+
+
+def _read_wav(content: bytes, start: float | None, end: float | None, most: float) -> tuple[np.ndarray, int] | None:
+    """Read a WAV file of plain samples; None if it is another file, or needs a codec."""
+    found = _wav_chunks(content)
+    if found is None:
+        return None
+    layout, data = found
+    tag, channels, rate, _, frame, bits = struct.unpack_from("<HHIIHH", layout)
+    if tag == _EXTENSIBLE and len(layout) >= 26:
+        tag = struct.unpack_from("<H", layout, 24)[0]
+    if tag not in (_INTEGERS, _FLOATS):
+        return None
+    _check_layout(rate, channels)
+    if (tag, bits) not in _WAV_TYPES and (tag, bits) != (_INTEGERS, 24):
+        raise Fault("medium_unreadable", f"a WAV file of {bits} bits a sample")
+    if frame != channels * bits // 8:
+        raise Fault("medium_unreadable", f"a WAV file of {channels} channels of {bits} bits in {frame} bytes")
+    count = len(data) // frame
+    check_cut(start, end, count / rate)
+    first, last = _places(start, end, rate, count)
+    check_length((last - first) / rate, most)
+    return _mono(data[first * frame : last * frame], tag, bits, channels), rate
+
+
+def _wav_chunks(content: bytes) -> tuple[bytes, memoryview] | None:
+    """Return the format and the samples of a WAV file, None if it is none; raises a `Fault` if it is cut."""
+    if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
+        return None
+    view, at, layout = memoryview(content), 12, b""
+    while at + 8 <= len(content):
+        name, size = content[at : at + 4], int.from_bytes(content[at + 4 : at + 8], "little")
+        body, at = at + 8, at + 8 + size + size % 2
+        if name == b"fmt ":
+            layout = content[body : body + size]
+        if name == b"data":
+            if size in (0, 0xFFFFFFFF):  # of a program that wrote into a pipe
+                size = len(content) - body
+            if body + size > len(content):
+                raise Fault("medium_truncated", f"a WAV file with {len(content) - body:,} of {size:,} bytes of sound")
+            if len(layout) < 16:
+                raise Fault("medium_unreadable", "a WAV file without its format")
+            return layout, view[body : body + size]
+    raise Fault("medium_truncated", "a WAV file without its sound")
+
+
+def _mono(data: memoryview, tag: int, bits: int, channels: int) -> np.ndarray:
+    """Return samples as float32 `[n]`, 1 at full scale, the mean of the channels."""
+    if bits == 24:
+        triples = np.frombuffer(data, "u1").reshape(-1, 3)
+        values = np.zeros((len(triples), 4), "u1")
+        values[:, 1:] = triples
+        samples = values.view("<i4")[:, 0]
+    else:
+        samples = np.frombuffer(data, _WAV_TYPES[tag, bits])
+    return _to_float(samples).reshape(-1, channels).mean(axis=1)
+
+
+def _to_float(samples: np.ndarray) -> np.ndarray:
+    if samples.dtype.kind == "u":
+        return (samples.astype(np.float32) - 128) / 128
+    if samples.dtype.kind == "i":
+        return samples.astype(np.float32) / np.float32(2.0 ** (8 * samples.dtype.itemsize - 1))
+    return samples.astype(np.float32)
+
+
+def _places(start: float | None, end: float | None, rate: int, count: int) -> tuple[int, int]:
+    first = round((start or 0.0) * rate)
+    return first, count if end is None else min(count, round(end * rate))
+
+
+def _check_layout(rate: int, channels: int) -> None:
+    if not LEAST_RATE <= rate <= MOST_RATE:
+        raise Fault("bad_sound_rate", f"{rate:,} samples a second")
+    if not 1 <= channels <= _MOST_CHANNELS:
+        raise Fault("medium_unreadable", f"{channels} channels")
+
+
+def _read_stream(
+    content: bytes, start: float | None, end: float | None, most: float, notes: list[str]
+) -> tuple[np.ndarray, int]:
+    """Decode the best stream of sound of a file: float32 `[n]`, and its rate."""
+    with open_container(content) as container:
+        stream = best_stream(container, "audio")
+        said = declared_end(container, stream)
+        begin = start or 0.0
+        if said is not None and end is None:
+            check_length(said - begin, most)
+        track = _Track(begin, most + TOLERANCE if end is None else end - begin)
+        for time, frame in decoded(container, stream, begin, notes):
+            track.add(time, frame)
+            if track.is_full:
+                break
+    if track.is_full and end is None:
+        raise Fault("too_long", f"it has more than {most:g} s, which is --max_seconds")
+    if not track.is_full:
+        check_whole(begin + track.seconds, said if end is None else min(said or 0.0, end))
+        if start is not None or end is not None:
+            check_cut(start, end, begin + track.seconds if track.seconds else begin)
+    samples = track.samples()
+    surplus = len(samples) - round(((said or 0.0) - begin) * track.rate)
+    # The last packet of Ogg Vorbis is longer than the sound in it.
+    return samples[: len(samples) - surplus] if 0 < surplus < _SURPLUS * track.rate else samples, track.rate
+
+
+class _Track:
+    """Puts decoded frames on the clock, one after another, from `begin` on, until it has `most` seconds.
+
+    Attributes:
+        rate: samples a second, once there is a frame.
+    """
+
+    def __init__(self, begin: float, most: float):
+        self._begin, self._most = begin, most
+        self._pieces: list[np.ndarray] = []
+        self._count = self.rate = 0
+
+    @property
+    def seconds(self) -> float:
+        return self._count / self.rate if self.rate else 0.0
+
+    @property
+    def is_full(self) -> bool:
+        return self.rate > 0 and self._count >= round(self._most * self.rate)
+
+    def add(self, time: float | None, frame) -> None:  # type: ignore[no-untyped-def]
+        """Lay a frame of `av` behind the others, after a gap, or from where they end."""
+        values = frame.to_ndarray()
+        channels = len(frame.layout.channels)
+        if not self.rate:
+            self.rate = frame.sample_rate
+            _check_layout(self.rate, channels)
+        if frame.sample_rate != self.rate:
+            raise Fault("medium_unreadable", f"its rate changes from {self.rate:,} to {frame.sample_rate:,}")
+        floats = _to_float(values)
+        mono = floats.mean(axis=0) if len(floats) == channels else floats.reshape(-1, channels).mean(axis=1)
+        at = self._count if time is None else round((time - self._begin) * self.rate)
+        if self._pieces and abs(at - self._count) <= _GAP * self.rate:
+            at = self._count
+        if at > self._count:
+            self._append(np.zeros(min(at, round(self._most * self.rate)) - self._count, np.float32))
+        self._append(mono[max(0, self._count - at) :] if at < self._count else mono)
+
+    def _append(self, piece: np.ndarray) -> None:
+        if len(piece):
+            self._pieces.append(piece)
+            self._count += len(piece)
+
+    def samples(self) -> np.ndarray:
+        whole = np.concatenate([np.empty(0, np.float32), *self._pieces])
+        return whole[: round(self._most * self.rate)]

@@ -1,0 +1,86 @@
+"""What a row says about places and times in its medium, moved onto what is stored of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.prepare.checks import CheckArguments, check_caption
+from mm_utils.data.prepare.decoding.containers import TOLERANCE, check_cut, seconds_of
+from mm_utils.data.sources.records import Record
+
+
+def regions_of(record: Record, image: Mapping[str, Any], checks: CheckArguments) -> list[dict[str, Any]] | None:
+    """Return boxes as x, y, width, height in pixels of the stored image, each with its phrase.
+
+    Args:
+        image: the sizes of the stored image and of the original.
+
+    Raises:
+        Fault: bad_regions.
+    """
+    if record.regions is None or record.medium != "image":
+        return None
+    across = image["width"] / image["original_width"]
+    down = image["height"] / image["original_height"]
+    try:
+        return [
+            {
+                "box": [x * across, y * down, w * across, h * down],
+                "phrase": check_caption(region["phrase"], checks)[0],
+            }
+            for region in record.regions
+            for x, y, w, h in [_inside(region["box"], image["original_width"], image["original_height"])]
+        ]
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, Fault):
+            raise
+        raise Fault("bad_regions", f"not a list of box (x, y, width, height) and phrase: {error!r}") from error
+
+
+def moments_of(
+    record: Record, seconds: float, checks: CheckArguments
+) -> tuple[list[dict[str, Any]] | None, list[Fault], list[str]]:
+    """Return the moments of a record as spans of the stored medium, the faults of the others, and notes.
+
+    Args:
+        seconds: the length of what is stored.
+
+    Raises:
+        Fault: bad_moments if they are no list.
+    """
+    if record.moments is None:
+        return None, [], []
+    if not isinstance(record.moments, list):
+        raise Fault("bad_moments", f"moments are a {type(record.moments).__name__}, not a list")
+    begin, is_cut = seconds_of(record.cut[0] or 0), record.cut != (None, None)
+    good, faults, notes = [], list[Fault](), list[str]()
+    for moment in record.moments:
+        try:
+            start, end, phrase = _parts(moment)
+            check_cut(start, end, None if is_cut else max(seconds, TOLERANCE))
+            low, high = max(0.0, start - begin), min(seconds, end - begin)
+            if is_cut and (low, high) != (start - begin, end - begin):
+                notes.append("moment_cut")
+            if low < high:
+                text, found = check_caption(phrase, checks)
+                good.append({"span": [low, high], "phrase": text})
+                notes += found
+        except Fault as fault:
+            faults.append(fault)
+    return good, faults, notes
+
+
+def _parts(moment: Any) -> tuple[float, float, Any]:
+    """Return start, end and phrase of a moment; raises bad_moments or bad_times."""
+    span = moment.get("span") if isinstance(moment, Mapping) else None
+    if not isinstance(span, (list, tuple)) or len(span) != 2 or "phrase" not in moment:
+        raise Fault("bad_moments", f"{str(moment)[:200]} has no span of two times, or no phrase")
+    return seconds_of(span[0]), seconds_of(span[1]), moment["phrase"]
+
+
+def _inside(box: Sequence[Any], width: int, height: int) -> tuple[float, float, float, float]:
+    """Return a box that lies in its image, up to a pixel of rounding; raises a ValueError."""
+    x, y, w, h = map(float, box)
+    if not (w > 0 and h > 0 and min(x, y) >= -1 and x + w <= width + 1 and y + h <= height + 1):
+        raise ValueError(f"box {[x, y, w, h]} of an image of {width} x {height} pixels")
+    return x, y, w, h

@@ -1,0 +1,131 @@
+"""Sounds and clips made for tests: clicks and flashes at known times, in files of many kinds, tiny."""
+
+import io
+import struct
+import wave
+from collections.abc import Sequence
+from fractions import Fraction
+
+import av
+import numpy as np
+from PIL import Image
+
+from tests.data.prepare.fault_images import save
+
+SIDE = 32
+
+
+def tone(seconds: float = 1.0, rate: int = 8000, clicks: Sequence[float] = (), pitch: float = 440.0) -> np.ndarray:
+    """A faint tone with clicks of full scale, 4 ms long: int16 [n]."""
+    times = np.arange(round(seconds * rate)) / rate
+    samples = 1000 * np.sin(2 * np.pi * pitch * times)
+    for click in clicks:
+        samples[round(click * rate) : round((click + 0.004) * rate)] = 30000
+    return samples.astype(np.int16)
+
+
+def click_times(samples: np.ndarray, rate: int, least: float = 12000) -> list[float]:
+    """The begins of the clicks of `tone`, in seconds."""
+    loud = np.flatnonzero(abs(samples.astype(int)) > least)
+    return [int(at) / rate for at, before in zip(loud, [-rate, *loud], strict=False) if at - before > rate // 20]
+
+
+def wav(samples: np.ndarray | None = None, rate: int = 8000, channels: int = 1, width: int = 2) -> bytes:
+    """A WAV file of the standard library; every channel has the samples."""
+    values = tone(rate=rate) if samples is None else samples
+    wide = values.astype(np.int32) << 16
+    data = {
+        1: ((wide >> 24) + 128).astype("u1"),
+        2: values.astype("<i2"),
+        3: (wide >> 8).astype("<i4").view("u1").reshape(-1, 4)[:, :3],
+        4: wide.astype("<i4"),
+    }[width]
+    frames = np.repeat(data.reshape(len(values), -1), channels, axis=0)
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(frames.tobytes())
+    return buffer.getvalue()
+
+
+def riff_wav(data: bytes, tag: int = 1, channels: int = 1, rate: int = 8000, bits: int = 16, size: int | None = None) -> bytes:
+    """A WAV file whose header says anything."""
+    frame = channels * bits // 8
+    layout = struct.pack("<HHIIHH", tag, channels, rate, (rate * frame) % 2**32, frame % 2**16, bits)
+    length = len(data) if size is None else size
+    body = b"WAVEfmt " + struct.pack("<I", 16) + layout + b"data" + struct.pack("<I", length) + data
+    return b"RIFF" + struct.pack("<I", len(body) % 2**32) + body
+
+
+def encoded(samples: np.ndarray, rate: int, form: str, codec: str, channels: int = 1) -> bytes:
+    """A file of sound of any codec."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.layout = "mono" if channels == 1 else "stereo"
+        _mux_sound(container, stream, samples, rate, 0.0)
+    return buffer.getvalue()
+
+
+def _mux_sound(container: av.container.OutputContainer, stream, samples: np.ndarray, rate: int, delay: float) -> None:
+    plane = np.repeat(samples[None], stream.codec_context.layout.nb_channels, axis=0).T.reshape(1, -1)
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(plane), format="s16", layout=stream.codec_context.layout.name)
+    frame.rate, frame.pts, frame.time_base = rate, round(delay * rate), Fraction(1, rate)
+    size = stream.codec_context.frame_size or 1024
+    resampler = av.AudioResampler(stream.codec_context.format, stream.codec_context.layout.name, rate, size)
+    for part in [*resampler.resample(frame), *resampler.resample(None)]:
+        container.mux(stream.encode(part))
+    container.mux(stream.encode(None))
+
+
+def picture(bright: bool, at: float = 0.0) -> Image.Image:
+    """White for a flash; else dark, with a bar whose place says the time."""
+    if bright:
+        return Image.new("RGB", (SIDE, SIDE), "white")
+    image = Image.new("RGB", (SIDE, SIDE), (20, 20, 40))
+    image.paste((90, 30, 30), (int(at * 8) % SIDE, 8, int(at * 8) % SIDE + 6, 24))
+    return image
+
+
+def video(
+    times: Sequence[float],
+    flashes: Sequence[tuple[float, float]] = (),
+    form: str = "matroska",
+    codec: str = "mpeg4",
+    sound: np.ndarray | None = None,
+    delay: float = 0.0,
+    size: tuple[int, int] = (SIDE, SIDE),
+    rate: Fraction = Fraction(25),
+) -> bytes:
+    """A video whose frames have these time stamps, white within the flashes; perhaps a sound that begins later."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 12000)
+        stream.codec_context.max_b_frames = 0
+        track = None
+        if sound is not None:
+            track = container.add_stream("pcm_s16le" if form == "matroska" else "aac", rate=8000)
+            track.layout = "mono"
+        for time in times:
+            bright = any(begin <= time < end for begin, end in flashes)
+            frame = av.VideoFrame.from_image(picture(bright, time).resize(size))
+            frame.pts, frame.time_base = round(time * 12000), Fraction(1, 12000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+        if track is not None:
+            _mux_sound(container, track, sound, 8000, delay)
+    return buffer.getvalue()
+
+
+def steady(fps: float, seconds: float, begin: float = 0.0) -> list[float]:
+    """The time stamps of a constant rate."""
+    return [begin + at / fps for at in range(round(seconds * fps))]
+
+
+def animation(count: int = 8, form: str = "GIF", duration: int = 100, flash: int = -1) -> bytes:
+    """An animation whose frame `flash` is white."""
+    frames = [picture(at == flash, at / 4) for at in range(count)]
+    return save(frames[0], form, save_all=True, append_images=frames[1:], duration=duration)

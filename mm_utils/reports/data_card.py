@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetDict, Image
+from datasets import DatasetDict, Features
 from huggingface_hub import DatasetCardData
 
 from mm_utils.arguments import arg
 from mm_utils.checkpointing.files import size_of
+from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.words.language_codes import iso_languages
 from mm_utils.reports.hub import check_license, check_repository, repository_name
 from mm_utils.reports.upload import RETRY_DELAYS, upload_apart, upload_limit
@@ -95,8 +96,10 @@ def _features(pairs: DatasetDict, summary: dict[str, Any]) -> dict[str, Any]:
     if summary["storage"]["store"] == "raw":
         return {}
     features = next(iter(pairs.values())).features.copy()
-    features["image"] = Image()
-    return {"dataset_info": {"features": features._to_yaml_list()}}
+    medium = kind_of(features)
+    decoded = Features({COLUMNS[medium] if name == "image" else name: each for name, each in features.items()})
+    decoded[COLUMNS[medium]] = type(FEATURES[medium])()
+    return {"dataset_info": {"features": decoded._to_yaml_list()}}
 
 
 def push_data_set(folder: str, args: DatasetHubArguments, timeout: float = 600.0) -> bool:

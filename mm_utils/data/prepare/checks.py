@@ -99,7 +99,7 @@ def check_image(
         raise Fault("too_many_bytes", f"{len(data):,} bytes")
     end = _end_of_image(data)
     if end == -1:
-        raise Fault("image_truncated", f"{file_kind(data)} without its end mark")
+        raise Fault("image_truncated", f"{_kind_of(data)} without its end mark")
     header = _header(data)
     _check_size(*header.size, limits)
     try:
@@ -137,7 +137,7 @@ def _check_size(width: int, height: int, limits: CheckArguments) -> None:
 
 
 def _header_fault(data: bytes, error: Exception) -> Fault:
-    kind = file_kind(data)
+    kind = _kind_of(data)
     if kind not in _KINDS:
         return Fault("image_unknown_format", kind or f"it begins with {data[:8].hex(' ')}")
     if kind == "AVIF" and "AVIF" not in FORMATS:
@@ -187,7 +187,7 @@ _OTHER_KINDS = {
 }
 
 
-def file_kind(content: bytes) -> str | None:
+def _kind_of(content: bytes) -> str | None:
     """Return the kind of file, a key of `_KINDS` or another known one, or None."""
     head, kinds = content[:1024], {**_KINDS, **_OTHER_KINDS}
     return next((name for name, magic in kinds.items() if magic.match(head)), None)

@@ -35,7 +35,6 @@ from mm_utils.data.prepare.perceptual_hash import (
     mirror_pairs,
     near_pairs,
 )
-from mm_utils.data.prepare.timed import ALIKE
 from mm_utils.data.sources.columns import SPLITS
 
 logger = logging.getLogger(__name__)
@@ -153,9 +152,9 @@ class _State:
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         _, self.first_U = np.unique(self.image_N, return_index=True)
         prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(self.first_U).to_pylist()), FINGERPRINT)
-        medium = facts["medium"][0].as_py()
-        self.near_P = near_pairs(prints_U, distance, ALIKE.get(medium))
-        self.mirrored = len(mirror_pairs(prints_U, distance)) if medium == "image" else 0
+        self.near_P = near_pairs(prints_U, distance)
+        is_image = facts["medium"][0].as_py() == "image"
+        self.mirrored = len(mirror_pairs(prints_U, distance)) if is_image else 0
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
         given = [SPLITS.index(name) if name in SPLITS else -1 for name in facts["split"].to_pylist()]
         self.split_N = np.array(given, dtype=np.int8)

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.regions import moments_of, regions_of
-from mm_utils.data.prepare.timed import TimedArguments, store_medium
-from mm_utils.data.sources.records import BadRow, FileImage, ImageRef, Record
+from mm_utils.data.prepare.timed import MOST_BYTES, Medium, TimedArguments, store_medium
+from mm_utils.data.sources.records import BadRow, FileImage, FramesImage, ImageRef, Record
 from mm_utils.files import write_atomic
 
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
@@ -220,7 +221,7 @@ class _Worker:
                     "medium": item.medium,
                     "captions": captions,
                     "languages": languages,
-                    "regions": regions_of(item, image, self.checks),
+                    "regions": regions_of(item.regions, image, self.checks),
                     "negatives": self._negatives(item),
                     "moments": self._moments(item, image, notes),
                     "source": item.source,
@@ -266,15 +267,26 @@ class _Worker:
             else:
                 side = _USUAL_SIDE if self.storage == IN_PLACE else self.storage.short_side
                 said: list[str] = []
-                self.last = key, store_medium(record, self.checks, self.storage.timed, side, said)
+                most = self.checks.max_image_pixels
+                self.last = key, store_medium(self._medium(record), self.storage.timed, side, most, said)
                 notes.update(set(said))
         return self.last[1]
 
+    def _medium(self, record: Record) -> Medium:
+        """Read the file of a clip or sound, or the files of its frames."""
+        limits, ref = Limits(max_bytes=max(MOST_BYTES, self.checks.max_image_bytes)), record.image
+        try:
+            contents = ref.contents(limits) if isinstance(ref, FramesImage) else [ref.read(limits)]
+        except Fault as fault:
+            raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
+        if not isinstance(ref, FramesImage):
+            return Medium(record.medium, contents, record.cut)
+        pictures = [partial(check_image, content, self.checks) for content in contents]
+        return Medium(record.medium, contents, record.cut, pictures, ref.times)
+
     def _moments(self, record: Record, image: dict[str, Any], notes: Counter[str]) -> list[dict[str, Any]] | None:
         """Return the moments on the clock of what is stored; bad ones are set aside alone."""
-        if record.medium == "image":
-            return None
-        good, faults, found = moments_of(record, image["seconds"], self.checks)
+        good, faults, found = moments_of(record.moments, record.cut, image["seconds"], self.checks)
         notes.update(found)
         for fault in faults:
             self._set_aside(record, fault)

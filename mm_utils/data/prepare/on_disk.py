@@ -128,11 +128,7 @@ def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> Datas
 def write_splits(
     tables: Mapping[str, Iterator[pa.Table]], rows: int, folder: Path, medium: str | None = None
 ) -> DatasetDict:
-    """Write the tables of all splits, so many rows in all, into `folder`; return them.
-
-    Args:
-        medium: the kind in the column `image`; None: as the features of the tables say.
-    """
+    """Write the tables of all splits, so many rows in all; `medium` is by default the kind that their features have."""
     with tqdm(total=rows, desc="Writing", unit=" rows") as bar:
         for split, of_split in tables.items():
             write_split(of_split, split, folder / split, bar, medium)

@@ -10,7 +10,7 @@ from another object. Recall and false alarms are in docs/log.md.
 import hashlib
 import math
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -53,17 +53,8 @@ def fingerprint(image: Image.Image) -> bytes:
     return np.packbits(waves[_VERTICAL, _HORIZONTAL] > 0).tobytes() + thumbnail.tobytes()
 
 
-def near_pairs(
-    prints_N: np.ndarray,
-    radius: int = RADIUS,
-    confirmed: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
-) -> np.ndarray:
+def near_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
     """Return rows [P, 2] that show the same picture, the smaller first.
-
-    Args:
-        prints_N: of `fingerprint`, or of another medium that has a hash and 192 bytes.
-        radius: bits of the hashes that may differ.
-        confirmed: which of the pairs [P, 2] are alike, for another medium than images.
 
     Equal fingerprints are linked to their first row only, so that thousands of copies do not make millions of pairs.
     Flat images, such as blank pages, are in no pair: their hash is noise.
@@ -71,10 +62,7 @@ def near_pairs(
     rows, copies = _distinct(prints_N)
     chunks = [copies]
     for pairs in hash_pairs(prints_N["hash"][rows], radius):
-        if confirmed is None:
-            chunks.append(_confirmed(prints_N["thumbnail"], prints_N["thumbnail"], rows[pairs]))
-        else:
-            chunks.append(confirmed(prints_N, rows[pairs]))
+        chunks.append(_confirmed(prints_N["thumbnail"], prints_N["thumbnail"], rows[pairs]))
     return _sorted_pairs(chunks)
 
 

@@ -6,19 +6,19 @@ from typing import Any
 from mm_utils.data.faults import Fault
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
 from mm_utils.data.prepare.decoding.containers import TOLERANCE, check_cut, seconds_of
-from mm_utils.data.sources.records import Record
 
 
-def regions_of(record: Record, image: Mapping[str, Any], checks: CheckArguments) -> list[dict[str, Any]] | None:
+def regions_of(regions: Any, image: Mapping[str, Any], checks: CheckArguments) -> list[dict[str, Any]] | None:
     """Return boxes as x, y, width, height in pixels of the stored image, each with its phrase.
 
     Args:
+        regions: unchecked boxes with phrases, or None.
         image: the sizes of the stored image and of the original.
 
     Raises:
         Fault: bad_regions.
     """
-    if record.regions is None or record.medium != "image":
+    if regions is None or image.get("width") is None:
         return None
     across = image["width"] / image["original_width"]
     down = image["height"] / image["original_height"]
@@ -28,7 +28,7 @@ def regions_of(record: Record, image: Mapping[str, Any], checks: CheckArguments)
                 "box": [x * across, y * down, w * across, h * down],
                 "phrase": check_caption(region["phrase"], checks)[0],
             }
-            for region in record.regions
+            for region in regions
             for x, y, w, h in [_inside(region["box"], image["original_width"], image["original_height"])]
         ]
     except (TypeError, ValueError, KeyError) as error:
@@ -38,23 +38,25 @@ def regions_of(record: Record, image: Mapping[str, Any], checks: CheckArguments)
 
 
 def moments_of(
-    record: Record, seconds: float, checks: CheckArguments
+    moments: Any, cut: tuple[Any, Any], seconds: float, checks: CheckArguments
 ) -> tuple[list[dict[str, Any]] | None, list[Fault], list[str]]:
-    """Return the moments of a record as spans of the stored medium, the faults of the others, and notes.
+    """Return moments as spans of the stored medium, the faults of the others, and notes.
 
     Args:
+        moments: unchecked spans with phrases, or None, on the clock of the file.
+        cut: start and end of the part that is stored, None for those of the file.
         seconds: the length of what is stored.
 
     Raises:
         Fault: bad_moments if they are no list.
     """
-    if record.moments is None:
+    if moments is None:
         return None, [], []
-    if not isinstance(record.moments, list):
-        raise Fault("bad_moments", f"moments are a {type(record.moments).__name__}, not a list")
-    begin, is_cut = seconds_of(record.cut[0] or 0), record.cut != (None, None)
+    if not isinstance(moments, list):
+        raise Fault("bad_moments", f"moments are a {type(moments).__name__}, not a list")
+    begin, is_cut = seconds_of(cut[0] or 0), cut != (None, None)
     good, faults, notes = [], list[Fault](), list[str]()
-    for moment in record.moments:
+    for moment in moments:
         try:
             start, end, phrase = _parts(moment)
             check_cut(start, end, None if is_cut else max(seconds, TOLERANCE))

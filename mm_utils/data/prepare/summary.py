@@ -23,11 +23,13 @@ def summarize(
     args: PrepareArguments, settings: dict[str, Any], ingested: Ingested, found: Reconciled, pairs: DatasetDict
 ) -> dict[str, Any]:
     """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage."""
+    timed = _timed(settings, found)
     return {
         "created": date.today().isoformat(),
         "fingerprint": content_fingerprint(pairs),
         "settings": settings,
         "sources": _sources(ingested, pairs),
+        **({"timed": timed} if timed else {}),
         "splits": {split: _split(rows) for split, rows in pairs.items()},
         "quarantined": _quarantined(ingested.faults + found.faults),
         "notes": dict(ingested.notes.most_common()),
@@ -42,7 +44,10 @@ def describe(summary: dict[str, Any], folder: str) -> str:
     """Describe the findings in a few lines, with the next command."""
     splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
     captions = sum(part["captions"] for part in summary["splits"].values())
-    lines = [f"Images: {splits}; {captions:,} captions"]
+    medium = summary.get("timed", {}).get("medium", "image")
+    lines = [f"{medium.capitalize()}s: {splits}; {captions:,} captions"]
+    if "timed" in summary:
+        lines.append(_describe_time(summary["timed"]))
     if summary["quarantined"]:
         reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
         lines.append(f"Set aside, see {folder}/quarantine.jsonl: {reasons}")
@@ -53,13 +58,15 @@ def describe(summary: dict[str, Any], folder: str) -> str:
     found = summary["duplicates"]
     lines.append(f"Duplicates: {found['exact_rows']:,} copies, {found['near_pairs']:,} pairs that look alike")
     lines += [
-        f"One caption for {one['images']:,} images, so it describes none of them well: {one['caption'][:80]!r}"
+        f"One caption for {one['images']:,} {medium}s, so it describes none of them well: {one['caption'][:80]!r}"
         for one in summary["captions"]["shared"][:_EXAMPLES]
     ]
     storage = summary["storage"]
     before, after = (storage[f"{when}_bytes_per_pair"] / 1e3 for when in ("original", "stored"))
     loss = f", at {storage['psnr_db']['mean']:.1f} dB" if "psnr_db" in storage else ""
-    lines.append(f"Stored: {after:,.1f} kB an image instead of {before:,.1f}{loss}")
+    lines.append(
+        f"Stored: {after:,.1f} kB {'an' if medium == 'image' else 'a'} {medium} instead of {before:,.1f}{loss}"
+    )
     return "\n  ".join(
         [
             f"{folder}:",
@@ -67,6 +74,35 @@ def describe(summary: dict[str, Any], folder: str) -> str:
             f"Look at {folder}/report.md",
             f"Train on it: {launch_command('pretrain', ['--dataset_name', folder])}",
         ]
+    )
+
+
+def _timed(settings: dict[str, Any], found: Reconciled) -> dict[str, Any] | None:
+    """Return the kind of clips or sounds, their seconds in all, and their rates before and after; None for images."""
+    kept = found.facts.take(np.concatenate(list(found.rows.values())))
+    medium = kept["medium"][0].as_py()
+    if medium == "image":
+        return None
+    seconds = kept["seconds"].to_numpy()
+    rates = Counter(round(rate, 2) for rate in kept["rate"].to_pylist())
+    moments = pc.sum(pc.list_value_length(kept["moments"])).as_py()
+    return {
+        "medium": medium,
+        "seconds": float(seconds.sum()),
+        "longest": float(seconds.max()),
+        "moments": moments or 0,
+        "rate": settings["sound_rate" if medium == "sound" else "clip_fps"],
+        "rates": {str(rate): count for rate, count in rates.most_common(_SHARED)},
+    }
+
+
+def _describe_time(timed: dict[str, Any]) -> str:
+    unit = "samples" if timed["medium"] == "sound" else "frames"
+    rates = ", ".join(f"{float(rate):,g}" for rate in list(timed["rates"])[:_EXAMPLES])
+    more = " and others" if len(timed["rates"]) > _EXAMPLES else ""
+    return (
+        f"Seconds: {timed['seconds']:,.0f} in all, at most {timed['longest']:.1f}; kept at {timed['rate']:,g} {unit} a "
+        f"second, given at {rates}{more}; {timed['moments']:,} moments"
     )
 
 

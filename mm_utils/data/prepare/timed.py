@@ -1,31 +1,26 @@
 """Store clips and sounds: the arguments, and the columns of a row."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
+from PIL import Image
 
 from mm_utils.arguments import arg
-from mm_utils.data.faults import Fault
-from mm_utils.data.paths import Limits
-from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.decoding.clips import clip_fingerprint, clip_of_frames, clips_alike, read_clip
+from mm_utils.data.prepare.decoding.clips import clip_of_frames, read_clip, strip
 from mm_utils.data.prepare.decoding.containers import seconds_of
 from mm_utils.data.prepare.decoding.sounds import (
     LEAST_RATE,
     MOST_RATE,
+    loudness_picture,
     read_sound,
-    sound_fingerprint,
-    sounds_alike,
 )
+from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.riff import write_avi, write_wav
-from mm_utils.data.sources.records import FramesImage, Record
 
-ALIKE: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {"clip": clips_alike, "sound": sounds_alike}
-"""What confirms pairs of fingerprints, by the medium; images have their own."""
-_MOST_BYTES = 512 << 20  # of a file of sound or video; --max_image_bytes raises it, too
+MOST_BYTES = 512 << 20  # of a file of sound or video; --max_image_bytes raises it, too
 _MOST_FPS, _MOST_SECONDS = 60, 3600
 
 
@@ -50,42 +45,55 @@ class TimedArguments:
             )
 
 
+@dataclass(frozen=True)
+class Medium:
+    """A clip or sound as a row gives it.
+
+    Attributes:
+        kind: clip or sound.
+        contents: its file, or the picture files of its frames.
+        cut: unchecked start and end, in seconds.
+        pictures: what checks and decodes the frames, if it is a list of them; gives something with an `image`.
+        times: unchecked seconds at which the frames are shown.
+    """
+
+    kind: str
+    contents: list[bytes]
+    cut: tuple[Any, Any] = (None, None)
+    pictures: Sequence[Callable[[], Any]] | None = None
+    times: tuple[Any, ...] | None = None
+
+
 def store_medium(
-    record: Record, checks: CheckArguments, args: TimedArguments, short_side: int | None, notes: list[str]
+    medium: Medium, args: TimedArguments, short_side: int | None, max_pixels: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Decode and store the clip or sound of a record; return its columns of a part.
+    """Decode and store a clip or sound; return its columns of a part.
 
     Args:
         short_side: larger frames are shrunk to it, in pixels; None keeps their size.
+        max_pixels: of a frame.
         notes: keys of `NOTES` are added.
 
     Raises:
         Fault: if it cannot be used.
     """
-    start, end = (None if time is None else seconds_of(time) for time in record.cut)
-    limits = Limits(max_bytes=max(_MOST_BYTES, checks.max_image_bytes))
-    most = args.max_seconds
-    try:
-        contents = (
-            record.image.contents(limits) if isinstance(record.image, FramesImage) else [record.image.read(limits)]
-        )
-    except Fault as fault:
-        raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
-    if record.medium == "sound":
-        samples, rate = read_sound(contents[0], args.sound_rate, start, end, max_seconds=most, notes=notes)
-        stored, print_ = write_wav(samples, args.sound_rate), sound_fingerprint(samples, args.sound_rate)
+    start, end = (None if time is None else seconds_of(time) for time in medium.cut)
+    options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds, "notes": notes}
+    if medium.kind == "sound":
+        samples, rate = read_sound(medium.contents[0], args.sound_rate, **options)
+        stored, picture = write_wav(samples, args.sound_rate), loudness_picture(samples, args.sound_rate)
         row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate, "rate": float(rate)}
     else:
-        options: dict[str, Any] = {"max_seconds": most, "checks": checks, "notes": notes}
-        if isinstance(record.image, FramesImage):
-            clip = clip_of_frames(contents, record.image.times, args.clip_fps, short_side, start, end, **options)
+        if medium.pictures is not None:
+            pictures = [partial(_image_of, picture) for picture in medium.pictures]
+            clip = clip_of_frames(pictures, medium.times, args.clip_fps, short_side, **options)
         else:
-            clip = read_clip(contents[0], args.clip_fps, short_side, start, end, **options)
-        stored, print_ = write_avi(clip.jpegs, args.clip_fps, clip.size), clip_fingerprint(clip.jpegs)
+            clip = read_clip(medium.contents[0], args.clip_fps, short_side, max_pixels=max_pixels, **options)
+        stored, picture = write_avi(clip.jpegs, args.clip_fps, clip.size), strip(clip.jpegs)
         row = {"seconds": clip.seconds, "rate": clip.original_fps}
         row |= dict(zip(("width", "height"), clip.size, strict=True))
         row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
-    file_hash = _hash_of(contents, getattr(record.image, "times", None))
+    file_hash = _hash_of(medium.contents, medium.times)
     is_whole = not start and end is None
     return row | {
         "image": {"bytes": stored, "path": None},
@@ -93,10 +101,15 @@ def store_medium(
         "file_hash": file_hash,
         "stored_hash": hashlib.blake2b(stored, digest_size=16).hexdigest(),
         "stored_bytes": len(stored),
-        "original_bytes": sum(map(len, contents)),
-        "fingerprint": print_,
+        "original_bytes": sum(map(len, medium.contents)),
+        "fingerprint": fingerprint(picture),
         "psnr": None,
     }
+
+
+def _image_of(picture: Callable[[], Any]) -> Image.Image:
+    image: Image.Image = picture().image
+    return image
 
 
 def _hash_of(contents: list[bytes], times: Any) -> str:

@@ -1,31 +1,20 @@
-"""Records of annotation files: COCO captions, Karpathy's splits, Flickr8k and Flickr30k; rows of known shapes; subtitles.
+"""Records of annotation files: COCO captions, Karpathy's splits, Flickr8k and Flickr30k."""
 
-Tables of known shapes are QVHighlights' moments of videos and the list of ESC-50's sounds.
-"""
-
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.sources.columns import SUFFIXES, split_of
+from mm_utils.data.sources.columns import split_of
 from mm_utils.data.sources.records import BadRow, Record, RecordBuilder
-from mm_utils.data.sources.source import PathArguments, Source, readable
+from mm_utils.data.sources.source import PathArguments, Source
 from mm_utils.data.sources.text_files import checked_object, is_utf16, parse_json, read_document
 
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)")
 _PIPES = re.compile(r"(?P<name>[^|]+)\|\s*(?P<number>\d+)\s*\|(?P<caption>.*)")
 _HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
-_QUERIES = {"query", "vid", "relevant_windows"}
-_ESC = {"filename", "fold", "target", "category"}
-_ESC_SPLITS = {"4": "validation", "5": "test"}  # sounds of one recording are in one of the five folds
-_CUE = re.compile(
-    r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)[ \t]*-->[ \t]*(?:(\d+):)?(\d+):(\d+)[.,](\d+)[^\n]*\n((?:[^\n]*\S[^\n]*(?:\n|$))*)"
-)
-_MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 _COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
 
 
@@ -114,54 +103,6 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
             yield builder.record(where, builder.image(found["name"].strip()), [_unquoted(found["caption"])])
         except Fault as fault:
             yield builder.bad(where, fault, line)
-
-
-def known_shape(
-    names: Sequence[str], source: Source, root: str
-) -> tuple[list[str], Callable[[dict[str, Any]], dict[str, Any]]] | None:
-    """Return the usual columns for a table of a known shape, and what turns its rows into such; None for other tables.
-
-    A row of QVHighlights is a `query` and its `relevant_windows` of the video `vid`, a file below `root`: the query becomes
-    a caption and the phrase of each window. ESC-50's rows name the `category` of a sound, and templates make captions.
-    """
-    if source.caption_column or source.image_column or source.medium == "image":
-        return None
-    if set(names) >= _QUERIES:
-        return ["video", "caption", "id", "moments", "split"], lambda row: _query_row(row, root)
-    if set(names) >= _ESC and not {"caption", "text"} & set(names):
-        return ["audio", "caption", "split"], lambda row: _esc_row(row, source)
-    return None
-
-
-def _query_row(row: dict[str, Any], root: str) -> dict[str, Any]:
-    name, query, windows = row.get("vid"), row.get("query"), row.get("relevant_windows")
-    if isinstance(windows, list):
-        windows = [{"span": window, "phrase": query} for window in windows]
-    files = (f"{name}{suffix}" for suffix in SUFFIXES["clip"])
-    file = next((file for file in files if os.path.isfile(os.path.join(root, file))), name and f"{name}.mp4")
-    return {"video": file, "caption": query, "id": name, "moments": windows, "split": row.get("split")}
-
-
-def _esc_row(row: dict[str, Any], source: Source) -> dict[str, Any]:
-    captions = source.captions_of_class(readable(str(row.get("category") or "")), "sound")
-    split = _ESC_SPLITS.get(str(row.get("fold")), "train")
-    return {"audio": row.get("filename"), "caption": captions, "split": split}
-
-
-def read_cues(text: str) -> list[dict[str, Any]]:
-    """Return the cues of subtitles, SubRip or WebVTT, as moments; those without a text are left out."""
-    found = []
-    for cue in _CUE.finditer(text.replace("\r\n", "\n").replace("\r", "\n")):
-        *times, words = cue.groups()
-        phrase = " ".join(_MARKUP.sub("", words).split())
-        if phrase:
-            found.append({"span": [_seconds(times[:4]), _seconds(times[4:])], "phrase": phrase})
-    return found
-
-
-def _seconds(parts: Sequence[str | None]) -> float:
-    hours, minutes, seconds, fraction = parts
-    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(f"{seconds}.{fraction}")
 
 
 def _unquoted(text: str) -> str:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail
 from mm_utils.data.photo_captions import photo_caption
-from mm_utils.data.sources.annotations import read_cues
 from mm_utils.data.sources.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.sources.records import IMAGE_SUFFIXES, BadRow, Record, RecordBuilder
 from mm_utils.data.sources.source import WORDNET_ID, PathArguments, Source, class_names, readable
+from mm_utils.data.sources.text_files import read_cues
 from mm_utils.files import read_regular_file
 
 CAPTION_SUFFIXES = (".txt", ".caption")

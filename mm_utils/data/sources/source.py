@@ -1,4 +1,4 @@
-"""The flags and items that name sources of image-caption pairs."""
+"""The flags and items that name sources of image-caption pairs, and tables whose shape is known."""
 
 import dataclasses
 import difflib
@@ -6,14 +6,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
-from mm_utils.data.sources.columns import SPLIT_NAMES, Columns
+from mm_utils.data.sources.columns import SPLIT_NAMES, SUFFIXES, Columns
 
 FORMATS = {
     "jsonl": "one JSON object a line",
@@ -40,6 +40,9 @@ MEDIUM_TEMPLATES = {
 """In place of `TEMPLATES`, where a source gives none."""
 MEDIA = ("auto", "image", "clip", "sound")
 WORDNET_ID = re.compile(r"n\d{8}")
+_QUERIES = {"query", "vid", "relevant_windows"}
+_ESC = {"filename", "fold", "target", "category"}
+_ESC_SPLITS = {"4": "validation", "5": "test"}  # sounds of one recording are in one of the five folds
 
 
 @dataclass
@@ -268,6 +271,38 @@ def class_names(source: Source) -> dict[str, str]:
 def readable(name: str) -> str:
     """Return the name of a folder or class as words."""
     return " ".join(name.replace("_", " ").split())
+
+
+def known_shape(
+    names: Sequence[str], source: Source, root: str
+) -> tuple[list[str], Callable[[dict[str, Any]], dict[str, Any]]] | None:
+    """Return the usual columns for a table of a known shape, and what turns its rows into such; None for other tables.
+
+    A row of QVHighlights is a `query` and its `relevant_windows` of the video `vid`, a file below `root`: the query becomes
+    a caption and the phrase of each window. ESC-50's rows name the `category` of a sound, and templates make captions.
+    """
+    if source.caption_column or source.image_column or source.medium == "image":
+        return None
+    if set(names) >= _QUERIES:
+        return ["video", "caption", "id", "moments", "split"], lambda row: _query_row(row, root)
+    if set(names) >= _ESC and not {"caption", "text"} & set(names):
+        return ["audio", "caption", "split"], lambda row: _esc_row(row, source)
+    return None
+
+
+def _query_row(row: dict[str, Any], root: str) -> dict[str, Any]:
+    name, query, windows = row.get("vid"), row.get("query"), row.get("relevant_windows")
+    if isinstance(windows, list):
+        windows = [{"span": window, "phrase": query} for window in windows]
+    files = (f"{name}{suffix}" for suffix in SUFFIXES["clip"])
+    file = next((file for file in files if os.path.isfile(os.path.join(root, file))), name and f"{name}.mp4")
+    return {"video": file, "caption": query, "id": name, "moments": windows, "split": row.get("split")}
+
+
+def _esc_row(row: dict[str, Any], source: Source) -> dict[str, Any]:
+    captions = source.captions_of_class(readable(str(row.get("category") or "")), "sound")
+    split = _ESC_SPLITS.get(str(row.get("fold")), "train")
+    return {"audio": row.get("filename"), "caption": captions, "split": split}
 
 
 def _typed(key: str, value: Any) -> Any:

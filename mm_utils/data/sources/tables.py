@@ -16,7 +16,6 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, check_own_file
-from mm_utils.data.sources.annotations import known_shape
 from mm_utils.data.sources.columns import (
     BESIDE,
     BESIDE_TIME,
@@ -37,7 +36,7 @@ from mm_utils.data.sources.records import (
     Record,
     RecordBuilder,
 )
-from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.data.sources.source import PathArguments, Source, known_shape
 from mm_utils.data.sources.stored import dataset_jail, load_splits
 from mm_utils.data.sources.text_files import BadLine, Rows, text_records
 from mm_utils.text import one_line

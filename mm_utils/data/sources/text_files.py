@@ -1,11 +1,11 @@
-"""Rows of JSONL, JSON, CSV and TSV files by line number, and rows that cannot be read."""
+"""Rows of JSONL, JSON, CSV and TSV files by line number, and rows that cannot be read; cues of subtitles."""
 
 import csv
 import json
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -19,6 +19,10 @@ TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 LONGEST_LINE = 16 << 20  # characters
 LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's captions have 0.1 GB
 _LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
+_CUE = re.compile(
+    r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)[ \t]*-->[ \t]*(?:(\d+):)?(\d+):(\d+)[.,](\d+)[^\n]*\n((?:[^\n]*\S[^\n]*(?:\n|$))*)"
+)
+_MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
 
 
@@ -272,3 +276,19 @@ def _as_dict(names: list[str], cells: list[str]) -> dict[Any, Any]:
     if len(cells) > len(names):
         row[None] = cells[len(names) :]
     return row
+
+
+def read_cues(text: str) -> list[dict[str, Any]]:
+    """Return the cues of subtitles, SubRip or WebVTT, as moments; those without a text are left out."""
+    found = []
+    for cue in _CUE.finditer(text.replace("\r\n", "\n").replace("\r", "\n")):
+        *times, words = cue.groups()
+        phrase = " ".join(_MARKUP.sub("", words).split())
+        if phrase:
+            found.append({"span": [_seconds(times[:4]), _seconds(times[4:])], "phrase": phrase})
+    return found
+
+
+def _seconds(parts: Sequence[str | None]) -> float:
+    hours, minutes, seconds, fraction = parts
+    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(f"{seconds}.{fraction}")

@@ -267,7 +267,7 @@ def _record(
         raise Fault("image_missing", f"{sample.key} has no image among its members")
     if values.get("split") is not None and not builder.source.split:
         split = split_of(values["split"])
-    beside = {name: values.get(name) for name in BESIDE}
+    beside: dict[str, Any] = {name: values.get(name) for name in BESIDE}
     return builder.record(where, (image, storable(key)), captions, languages=languages, split=split, **beside)
 
 

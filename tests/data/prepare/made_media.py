@@ -48,7 +48,9 @@ def wav(samples: np.ndarray | None = None, rate: int = 8000, channels: int = 1, 
     return buffer.getvalue()
 
 
-def riff_wav(data: bytes, tag: int = 1, channels: int = 1, rate: int = 8000, bits: int = 16, size: int | None = None) -> bytes:
+def riff_wav(
+    data: bytes, tag: int = 1, channels: int = 1, rate: int = 8000, bits: int = 16, size: int | None = None
+) -> bytes:
     """A WAV file whose header says anything."""
     frame = channels * bits // 8
     layout = struct.pack("<HHIIHH", tag, channels, rate, (rate * frame) % 2**32, frame % 2**16, bits)
@@ -69,7 +71,9 @@ def encoded(samples: np.ndarray, rate: int, form: str, codec: str, channels: int
 
 def _mux_sound(container: av.container.OutputContainer, stream, samples: np.ndarray, rate: int, delay: float) -> None:
     plane = np.repeat(samples[None], stream.codec_context.layout.nb_channels, axis=0).T.reshape(1, -1)
-    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(plane), format="s16", layout=stream.codec_context.layout.name)
+    frame = av.AudioFrame.from_ndarray(
+        np.ascontiguousarray(plane), format="s16", layout=stream.codec_context.layout.name
+    )
     frame.rate, frame.pts, frame.time_base = rate, round(delay * rate), Fraction(1, rate)
     size = stream.codec_context.frame_size or 1024
     resampler = av.AudioResampler(stream.codec_context.format, stream.codec_context.layout.name, rate, size)

@@ -1,4 +1,4 @@
-"""Read clips of any file, or of a list of pictures, as JPEG frames at a constant rate, and what marks a clip out.
+"""Read clips of any file, or of a list of pictures, as JPEG frames at a constant rate.
 
 Animated GIF, WebP and PNG files and lists of pictures are read by Pillow; all else by
 `mm_utils.data.prepare.decoding.containers`.
@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.images import decoder_message, encode, open_image, shrink
-from mm_utils.data.prepare.checks import CheckArguments, check_image
+from mm_utils.data.images import MOST_PIXELS, decoder_message, encode, open_image, shrink
 from mm_utils.data.prepare.decoding.containers import (
     best_stream,
     check_cut,
@@ -37,8 +35,7 @@ _QUICKEST, _QUICK = (
 )  # seconds: browsers show frames of a GIF that ask for less than this for as long as that
 _SAME_TIME = 1e-4  # seconds
 _MOST_PIXELS_IN_ALL = 20_000_000_000  # of all frames of a clip: a minute of 4K
-_SHOWN = (1 / 6, 1 / 2, 5 / 6)  # the frames that a fingerprint is made of, in shares of the clip
-_CELLS = 8
+_STRIP = 32  # pixels of a frame in a strip
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def read_clip(
     end: float | None = None,
     *,
     max_seconds: float = 60.0,
-    checks: CheckArguments | None = None,
+    max_pixels: int = MOST_PIXELS,
     notes: list[str] | None = None,
 ) -> Clip:
     """Sample the frames of a file from `start` to `end` on its own clock.
@@ -91,7 +88,7 @@ def read_clip(
         short_side: larger frames are shrunk to it, in pixels; None keeps their size.
         start, end: seconds; None for the beginning and the end.
         max_seconds: the longest clip that is wanted.
-        checks: limits of pixels.
+        max_pixels: of a frame; files with larger ones are refused before they are decoded.
         notes: keys of `NOTES` are added.
 
     Raises:
@@ -101,84 +98,59 @@ def read_clip(
     if end is not None:
         check_length(end - (start or 0.0), max_seconds)
     sampler = _Sampler(fps, short_side, start or 0.0, end, max_seconds, [] if notes is None else notes)
-    checks = checks or CheckArguments()
     header = None if signature(content) else _picture_header(content)
     if header is not None:
-        return sampler.take(_animation(header, checks))
+        return sampler.take(_animation(header, max_pixels))
     with open_container(content) as container:
         stream = best_stream(container, "video")
         said = declared_end(container, stream)
         if said is not None and end is None:
             check_length(said - (start or 0.0), max_seconds)
-        return sampler.take(_video(container, stream, checks, sampler), said)
+        return sampler.take(_video(container, stream, max_pixels, sampler), said)
 
 
 def clip_of_frames(
-    contents: Sequence[bytes],
-    times: Sequence[float] | None,
+    pictures: Sequence[Callable[[], Image.Image]],
+    times: Sequence[Any] | None,
     fps: float,
     short_side: int | None,
     start: float | None = None,
     end: float | None = None,
     *,
     max_seconds: float = 60.0,
-    checks: CheckArguments | None = None,
     notes: list[str] | None = None,
 ) -> Clip:
-    """Sample a clip that is given as picture files; see `read_clip`.
+    """Sample a clip that is given as pictures; see `read_clip`.
 
     Args:
-        contents: picture files, in order.
+        pictures: what decodes each to upright RGB, in order.
         times: when each is shown, in seconds; None shows them one after another, each once. The last is shown as long as
             the others are on average.
 
     Raises:
-        Fault: bad_times, or as `read_clip`; or the reason of a picture, such as image_truncated.
+        Fault: bad_times, or as `read_clip`.
     """
     check_cut(start, end)
-    given = [at / fps for at in range(len(contents))] if times is None else _checked_times(times, len(contents))
+    given = [at / fps for at in range(len(pictures))] if times is None else _checked_times(times, len(pictures))
     if not given:
         raise Fault("medium_empty", "the list of frames is empty")
     gap = (given[-1] - given[0]) / (len(given) - 1) if len(given) > 1 else 1 / fps
     ends = [*given[1:], given[-1] + gap]
     check_length(min(ends[-1], math.inf if end is None else end) - (start or 0.0), max_seconds)
     sampler = _Sampler(fps, short_side, start or 0.0, end, max_seconds, [] if notes is None else notes)
-    limits = checks or CheckArguments()
-
-    def frames() -> Iterator[Frame]:
-        for place, (content, time, until) in enumerate(zip(contents, given, ends, strict=True)):
-            yield Frame(time, until, lambda content=content, place=place: _still(content, limits, place))  # type: ignore[misc]
-
-    return sampler.take(frames())
+    return sampler.take(map(Frame, given, ends, pictures))
 
 
-def clip_fingerprint(jpegs: Sequence[bytes]) -> bytes:
-    """Return 200 bytes for the frames of a clip; read many joined as an array of `FINGERPRINT`.
-
-    The hash has 64 signs of differences between neighbouring cells of three frames ("dHash", N. Krawetz, "Kind of Like
-    That", 2013), from the first, the middle and the last third; in place of a thumbnail are the three frames in 8 x 8
-    cells of grey, one beside the other as if they were colours.
-    """
-    cells = []
-    for share in _SHOWN:
-        at = int(share * len(jpegs))
+def strip(jpegs: Sequence[bytes]) -> Image.Image:
+    """Lay three frames of a clip side by side, from its first, middle and last third: for a fingerprint of it."""
+    picture = Image.new("RGB", (3 * _STRIP, _STRIP))
+    for place in range(3):
+        at = int((2 * place + 1) / 6 * len(jpegs))
         while not jpegs[at]:
             at -= 1
-        grey = open_image({"bytes": jpegs[at]}, 4 * _CELLS).convert("L")
-        cells.append(np.asarray(grey.resize((_CELLS, _CELLS), Image.Resampling.BOX), np.int16))
-    cells_hwf = np.stack(cells, axis=2)
-    coarse = cells_hwf.reshape(4, 2, _CELLS, 3).mean(axis=1)
-    signs = np.moveaxis(np.diff(coarse, axis=1) > 0, 2, 0).reshape(3, -1)
-    chosen = np.concatenate([signs[0, :21], signs[1, :22], signs[2, :21]])
-    return np.packbits(chosen).tobytes() + cells_hwf.astype(np.uint8).tobytes()
-
-
-def clips_alike(prints_N: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Keep the pairs [P, 2] of `clip_fingerprint`s whose frames agree in every cell, up to brightness and contrast."""
-    cells_N = prints_N["thumbnail"].reshape(len(prints_N), -1).astype(np.float32)
-    cells_N -= cells_N.mean(axis=1, keepdims=True)
-    cells_N /= np.maximum(cells_N.std(axis=1, keepdims=True), 1.0)
-    return pairs[abs(cells_N[pairs[:, 0]] - cells_N[pairs[:, 1]]).max(axis=1) <= 1.0]
+        frame = open_image({"bytes": jpegs[at]}, _STRIP)
+        picture.paste(frame.resize((_STRIP, _STRIP), Image.Resampling.BOX), (place * _STRIP, 0))
+    return picture
 
 
 class _Sampler:
@@ -206,6 +178,7 @@ class _Sampler:
                 last = self.end
                 break
         if shown is None:
+            check_whole(0.0, said)
             raise Fault("medium_empty", "it holds no frame that can be shown")
         if self.end is None or last < self.end:
             check_whole(last, said if self.end is None else min(said or 0.0, self.end))
@@ -241,14 +214,14 @@ class _Sampler:
         return encode(image, "jpeg")
 
 
-def _video(container: Any, stream: Any, checks: CheckArguments, sampler: _Sampler) -> Iterator[Frame]:
+def _video(container: Any, stream: Any, max_pixels: int, sampler: _Sampler) -> Iterator[Frame]:
     """Give the frames of a stream; raises too_many_pixels before the decoder takes memory for more than there may be."""
-    _check_pixels(stream.codec_context.width, stream.codec_context.height, checks)
+    _check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels)
     rate = stream.average_rate or stream.guessed_rate
     usual = 1 / float(rate) if rate else 1 / 25
     pixels, last = 0, -usual
     for stamp, frame in decoded(container, stream, sampler.begin, sampler.notes):
-        _check_pixels(frame.width, frame.height, checks)
+        _check_pixels(frame.width, frame.height, max_pixels)
         pixels += frame.width * frame.height
         if pixels > _MOST_PIXELS_IN_ALL:
             raise Fault("too_many_pixels", f"{pixels:,} in all frames")
@@ -291,11 +264,11 @@ def _check_damaged(content: bytes) -> None:
         raise Fault("medium_unreadable", "an animation with a damaged header")
 
 
-def _animation(header: Image.Image, checks: CheckArguments) -> Iterator[Frame]:
+def _animation(header: Image.Image, max_pixels: int) -> Iterator[Frame]:
     """Give the frames of an animated GIF, WebP or PNG file, transparency on white."""
     if header.format not in _ANIMATIONS or not getattr(header, "is_animated", False):
         raise Fault("no_video_stream", f"a still picture, {header.format}")
-    _check_pixels(*header.size, checks)
+    _check_pixels(*header.size, max_pixels)
     time, pixels, at = 0.0, 0, 0
     while True:
         try:
@@ -323,13 +296,6 @@ def _on_white(picture: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
 
 
-def _still(content: bytes, checks: CheckArguments, place: int) -> Image.Image:
-    try:
-        return check_image(content, checks).image
-    except Fault as fault:
-        raise Fault(fault.reason, f"frame {place}: {fault.detail}") from fault
-
-
 def _checked_times(times: Any, count: int) -> list[float]:
     if not isinstance(times, Sequence) or isinstance(times, str) or len(times) != count:
         raise Fault("bad_times", f"{count} frames, and times are {times!r:.80}")
@@ -339,6 +305,6 @@ def _checked_times(times: Any, count: int) -> list[float]:
     return seconds
 
 
-def _check_pixels(width: int, height: int, checks: CheckArguments) -> None:
-    if width * height > checks.max_image_pixels:
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
         raise Fault("too_many_pixels", f"{width:,} x {height:,} pixels")

@@ -17,7 +17,6 @@ from typing import Any
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import decoder_message
-from mm_utils.data.prepare.checks import file_kind
 
 TOLERANCE = 0.25  # seconds by which a span may leave its medium: annotators round
 _DEMUXERS = (
@@ -67,7 +66,9 @@ def open_container(content: bytes) -> Iterator[Any]:
     """
     kind = signature(content)
     if kind is None:
-        raise Fault("medium_unknown_format", file_kind(content) or f"it begins with {content[:8].hex(' ')}")
+        raise Fault("medium_unknown_format", f"it begins with {content[:16]!r}")
+    if kind == "MP4" and b"moov" not in content:
+        raise Fault("medium_truncated", "MP4 without its index, which programs write last")
     try:
         import av
     except ImportError as error:
@@ -81,8 +82,8 @@ def open_container(content: bytes) -> Iterator[Any]:
     except EOFError as error:
         raise Fault("medium_truncated", f"{kind}: {decoder_message(error)}") from error
     except Exception as error:  # FFmpeg's errors, ValueError, MemoryError and others, as the bytes have it
-        if "streams exceeds" in str(error) or isinstance(error, av.error.BufferTooSmallError):
-            raise Fault("too_many_parts", f"{kind} of more than {_MOST_STREAMS} streams") from error
+        if isinstance(error, MemoryError):
+            raise Fault("too_many_parts", f"{kind} of more than {_MOST_STREAMS} streams, or of a huge one") from error
         raise Fault("medium_unreadable", f"{kind}: {decoder_message(error)}") from error
 
 
@@ -94,6 +95,8 @@ def best_stream(container: Any, kind: str) -> Any:
     usable = [stream for stream in streams if stream.codec_context is not None and not _is_cover(stream)]
     best = container.streams.best(kind)
     found = best if best in usable else next(iter(usable), None)
+    if not container.streams.video and not container.streams.audio:
+        raise Fault("medium_unreadable", f"{container.format.name} without a stream that can be read")
     if found is None:
         held = ", ".join(sorted({str(stream.type) for stream in container.streams})) or "no streams"
         raise Fault(f"no_{kind}_stream", f"{container.format.name} that holds {held}")
@@ -114,6 +117,8 @@ def declared_end(container: Any, stream: Any) -> float | None:
         return None
     if stream.duration is not None and stream.time_base is not None:
         return float((stream.duration + (stream.start_time or 0)) * stream.time_base) - clock_zero(container)
+    if container.duration is not None and container.format.name.startswith("matroska"):  # counts from 0
+        return container.duration / 1e6 - clock_zero(container)
     if container.duration is not None:
         return (container.duration + (container.start_time or 0)) / 1e6 - clock_zero(container)
     return None

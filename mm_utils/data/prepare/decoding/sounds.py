@@ -1,4 +1,4 @@
-"""Read sounds of any file as mono samples of one rate, and what marks a sound out.
+"""Read sounds of any file as mono samples of one rate, and draw them.
 
 WAV files of plain samples are read here, without any codec; all else by `mm_utils.data.prepare.decoding.containers`.
 """
@@ -7,6 +7,7 @@ import math
 import struct
 
 import numpy as np
+from PIL import Image
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.prepare.decoding.containers import (
@@ -15,12 +16,10 @@ from mm_utils.data.prepare.decoding.containers import (
     check_cut,
     check_length,
     check_whole,
-    clock_zero,
     declared_end,
     decoded,
     open_container,
 )
-from mm_utils.data.prepare.perceptual_hash import FINGERPRINT
 
 LEAST_RATE, MOST_RATE = 1_000, 384_000  # samples a second
 _MOST_CHANNELS = 64
@@ -36,7 +35,7 @@ _WAV_TYPES = {
     (_FLOATS, 64): "<f8",
 }
 _BAND = 0.96  # share of the lower rate's band that passes unchanged
-_TIMES, _PITCHES = 8, 24  # cells of a fingerprint
+_CELLS, _WINDOW, _FLOOR, _SILENCE = 32, 512, 40.0, 30.0  # of a picture: cells a side, samples, dB, dB
 
 
 def read_sound(
@@ -99,47 +98,36 @@ def resample(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     return changed[: max(1, round(len(samples) * wanted / rate))]
 
 
-def sound_fingerprint(samples: np.ndarray, rate: int) -> bytes:
-    """Return 200 bytes for a sound, int16 `[n]`; read many joined as an array of `FINGERPRINT`.
+def loudness_picture(samples: np.ndarray, rate: int) -> Image.Image:
+    """Draw the loudness of a sound, int16 `[n]`: 32 parts from left to right, 32 bands of the mel scale from top to bottom.
 
-    The loudness in dB of 8 parts of the sound in 24 bands of the mel scale, below its loudest cell: in place of a
-    thumbnail. The hash has 64 signs of how the difference of two bands changes from one part to the next, after Haitsma
-    and Kalker, "A Highly Robust Audio Fingerprinting System" (2002), on a coarse grid: a copy that is louder, compressed
-    or cut by a few per cent keeps almost all of them.
+    White is the loudest cell, black 40 dB below it. Silence before and behind the sound is left out: what is 30 dB below
+    the loudest 20 ms. A picture is what `perceptual_hash.fingerprint` takes: copies that are
+    louder, compressed or cut a little have nearly the same lowest frequencies of it.
     """
-    width = max(256, len(samples) // 200)
-    window = np.hanning(width).astype(np.float32)
-    padded = np.pad(samples.astype(np.float32) / 32768, (0, max(0, 2 * width - len(samples))))
-    begins = np.linspace(0, len(padded) - width, 400).astype(int)
-    power = abs(np.fft.rfft(padded[begins[:, None] + np.arange(width)] * window, axis=1)) ** 2
-    levels_TB = power @ _mel_bands(power.shape[1], rate)
-    cells_tb = np.stack([part.mean(axis=0) for part in np.array_split(levels_TB, _TIMES)])
-    loudness = 10 * np.log10(np.maximum(cells_tb, 1e-12))
-    loudness = np.maximum(loudness - loudness.max(), -60.0)
-    coarse = loudness.reshape(_TIMES, 12, 2).mean(axis=2)
-    signs = (np.diff(np.diff(coarse, axis=1), axis=0) > 0).ravel()[:64]
-    thumbnail = ((loudness + 60.0) / 60.0 * 255).round().astype(np.uint8)
-    return np.packbits(signs).tobytes() + thumbnail.tobytes()
+    floats, step = samples.astype(np.float32) / 32768, rate // 50
+    steps = np.add.reduceat(floats**2, np.arange(0, len(floats), step))
+    heard = np.flatnonzero(steps >= steps.max() * 10 ** (-_SILENCE / 10))
+    floats = floats[heard[0] * step : (heard[-1] + 1) * step]
+    padded = np.pad(floats, (0, max(0, 2 * _WINDOW - len(floats))))
+    count = min(max(2 * _CELLS, 2 * len(padded) // _WINDOW), 16 * _CELLS)
+    begins = np.linspace(0, len(padded) - _WINDOW, count).astype(int)
+    windows = padded[begins[:, None] + np.arange(_WINDOW)] * np.hanning(_WINDOW).astype(np.float32)
+    power_tb = abs(np.fft.rfft(windows, axis=1)) ** 2 @ _mel_bands(rate)
+    cells = np.stack([part.mean(axis=0) for part in np.array_split(power_tb, _CELLS)])
+    loudness = 10 * np.log10(np.maximum(cells, 1e-12))
+    grey = 255 * (1 + np.maximum(loudness - loudness.max(), -_FLOOR) / _FLOOR)
+    return Image.fromarray(grey.round().astype(np.uint8).T.copy()).convert("RGB")
 
 
-def sounds_alike(prints_N: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Keep the pairs [P, 2] of `sound_fingerprint`s whose loudness agrees within a few dB in most cells."""
-    cells_N = prints_N["thumbnail"].reshape(len(prints_N), -1).astype(np.float32) * (60 / 255)
-    apart = abs(cells_N[pairs[:, 0]] - cells_N[pairs[:, 1]])
-    return pairs[apart.mean(axis=1) <= 4.0]
-
-
-def _mel_bands(frequencies: int, rate: int) -> np.ndarray:
-    """Return weights [frequencies, bands] that sum the power of bands, evenly spaced in mel from 100 to 3,800 Hz."""
+def _mel_bands(rate: int) -> np.ndarray:
+    """Return weights [frequencies, bands] that average the power of bands, evenly spaced in mel from 100 to 3,800 Hz."""
     low, high = (2595 * math.log10(1 + hertz / 700) for hertz in (100.0, 3800.0))
-    mels = np.linspace(low, high, _PITCHES + 1)
-    edges = 700 * (10 ** (mels / 2595) - 1)
-    hertz = np.linspace(0, rate / 2, frequencies)
-    band = np.searchsorted(edges, hertz) - 1
-    weights = np.zeros((frequencies, _PITCHES), np.float32)
-    inside = (band >= 0) & (band < _PITCHES)
-    weights[np.flatnonzero(inside), band[inside]] = 1
-    return weights / np.maximum(weights.sum(axis=0), 1)
+    edges = 700 * (10 ** (np.linspace(low, high, _CELLS + 1) / 2595) - 1)
+    hertz = np.linspace(0, rate / 2, _WINDOW // 2 + 1)[:, None]
+    width = rate / _WINDOW
+    weights = np.clip(np.minimum(hertz - edges[:-1], edges[1:] - hertz) / width + 0.5, 0, 1)
+    return (weights / np.maximum(weights.sum(axis=0), 1e-6)).astype(np.float32)
 
 
 def _read_wav(content: bytes, start: float | None, end: float | None, most: float) -> tuple[np.ndarray, int] | None:
@@ -159,6 +147,8 @@ def _read_wav(content: bytes, start: float | None, end: float | None, most: floa
     if frame != channels * bits // 8:
         raise Fault("medium_unreadable", f"a WAV file of {channels} channels of {bits} bits in {frame} bytes")
     count = len(data) // frame
+    if not count:
+        raise Fault("medium_empty", "a WAV file of no samples")
     check_cut(start, end, count / rate)
     first, last = _places(start, end, rate, count)
     check_length((last - first) / rate, most)

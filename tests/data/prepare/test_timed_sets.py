@@ -1,0 +1,158 @@
+"""Prepared sets of sounds and clips: from raw rows to what training opens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Audio, load_from_disk
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.decoding.clips import read_clip
+from mm_utils.data.prepare.decoding.sounds import loudness_picture, read_sound
+from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, verify, write_splits
+from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
+from mm_utils.data.riff import read_avi, read_wav
+from mm_utils.data.sources.source import DataArguments
+from scripts import prepare_data
+from tests.data.prepare.made_media import animation, encoded, steady, tone, video, wav
+
+
+def melody(seed: int, seconds: float = 2.0, rate: int = 8000) -> np.ndarray:
+    """Eight tones of random pitch and loudness with noise: int16 [n]."""
+    rng = np.random.default_rng(seed)
+    times = np.arange(round(seconds * rate / 8)) / rate
+    parts = [10 ** rng.uniform(2.5, 4) * np.sin(2 * np.pi * rng.uniform(150, 3500) * times) for _ in range(8)]
+    return (np.concatenate(parts) + rng.normal(0, 60, 8 * len(times))).astype(np.int16)
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sounds")
+    rows: list[dict[str, Any]] = []
+    for number in range(6):
+        (folder / f"{number}.wav").write_bytes(wav(melody(number)))
+        rows.append({"audio": f"{number}.wav", "caption": f"melody {number}"})
+    rows[5] |= {
+        "split": "test",
+        "moments": [{"span": [0.5, 1.0], "phrase": "a tone"}, {"span": [9, 10], "phrase": "x"}],
+    }
+    rows.append({"audio": "4.wav", "start": 0.5, "end": 1.5, "caption": "a part"} | {"moments": [
+        {"span": [0.25, 0.75], "phrase": "begins before"}, {"span": [1.0, 1.2], "phrase": "inside"},
+        {"span": [1.6, 1.9], "phrase": "behind"}]})  # fmt: skip
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def prepare(folder: Path, *flags: str) -> Path:
+    output = folder / "prepared"
+    prepare_data.main(["--output_dir", str(output), "--num_proc", "1", "--max_bad_fraction", "1", *flags])
+    return output
+
+
+def test_prepared_sounds_open_as_sounds(sounds: Path, tmp_path: Path) -> None:
+    output = prepare(tmp_path, "--sources", str(sounds / "rows.jsonl"), "--sound_rate", "16000")
+    assert load_from_disk(str(output))["train"].features["audio"] == Audio(decode=False)
+    pairs = open_prepared(str(output), "a title")
+    assert {kind_of(rows.features) for rows in pairs.values()} == {"sound"}
+    assert verify(str(output)) == 7
+    [row] = pairs["test"]
+    samples, rate = read_wav(row["image"]["bytes"])
+    assert (rate, len(samples) / rate, row["width"]) == (16_000, row["seconds"], None)
+    assert row["moments"] == [{"span": [0.5, 1.0], "phrase": "a tone"}]
+    everyone = {row["id"]: row for rows in pairs.values() for row in rows}
+    part = everyone["4.wav#0.5-1.5"]
+    assert part["seconds"] == 1.0
+    assert part["moments"] == [
+        {"span": [0.0, 0.25], "phrase": "begins before"},
+        {"span": [pytest.approx(0.5), pytest.approx(0.7)], "phrase": "inside"},
+    ]
+    assert ("4.wav" in pairs["train"]["id"]) == (part["id"] in pairs["train"]["id"])  # one file, one split
+    report = json.loads((output / "report.json").read_text())
+    assert report["timed"] == {
+        "medium": "sound", "seconds": 13.0, "longest": 2.0, "moments": 3, "rate": 16_000, "rates": {"8000.0": 7},
+    }  # fmt: skip
+    assert report["quarantined"]["span_outside"]["count"] == 1
+    assert report["notes"]["moment_cut"] == 2
+    again = {split: rows.with_format("arrow").iter(10) for split, rows in pairs.items()}
+    written = write_splits(again, 7, tmp_path / "again")
+    assert written["train"].features == pairs["train"].features
+    assert content_fingerprint(written) == content_fingerprint(pairs)
+    assert "audio" in load_from_disk(str(tmp_path / "again"))["train"].features
+
+
+def test_raw_sounds_are_stored_in_the_cache(sounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    args = DataArguments(train_file=str(sounds / "rows.jsonl"), preprocessing_num_workers=1)
+    first = load_pairs(args)
+    assert first["train"].features["image"] == FEATURES["sound"]
+    assert read_wav(first["train"][0]["image"]["bytes"])[1] == 16_000
+    monkeypatch.setattr("mm_utils.data.prepare.cache._prepare", None)  # it is not called again
+    assert load_pairs(args)["train"].features == first["train"].features
+    assert len(list(tmp_path.glob("tandem_pairs/*/report.json"))) == 1
+
+
+def test_prepared_clips_open_as_clips(tmp_path: Path) -> None:
+    (tmp_path / "a.mkv").write_bytes(video(steady(10, 2), [(1.0, 1.2)], size=(64, 48)))
+    (tmp_path / "b.gif").write_bytes(animation(8))
+    rows = [{"query": f"a flash {at}", "vid": "a", "relevant_windows": [[1, 1.2 + at / 4]]} for at in range(2)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"video": "b.gif", "caption": "a bar"}) + "\n")
+    names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    output = prepare(tmp_path, "--sources", *names, "--clip_fps", "5", "--image_size", "32")
+    pairs = open_prepared(str(output), "a title")
+    first = next(row for rows in pairs.values() for row in rows if row["id"] == "a.jsonl/a")
+    frames, fps = read_avi(first["image"]["bytes"])
+    assert (fps, len(frames), first["seconds"], first["width"], first["height"]) == (5.0, 10, 2.0, 49, 37)
+    assert first["captions"] == ["a flash 0", "a flash 1"]
+    assert [moment["span"] for moment in first["moments"]] == [[1.0, 1.2], [1.0, 1.45]]
+
+
+def test_a_prepared_set_is_of_one_kind(sounds: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.gif").write_bytes(animation(8))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"video": "a.gif", "caption": "a bar"}) + "\n")
+    sources = [str(sounds / "rows.jsonl"), f"{tmp_path / 'rows.jsonl'},name=clips"]
+    with pytest.raises(
+        ValueError, match=r"clips holds clips, and rows.jsonl sounds; a prepared data set is of one kind"
+    ):
+        prepare(tmp_path, "--sources", *sources)
+    with pytest.raises(ValueError, match=r"--store is png; clips are kept as JPEG frames, sounds as WAV"):
+        prepare(tmp_path, "--sources", sources[0], "--store", "png")
+
+
+def test_copies_of_a_sound_are_found_and_others_are_not() -> None:
+    melodies = [melody(seed, 3.0, 16_000) for seed in range(40)]
+    one = melodies[7]
+    copies = [
+        (one * 0.4).astype(np.int16),
+        one[480:],
+        read_sound(encoded(one, 16_000, "mp3", "libmp3lame"), 16_000)[0],
+        np.concatenate([np.zeros(8000, np.int16), one, np.zeros(4000, np.int16)]),
+    ]
+    prints = b"".join(fingerprint(loudness_picture(samples, 16_000)) for samples in [*melodies, *copies])
+    found = {tuple(pair) for pair in near_pairs(np.frombuffer(prints, FINGERPRINT)).tolist()}
+    assert {(7, 40 + at) for at in range(len(copies))} <= found
+    assert not {pair for pair in found if pair[1] < 40}
+
+
+def test_damaged_bytes_give_a_fault_or_a_medium() -> None:
+    """Cuts and flips at random places; nothing else is raised, and no process ends."""
+    rng = np.random.default_rng(0)
+    files = [wav(), encoded(tone(), 8000, "flac", "flac"), encoded(tone(rate=16_000), 16_000, "mp3", "libmp3lame")]
+    files += [video(steady(10, 1)), video(steady(10, 1), form="mp4", sound=tone()), animation(6)]
+    outcomes = set()
+    for content in files:
+        for _ in range(12):
+            damaged = bytearray(content[: rng.integers(8, len(content) + 1)])
+            for at in rng.integers(0, len(damaged), rng.integers(0, 20)):
+                damaged[at] = rng.integers(0, 256)
+            for read in (lambda data: read_sound(data, 16_000), lambda data: read_clip(data, 4, 32)):
+                try:
+                    read(bytes(damaged))
+                    outcomes.add("read")
+                except Fault as fault:
+                    outcomes.add(fault.reason)
+    assert {"read", "medium_truncated", "medium_unreadable"} <= outcomes

@@ -286,7 +286,7 @@ class _Worker:
 
     def _moments(self, record: Record, image: dict[str, Any], notes: Counter[str]) -> list[dict[str, Any]] | None:
         """Return the moments on the clock of what is stored; bad ones are set aside alone."""
-        good, faults, found = moments_of(record.moments, record.cut, image["seconds"], self.checks)
+        good, faults, found = moments_of(record.moments, record.cut, image.get("seconds", 0.0), self.checks)
         notes.update(found)
         for fault in faults:
             self._set_aside(record, fault)

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from mm_utils.arguments import arg
+from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.prepare.decoding.clips import clip_of_frames, read_clip, strip
 from mm_utils.data.prepare.decoding.containers import seconds_of
 from mm_utils.data.prepare.decoding.sounds import (
@@ -18,7 +19,6 @@ from mm_utils.data.prepare.decoding.sounds import (
     read_sound,
 )
 from mm_utils.data.prepare.perceptual_hash import fingerprint
-from mm_utils.data.riff import write_avi, write_wav
 
 MOST_BYTES = 512 << 20  # of a file of sound or video; --max_image_bytes raises it, too
 _MOST_FPS, _MOST_SECONDS = 60, 3600

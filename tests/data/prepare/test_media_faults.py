@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Storage, read_part
 from mm_utils.data.prepare.pipeline import IngestPlan, ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.riff import read_avi, read_wav
 from mm_utils.data.sources.source import PathArguments, Source
 from tests.data.prepare.fault_images import save
 from tests.data.prepare.fault_media import CLIPS, FRAMES, SOUNDS, Case

@@ -1461,7 +1461,7 @@ def _spread(clip: Any, count: int) -> list[Any]:
     with av.open(str(clip)) as container:
         total = sum(1 for _ in container.decode(video=0))
         container.seek(0)
-        places = _spread(range(total), count)
+        places = _spread(list(range(total)), count)
         kept = {at: frame.to_image() for at, frame in enumerate(container.decode(video=0)) if at in places}
     return [kept[at] for at in places]
 
@@ -1487,7 +1487,7 @@ def _middle(samples: Tensor, given: int, seconds: float | None, rate: int) -> Te
     """Return the middle of a sound, so long, at this rate and 16 bits, and zeros after its end."""
     length = len(samples) / given
     seconds = seconds or length
-    first = round(max(0.0, length - seconds) / 2 * given)
+    first = int(max(0.0, length - seconds) / 2 * given)
     samples = samples[first : first + round(seconds * given)]
     if given != rate:
         from scipy.signal import resample_poly

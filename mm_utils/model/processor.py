@@ -94,9 +94,11 @@ def load_processor_of(name: str) -> ProcessorMixin:
         _set_window(processor.feature_extractor, None, f"the model is {name}")
         return processor
     squares: Any = _center_square_processor(processor.image_processor, what=f"the model is {name}")
-    for field in ("clip_frames", "window_seconds"):  # of clips
-        if hasattr(processor.image_processor, field):
-            setattr(squares, field, getattr(processor.image_processor, field))
+    if frames := getattr(processor.image_processor, "clip_frames", None):
+        squares.clip_frames, squares.window_seconds = (
+            frames,
+            getattr(processor.image_processor, "window_seconds", None),
+        )
     processor.image_processor = squares
     return processor
 

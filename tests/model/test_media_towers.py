@@ -1,13 +1,12 @@
 """Towers of clips and sounds: shapes, time axis, saving, freezing, what is refused."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, BertConfig, BertModel
+from transformers import AutoConfig, BertConfig, BertModel
 
 from mm_utils.model.modeling_fusion_dual_encoder import (
     FramesTower,
@@ -90,7 +89,10 @@ def test_time_runs_along_the_cells(kind: str) -> None:
     model.add_region_head()
     with torch.no_grad():
         for name, parameter in model.vision_model.named_parameters():  # what is near stays near: no attention
-            if any(part in name for part in ("attention.", "self_attn", "attn.", "attention_output")) and "out" in name:
+            if (
+                any(part in name for part in ("attention.", "self_attn", "attn.", "attention_output"))
+                and "out" in name
+            ):
                 parameter.zero_()
     shape = input_shape(model.vision_model)
     along = shape.index(max(shape)) if len(shape) < 4 else 0
@@ -103,3 +105,51 @@ def test_time_runs_along_the_cells(kind: str) -> None:
             found.append(model.vision_features(pixels)[1][-1].mean(2))
         moved = (found[1] - found[0]).norm(dim=1)[0]
         assert abs((int(moved.argmax()) + 0.5) / len(moved) - share) < 0.16, (share, moved)
+
+
+def test_frames_tower_begins_as_the_mean_of_frames_and_reads_any_number(tmp_path: Path) -> None:
+    model = model_of("vit")
+    tower = model.vision_model
+    assert isinstance(tower, FramesTower)
+    clips = torch.randn(2, 6, 3, 16, 16)
+    pooled, taps = model.vision_features(clips)
+    frames = tower.backbone(clips.flatten(0, 1)).pooler_output.unflatten(0, (2, 6))
+    torch.testing.assert_close(pooled, frames.mean(1))
+    assert [tuple(tap.shape[2:]) for tap in taps] == [
+        (5, 6),
+        (1, 6),
+    ]  # places and frames; the layers over time come last
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    assert not torch.allclose(
+        model.encode_image(clips)[0], model.encode_image(clips.flip(1))[0], atol=1e-3
+    )  # order counts
+
+
+def test_frozen_frames_tower_trains_what_looks_over_time() -> None:
+    model = model_of("vit")
+    model.freeze("vision")
+    model.train()
+    assert not model.vision_model.backbone.training
+    assert model.vision_model.layers.training
+    model(torch.ones(2, 3, dtype=torch.long), media(model), return_loss=True).loss.backward()
+    with_gradient = {name.split(".")[0] for name, p in model.vision_model.named_parameters() if p.grad is not None}
+    assert with_gradient == {"mix", "layers"}
+    model.eval().gradient_checkpointing_enable()
+    model.train().vision_model.backbone.requires_grad_(True)
+    model(torch.ones(2, 3, dtype=torch.long), media(model), return_loss=True).loss.backward()
+
+
+def test_media_are_told_apart() -> None:
+    assert [media_of(tower_of(kind)) for kind in ("vit", "videomae", "whisper", "convnext")] == [
+        ("image", "clip"), ("clip",), ("sound",), ("sound",)
+    ]  # fmt: skip
+    text = BertModel(BertConfig(**LAYERS, vocab_size=50))
+    with pytest.raises(ValueError, match="medium is 'image'; a VideoMAEModel like this one reads clip"):
+        FusionDualEncoderModel.from_backbones(tower_of("videomae"), text, medium="image")
+    with pytest.raises(ValueError, match="medium is 'smell'; choose one of image, clip, sound"):
+        FusionDualEncoderConfig(AutoConfig.for_model("vit"), text.config, medium="smell")
+    assert "medium" not in FusionDualEncoderConfig(AutoConfig.for_model("vit"), text.config).to_dict()
+    with pytest.raises(ValueError, match="reads images, and this model sounds"):
+        model_of("convnext").to_dual_encoder()

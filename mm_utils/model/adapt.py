@@ -84,8 +84,8 @@ def drop_patches(vision_model: PreTrainedModel, share: float) -> None:
     """
     embeddings, config = getattr(vision_model, "embeddings", None), vision_model.config
     shape, patch = input_shape(vision_model), getattr(config, "patch_size", None)
-    of_images = isinstance(patch, int) and len(shape) == 3 and shape[0] == 3
-    patches = (shape[1] // patch) * (shape[2] // patch) if of_images else 0
+    of_images = len(shape) == 3 and shape[0] == 3
+    patches = (shape[1] // patch) * (shape[2] // patch) if of_images and isinstance(patch, int) else 0
 
     probed = embeddings(torch.zeros(1, *shape)) if embeddings is not None and patches else None
     if embeddings is None or not isinstance(probed, Tensor) or probed.dim() != 3 or probed.shape[1] < patches:

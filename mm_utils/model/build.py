@@ -31,7 +31,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
     POOLINGS,
     FusionDualEncoderModel,
-    media_of,
+    input_name,
+    input_shape,
     vision_tower,
 )
 from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower
@@ -289,6 +290,14 @@ def _backbone(
     if hasattr(made.config, "apply_spec_augment"):
         made.config.apply_spec_augment = False  # its masks are drawn by NumPy, so that no step could be repeated
     return made, pooling
+
+
+def media_of(backbone: Any) -> tuple[str, ...]:
+    """Return the kinds of media that a backbone can read."""
+    shape = input_shape(backbone)
+    if input_name(backbone) in ("input_values", "input_features") or shape[0] == 1:
+        return ("sound",)
+    return ("clip",) if len(shape) == 4 else ("image", "clip")
 
 
 def _new_vision_backbone(args: ModelArguments, medium: str) -> PreTrainedModel:

@@ -8,9 +8,8 @@ candidate text reuses them.
 
 This file depends on torch and transformers alone, because it is saved with every checkpoint that is pushed.
 
-The medium, an image by default, may be a clip or a sound: `vision_model` is the tower of the medium, `pixel_values` its input,
-and "image" in a name stands for any of the three. Clips and sounds lie along time: every hidden state of their towers
-becomes a map `[B, C, places, T]`, see `_in_time`.
+The medium may be a clip or a sound: `vision_model` is its tower, `pixel_values` that tower's input, and "image" in a name
+stands for any of the three. Hidden states of clips and sounds become maps `[B, C, places, T]`, see `_along_time`.
 
 Shape letters: B images or texts, P pairs, R boxes, C channels of a backbone, N image tokens, L text tokens, M chosen tokens,
 V words of the vocabulary, D fusion width, E embedding width.
@@ -35,7 +34,6 @@ from transformers import (
     AutoProcessor,
     ChineseCLIPTextModel,
     ClapAudioModel,
-    ClapTextModel,
     PreTrainedConfig,
     PreTrainedModel,
     Siglip2TextModel,
@@ -205,10 +203,9 @@ def is_trained(tower: nn.Module) -> bool:
 
 
 def input_shape(backbone: Any) -> tuple[int, ...]:
-    """Return the shape of one input of a media backbone; what may be longer or shorter, such as samples, by an example.
+    """Return the shape of one input of a media backbone; where it may be longer, an example.
 
-    Images `[3, H, W]`, clips `[T, 3, H, W]`, Wav2Vec2 and HuBERT `[samples]`, AST `[frames, mel]`, Whisper `[mel, frames]`,
-    CLAP and image backbones of one channel `[1, frames, mel]`.
+    Images `[3, H, W]`, clips `[T, 3, H, W]`, waves `[samples]`, spectrograms `[frames, mel]`; Whisper's are turned.
     """
     config = backbone.config
     if isinstance(backbone, FramesTower):
@@ -227,25 +224,13 @@ def input_shape(backbone: Any) -> tuple[int, ...]:
         size = math.isqrt(config.num_patches) * config.patch_size
     size = getattr(config, "crop_size", size)  # V-JEPA 2
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    image = getattr(config, "num_channels", 3), height, width
-    return (_num_frames(config), *image) if _num_frames(config) else image
-
-
-def _num_frames(config: Any) -> int:
-    """Return how many frames a video backbone reads; 0 for other backbones."""
-    return getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None) or 0
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    return (*([frames] if frames else []), getattr(config, "num_channels", 3), height, width)
 
 
 def input_name(backbone: Any) -> str:
     """Return what a media backbone calls its input; code of others may leave it at the default, a text's."""
     return "pixel_values" if backbone.main_input_name == "input_ids" else backbone.main_input_name
-
-
-def media_of(backbone: Any) -> tuple[str, ...]:
-    """Return the kinds of media that a backbone can read."""
-    if input_name(backbone) in ("input_values", "input_features") or input_shape(backbone)[0] == 1:
-        return ("sound",)
-    return ("clip",) if len(input_shape(backbone)) == 4 else ("image", "clip")
 
 
 def image_backbone(tower: Any) -> Any:
@@ -255,9 +240,7 @@ def image_backbone(tower: Any) -> Any:
 
 def vision_tower(config: Any) -> PreTrainedModel:
     """Make the media tower of a config: of Whisper the encoder."""
-    if config.model_type == "clap_audio_model":
-        return ClapAudioModel(config)
-    made = AutoModel.from_config(config)
+    made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else AutoModel.from_config(config)
     return made.get_encoder() if config.model_type == "whisper" else made
 
 
@@ -265,11 +248,7 @@ def _text_tower(config: Any) -> PreTrainedModel:
     """Make the text tower of a config; `AutoModel` does not know some of the stock models' own."""
     if config.model_type == "chinese_clip_text_model":
         return ChineseCLIPTextModel(config, add_pooling_layer=False)
-    own = {
-        "siglip_text_model": SiglipTextModel,
-        "siglip2_text_model": Siglip2TextModel,
-        "clap_text_model": ClapTextModel,
-    }.get(config.model_type)
+    own = {"siglip_text_model": SiglipTextModel, "siglip2_text_model": Siglip2TextModel}.get(config.model_type)
     return AutoModel.from_config(config) if own is None else own(config)
 
 
@@ -422,37 +401,31 @@ def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     return tokens[:, :special], tokens[:, special:].transpose(1, 2).unflatten(2, (side, side))
 
 
-def _in_time(output: ModelOutput, tower: Any, medium: str) -> Sequence[Tensor]:
-    """Return the hidden states of a medium's tower, those of clips and sounds as maps `[B, C, places, T]`."""
+def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
+    """Lay a hidden state of a clip or a sound out as `[B, C, places, T]`, its places in the picture or its frequencies."""
+    config = tower.config
     if medium == "image" or isinstance(tower, FramesTower):
-        return output.hidden_states
-    return [_along_time(hidden, tower.config) for hidden in output.hidden_states]
-
-
-def _along_time(hidden: Tensor, config: Any) -> Tensor:
-    """Lay a map or tokens out in time, without special tokens; a place is one in a picture, or a frequency."""
+        return hidden
     if hidden.dim() == 4 and hasattr(config, "spec_size"):  # CLAP's: four stretches of time, one below the other
         return hidden.unflatten(2, (config.spec_size // config.num_mel_bins, -1)).transpose(2, 3).flatten(3)
     if hidden.dim() == 4:  # of a spectrogram `[frames, mel]`
         return hidden.transpose(2, 3)
     patch, places = getattr(config, "patch_size", None) or getattr(config, "tubelet_size", (0,))[-1], 1
-    time_last = config.model_type == "timesformer"
     if hasattr(config, "frequency_stride"):  # AST, with two special tokens
-        hidden, time_last = hidden[:, 2:], True
-        places = (config.num_mel_bins - patch) // config.frequency_stride + 1
-    elif _num_frames(config):
-        size = getattr(config, "crop_size", None) or config.image_size
-        places = math.prod(side // patch for side in (size if isinstance(size, (list, tuple)) else (size, size)))
+        hidden, places = hidden[:, 2:], (config.num_mel_bins - patch) // config.frequency_stride + 1
+    elif medium == "clip":
+        places = math.prod(side // patch for side in input_shape(tower)[2:])
     steps = hidden.shape[1] // places
-    tokens = hidden[:, hidden.shape[1] - steps * places :].transpose(1, 2)
-    return tokens.unflatten(2, (places, steps)) if time_last else tokens.unflatten(2, (steps, places)).transpose(2, 3)
+    tokens = hidden[:, hidden.shape[1] - steps * places :].transpose(1, 2)  # without special ones
+    if hasattr(config, "frequency_stride") or config.model_type == "timesformer":
+        return tokens.unflatten(2, (places, steps))
+    return tokens.unflatten(2, (steps, places)).transpose(2, 3)
 
 
 class LevelAdapter(nn.Module):
     """Projection of a hidden state to at most `max_tokens` tokens `[B, n, D]`.
 
-    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`. A map that is `timed`, `[B, C, places, T]`, keeps as many steps of
-    time as can be, and then places.
+    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`; a `timed` map, `[B, C, places, T]`, gives up places before time.
     """
 
     def __init__(self, width: int, dim: int, max_tokens: int, timed: bool = False):
@@ -576,11 +549,8 @@ class FramesTower(nn.Module):
     """An image backbone over the frames of a clip, as many as there are, and two layers over time.
 
     What happens is what changes: a frame is mixed with its differences to the frames before and after (CLIP2Video, arXiv
-    2106.11097). At initialisation, the pooled output is the mean of the frames' own (CLIP4Clip, arXiv 2104.08860).
-
-    Args:
-        pooling: how a frame is pooled, `pooler`, `mean` or `cls`.
-        width: channels of a pooled frame.
+    2106.11097). At initialisation, the pooled output is the mean of the frames' own (CLIP4Clip, arXiv 2104.08860), which are
+    `width` channels each by `pooling`.
     """
 
     main_input_name = "pixel_values"
@@ -589,44 +559,28 @@ class FramesTower(nn.Module):
         super().__init__()
         self.backbone, self.pooling, self.config = backbone, pooling, backbone.config
         self.mix = nn.Linear(3 * width, width)
-        shape: Any = (width, math.gcd(width, max(1, width // 64)), 2 * width, 0.0, "gelu")
-        layers = [nn.TransformerEncoderLayer(*shape, batch_first=True, norm_first=True) for _ in range(2)]
-        for last in (self.mix, *(part for layer in layers for part in (layer.self_attn.out_proj, layer.linear2))):
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
+        shape = (width, math.gcd(width, max(1, width // 64)), 2 * width, 0.0, "gelu", 1e-5, True, True)
+        layers = [nn.TransformerEncoderLayer(*shape) for _ in range(2)]
+        last = (self.mix, *(part for layer in layers for part in (layer.self_attn.out_proj, layer.linear2)))
+        for parameter in itertools.chain(*(part.parameters() for part in last)):
+            nn.init.zeros_(parameter)
         self.layers = nn.Sequential(*layers)
 
-    def train(self, mode: bool = True) -> "FramesTower":
-        """Set the mode, except for a frozen backbone, which stays in evaluation."""
-        super().train(mode)
-        self.backbone.train(mode and is_trained(self.backbone))
-        return self
-
-    def forward(
-        self, pixel_values: Tensor, output_hidden_states: bool = False, return_dict: bool = True
-    ) -> ModelOutput:
-        """Read clips `[B, T, 3, H, W]`.
-
-        The hidden states are those of the backbone, `[B, C, h * w, T]`, and that of the layers over time, `[B, C, 1, T]`.
-        """
+    def forward(self, pixel_values: Tensor, output_hidden_states: bool = False, **_: Any) -> ModelOutput:
+        """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
         clips, steps = pixel_values.shape[:2]
         images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=return_dict)
+        output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
         frames = _pool(output, self.pooling).unflatten(0, (clips, steps))
         change = frames.diff(dim=1)
-        frequency = 100.0 ** -torch.linspace(0, 1, frames.shape[2], device=frames.device)
-        place = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps  # the highest has 8 waves in a clip
-        waves = (
-            16 * math.pi * frequency * place + math.pi / 2 * (torch.arange(frames.shape[2], device=frames.device) % 2)
-        ).sin()
-        told = (F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.to(frames).expand_as(frames))
+        at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
+        waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
+        told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
         frames = self.layers(frames + self.mix(torch.cat(told, -1)))
-        in_time, states = frames.transpose(1, 2)[:, :, None], None
-        if output_hidden_states:
-            maps = (hidden if hidden.dim() == 4 else hidden.transpose(1, 2) for hidden in output.hidden_states)
-            states = tuple(each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in maps)
-            states = (*states, in_time)
-        return ModelOutput(last_hidden_state=in_time, pooler_output=frames.mean(1), hidden_states=states)
+        in_time = frames.transpose(1, 2)[:, :, None]
+        states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
+        maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
+        return ModelOutput(last_hidden_state=in_time, pooler_output=frames.mean(1), hidden_states=(*maps, in_time))
 
 
 class TextBridge(nn.Module):
@@ -862,11 +816,11 @@ class FusionDualEncoderModel(PreTrainedModel):
                 "The config does not say how wide the backbones' outputs are. Build new models with "
                 "FusionDualEncoderModel.from_backbones(vision_model, text_model), which measures them."
             )
-        tower = vision_model if vision_model is not None else vision_tower(config.vision_config)
+        tower: Any = vision_model if vision_model is not None else vision_tower(config.vision_config)
         _take_images(image_backbone(tower))
         if config.medium == "clip" and len(input_shape(tower)) == 3:
             tower = FramesTower(tower, config.vision_pooling, config.vision_pooled_width)
-        self.vision_model: Any = tower
+        self.vision_model = tower
         self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
         self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
         self.visual_projection: nn.Module = nn.Identity()
@@ -906,9 +860,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             nn.init.normal_(module.level, std=0.02)
 
     @classmethod
-    def from_backbones(
-        cls, vision_model: PreTrainedModel, text_model: PreTrainedModel, **config: Any
-    ) -> "FusionDualEncoderModel":
+    def from_backbones(cls, vision_model: Any, text_model: PreTrainedModel, **config: Any) -> "FusionDualEncoderModel":
         """Join two backbones, after one run of each on a blank input to measure its outputs.
 
         Args:
@@ -920,12 +872,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
         """
         _take_images(image_backbone(vision_model))
-        known = media_of(vision_model)
-        medium = config.setdefault("medium", known[0])
-        if medium not in known:
-            raise ValueError(
-                f"medium is {medium!r}; a {type(vision_model).__name__} like this one reads {' or '.join(known)}. Choose another."
-            )
+        medium = config.get("medium", FusionDualEncoderConfig.medium)
         vision, text = _probe(vision_model, "vision"), _probe(text_model, "text")
         for name, output in (("vision_pooling", vision), ("text_pooling", text)):
             pooler = output.get("pooler_output")
@@ -940,7 +887,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if over_frames:
             vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
             vision = _probe(vision_model, "vision")
-        hidden_states = _in_time(vision, vision_model, medium)
+        hidden_states = [_along_time(hidden, vision_model, medium) for hidden in vision["hidden_states"]]
         most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))
         taps = _default_taps(list(map(_num_positions, hidden_states)), most)
         # Regions are read from the last tap: of frames, what the layers over time give.
@@ -998,7 +945,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
         """Set the mode, except for frozen towers and fixed batch norms, which stay in evaluation."""
         super().train(mode)
-        for tower in (self.vision_model, self.text_model):
+        for tower in (self.vision_model, image_backbone(self.vision_model), self.text_model):
             if not is_trained(tower):
                 tower.eval()
         if self.config.freeze_batch_norm:
@@ -1082,18 +1029,17 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Return the pooled output `[B, C]` of the vision backbone, and the pooled taps."""
         head = self.fusion if with_taps else None
         name, medium = input_name(self.vision_model), self.config.medium
-        if (
-            medium == "sound" and name == "pixel_values"
-        ):  # an image backbone: decibels, to about zero mean and unit variance
+        if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
             pixel_values = (pixel_values + 30) / 25
         if pixel_values.dim() == 4:
             # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
             pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
-            given = {name: pixel_values, "output_hidden_states": head is not None}
-            output = self.vision_model(**given, return_dict=True)
-        pooled = _pool(output, self.config.vision_pooling)
-        return pooled, () if head is None else head.pool_taps(_in_time(output, self.vision_model, medium))
+            output = self.vision_model(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
+        states = (
+            () if head is None else [_along_time(state, self.vision_model, medium) for state in output.hidden_states]
+        )
+        return _pool(output, self.config.vision_pooling), () if head is None else head.pool_taps(states)
 
     def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
         """Turn the result of `vision_features` into that of `encode_image`; None without taps."""
@@ -1303,22 +1249,17 @@ class FusionDualEncoderModel(PreTrainedModel):
             ValueError: if nothing is given or other media than the model reads, or the model has no processor.
         """
         self.eval()
-        found = []
+        found: list[list[Tensor]] = []
         for kind, media in zip(MEDIA, (images, clips, sounds), strict=True):
-            if media is not None:
-                inputs = self._inputs(media, kind, batch_size)
-                parts = [self.encode_image(each, with_keys_values=False)[0] for each in inputs]
-                found.append(torch.cat(parts).float().cpu())
-        if texts is not None:
-            texts = [texts] if isinstance(texts, str) else list(texts)
-            parts = [
-                self.encode_text(*self._tokens(texts[start : start + batch_size]), with_states=False)[0]
-                for start in range(0, len(texts), batch_size)
-            ]
-            found.append(torch.cat(parts).float().cpu())
-        if not found:
+            inputs = () if media is None else self._inputs(media, kind, batch_size)
+            found.append([self.encode_image(each, with_keys_values=False)[0] for each in inputs])
+        texts = [texts] if isinstance(texts, str) else list(texts or ())
+        batches = (texts[start : start + batch_size] for start in range(0, len(texts), batch_size))
+        found.append([self.encode_text(*self._tokens(batch), with_states=False)[0] for batch in batches])
+        joined = [torch.cat(parts).float().cpu() for parts in found if parts]
+        if not joined:
             raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
-        return found[0] if len(found) == 1 else (found[0], found[1])
+        return joined[0] if len(joined) == 1 else (joined[0], joined[1])
 
     @staticmethod
     def similarity(one: Tensor, other: Tensor) -> Tensor:
@@ -1366,33 +1307,20 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Yield media in batches, as the tower takes them."""
         if kind != self.config.medium:
             raise ValueError(f"This model reads {self.config.medium}s, and it was given {kind}s.")
-        single = {"image": (list, tuple), "clip": list, "sound": list}[kind]
-        is_one = not isinstance(media, single) or (kind == "clip" and is_pil_image(media[0]))
-        media = [media] if is_one else list(media)
-        read = {"image": self._pixels, "clip": self._frames, "sound": self._features}[kind]
+        is_many = isinstance(media, list) or (isinstance(media, tuple) and kind != "sound")
+        media = list(media) if is_many and not (kind == "clip" and is_pil_image(media[0])) else [media]
+        processor = self._find_processor()
         for start in range(0, len(media), batch_size):
-            yield read(media[start : start + batch_size]).to(self.logit_scale.device, self.dtype)
-
-    def _pixels(self, images: Sequence[Any]) -> Tensor:
-        """Read images, upright, resized and normalised."""
-        read = [load_image(image).convert("RGB") for image in images]
-        return self._find_processor().image_processor(images=read, return_tensors="pt")["pixel_values"]
-
-    def _frames(self, clips: Sequence[Any]) -> Tensor:
-        """Read as many frames of each clip as the processor says, `[B, T, 3, H, W]`."""
-        count = (
-            getattr(self._find_processor().image_processor, "clip_frames", None) or input_shape(self.vision_model)[0]
-        )
-        return torch.stack([self._pixels(_spread(clip, count)) for clip in clips])
-
-    def _features(self, sounds: Sequence[Any]) -> Tensor:
-        """Read the middle of each sound, as long as the processor says, followed by silence if it is shorter."""
-        extractor = self._find_processor().feature_extractor
-        rate = extractor.sampling_rate
-        seconds = getattr(extractor, "window_seconds", None) or getattr(extractor, "max_length_s", None)
-        parts = [_middle(*_samples(sound), seconds, rate).numpy() for sound in sounds]
-        found = [extractor(part, sampling_rate=rate, return_tensors="pt") for part in parts]
-        return torch.cat([each[extractor.model_input_names[0]] for each in found])
+            batch = media[start : start + batch_size]
+            if kind == "sound":
+                found = torch.cat([_heard(sound, processor.feature_extractor) for sound in batch])
+            else:
+                count = getattr(processor.image_processor, "clip_frames", 8)
+                pictures = [frame for clip in batch for frame in _spread(clip, count)] if kind == "clip" else batch
+                read = [load_image(picture).convert("RGB") for picture in pictures]
+                found = processor.image_processor(images=read, return_tensors="pt")["pixel_values"]
+                found = found.unflatten(0, (len(batch), count)) if kind == "clip" else found
+            yield found.to(self.logit_scale.device, self.dtype)
 
     def _tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask `[B, L]`."""
@@ -1454,47 +1382,44 @@ class FusionDualEncoderModel(PreTrainedModel):
 
 def _spread(clip: Any, count: int) -> list[Any]:
     """Return frames of a clip, a path or PIL images, each the middle one of an equal part of it."""
-    if isinstance(clip, (list, tuple)):
+    if isinstance(clip, (list, tuple, range)):
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
     import av
 
     with av.open(str(clip)) as container:
-        total = sum(1 for _ in container.decode(video=0))
+        places = _spread(range(sum(1 for _ in container.decode(video=0))), count)
         container.seek(0)
-        places = _spread(list(range(total)), count)
         kept = {at: frame.to_image() for at, frame in enumerate(container.decode(video=0)) if at in places}
     return [kept[at] for at in places]
 
 
-def _samples(sound: Any) -> tuple[Tensor, int]:
-    """Return samples in [-1, 1] and their rate, of such a pair or of a WAV file, its channels averaged."""
+def _heard(sound: Any, extractor: Any) -> Tensor:
+    """Return what a feature extractor makes of the middle of a sound, (samples, rate) or a path, and silence after its end."""
     if isinstance(sound, tuple):
-        return torch.as_tensor(sound[0]).float(), sound[1]
-    try:
-        with wave.open(str(sound)) as file:
-            bits, channels, rate = 8 * file.getsampwidth(), file.getnchannels(), file.getframerate()
-            content = bytearray(file.readframes(file.getnframes()))
-    except wave.Error as error:
-        raise ValueError(
-            f"{sound} is no plain WAV file: {error}. Read it with av, and give (samples, rate)."
-        ) from error
-    if bits != 16:
-        raise ValueError(f"{sound} has {bits} bits a sample; WAV files of 16 are read. Give (samples, rate).")
-    return torch.frombuffer(content, dtype=torch.int16).view(-1, channels).float().mean(1) / 32768, rate
-
-
-def _middle(samples: Tensor, given: int, seconds: float | None, rate: int) -> Tensor:
-    """Return the middle of a sound, so long, at this rate and 16 bits, and zeros after its end."""
-    length = len(samples) / given
-    seconds = seconds or length
-    first = int(max(0.0, length - seconds) / 2 * given)
-    samples = samples[first : first + round(seconds * given)]
-    if given != rate:
+        samples, rate = torch.as_tensor(sound[0]).float(), sound[1]
+    else:
+        try:
+            with wave.open(str(sound)) as file:
+                channels, width, rate, count = file.getparams()[:4]
+                content = bytearray(file.readframes(count))
+            if width != 2:
+                raise wave.Error(f"{8 * width} bits a sample")
+        except wave.Error as error:
+            raise ValueError(
+                f"{sound} is no WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
+            ) from error
+        samples = torch.frombuffer(content, dtype=torch.int16).view(-1, channels).float().mean(1) / 32768
+    length, wanted = len(samples) / rate, extractor.sampling_rate
+    seconds = getattr(extractor, "window_seconds", length)
+    first = int(max(0.0, length - seconds) / 2 * rate)
+    samples = samples[first : first + round(seconds * rate)]
+    if rate != wanted:
         from scipy.signal import resample_poly
 
-        samples = torch.from_numpy(resample_poly(samples.numpy(), rate, given))
-    samples = (samples * 32768).round().clamp(-32768, 32767) / 32768
-    return F.pad(samples, (0, round(seconds * rate) - len(samples)))
+        samples = torch.from_numpy(resample_poly(samples.numpy(), wanted, rate))
+    samples = (samples * 32768).round().clamp(-32768, 32767) / 32768  # as they are stored
+    heard = F.pad(samples, (0, round(seconds * wanted) - len(samples))).numpy()
+    return extractor(heard, sampling_rate=wanted, return_tensors="pt")[extractor.model_input_names[0]]
 
 
 @torch.no_grad()

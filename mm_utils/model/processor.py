@@ -261,14 +261,15 @@ def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
     Raises:
         ValueError: if it makes less.
     """
-    own = extractor.max_length / 100 if isinstance(extractor, ASTFeatureExtractor) else None
+    own: Any = extractor.max_length / 100 if isinstance(extractor, ASTFeatureExtractor) else None
     own = own or getattr(extractor, "max_length_s", None) or getattr(extractor, "chunk_length", None)
     if own and seconds and seconds > own:
         raise ValueError(
             f"{what}; its {type(extractor).__name__} hears {own:g} s, and sounds of {seconds:g} s are asked for. Give "
             f"--medium_seconds {own:g}, or choose another backbone."
         )
-    extractor.window_seconds = float(own or seconds or getattr(extractor, "window_seconds", MOST_SECONDS))
+    kept = getattr(extractor, "window_seconds", MOST_SECONDS)
+    extractor.window_seconds = float(own or seconds or kept)
 
 
 def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedTokenizerBase:

@@ -58,6 +58,13 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "base": {"model_type": "bert"},
 }  # fmt: skip
 
+NO_DUAL_ENCODERS = {
+    "clap": "it has two temperatures and projections of two layers. Give it as --vision_model_name_or_path, which takes its "
+    "sound tower.",
+    "xclip": "what it makes of a text depends on the clip, so that texts cannot be encoded alone. Give a CLIP, which looks at "
+    "every frame of a clip.",
+}
+
 
 @dataclass
 class ModelArguments:
@@ -247,6 +254,8 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     title = f"{name} holds no model"
     try:
         config = load_config(title, name)
+        if config.model_type in NO_DUAL_ENCODERS:
+            raise ValueError(f"{title} that can be taken as a whole; {NO_DUAL_ENCODERS[config.model_type]}")
         if config.model_type in DUAL_ENCODERS:
             return load_stock(name, config, **head)
         with explained(title, name):
@@ -300,7 +309,7 @@ def media_of(backbone: Any) -> tuple[str, ...]:
     return ("clip",) if len(shape) == 4 else ("image", "clip")
 
 
-def _new_vision_backbone(args: ModelArguments, medium: str) -> PreTrainedModel:
+def _new_vision_backbone(args: ModelArguments, medium: str = "image") -> PreTrainedModel:
     size = {"image_size": args.image_size} if args.image_size else {}
     return vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))
 

@@ -39,7 +39,7 @@ from transformers import (
 
 from mm_utils.files import atomic_folder
 from mm_utils.model.build import ModelArguments, vision_preset
-from mm_utils.model.pretrained import explained
+from mm_utils.model.pretrained import explained, load_config
 from mm_utils.model.stock import complete
 from mm_utils.text import one_line
 
@@ -78,7 +78,20 @@ def load_processor(
         return load_processor_of(args.model_name_or_path)
     if medium == "sound":
         return ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))
-    return VisionTextDualEncoderProcessor(_image_processor(args, medium), _tokenizer(args, captions))
+    images: Any = _image_processor(args, medium)
+    if medium == "clip" and (frames := _own_frames(args)):
+        images.clip_frames = frames
+    return VisionTextDualEncoderProcessor(images, _tokenizer(args, captions))
+
+
+def _own_frames(args: ModelArguments) -> int | None:
+    """Return how many frames the video backbone reads, or None for an image backbone, which reads any number."""
+    name = args.vision_model_name_or_path
+    if name:
+        config = load_config(f"--vision_model_name_or_path is {name}", name, args.trust_remote_code).to_dict()
+    else:
+        config = AutoConfig.for_model(**vision_preset(args, "clip")).to_dict()
+    return config.get("num_frames") or config.get("frames_per_clip")
 
 
 def load_processor_of(name: str) -> ProcessorMixin:

@@ -23,7 +23,7 @@ from transformers import (
 
 from mm_utils.data.loading.timed_media import settle_window, timed_of
 from mm_utils.data.media.riff import write_wav
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.processor import load_processor, load_processor_of
@@ -137,6 +137,9 @@ def test_the_sound_tower_is_taken_from_a_whole_model(kind: str, tmp_path: Path) 
     whole.save_pretrained(tmp_path)
     extractor.save_pretrained(tmp_path)
     model, _ = built("sound", vision_model_name_or_path=str(tmp_path))
+    if kind == "clap":
+        with pytest.raises(ValueError, match=r"no model that can be taken as a whole; .* takes its sound tower"):
+            load_model(str(tmp_path))
     part = whole.audio_model if kind == "clap" else whole.encoder
     for name, value in part.state_dict().items():
         torch.testing.assert_close(model.vision_model.state_dict()[name], value)
@@ -183,6 +186,7 @@ def test_video_towers_have_their_own_colours(kind: str, own: Any, tmp_path: Path
     model, processor = built("clip", vision_model_name_or_path=str(tmp_path))
     images = processor.image_processor
     assert isinstance(images, CLIPImageProcessor)
+    assert images.clip_frames == 8
     assert (tuple(images.image_mean), images.crop_size["height"]) == ((0.4, 0.5, 0.6), 16)
     assert model.encode(clips=[[Image.new("RGB", (20, 16))] * 9]).shape[0] == 1
 

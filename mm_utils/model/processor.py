@@ -116,7 +116,7 @@ def load_processor_of(name: str) -> ProcessorMixin:
     return processor
 
 
-def _image_processor(args: ModelArguments, medium: str) -> CLIPImageProcessor:
+def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImageProcessor:
     if args.vision_model_name_or_path:
         name, what = args.vision_model_name_or_path, f"--vision_model_name_or_path is {args.vision_model_name_or_path}"
         with explained(what, name):

@@ -219,10 +219,10 @@ def input_shape(backbone: Any) -> tuple[int, ...]:
     if hasattr(config, "spec_size"):
         return 1, config.spec_size**2 // config.num_mel_bins, config.num_mel_bins
     of_timm = getattr(config, "pretrained_cfg", None) or {}
-    size = getattr(config, "image_size", None) or of_timm.get("input_size", (64,))[-1]
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
+    size = size or of_timm.get("input_size", (64,))[-1]
     if isinstance(backbone, Siglip2VisionModel):
         size = math.isqrt(config.num_patches) * config.patch_size
-    size = getattr(config, "crop_size", size)  # V-JEPA 2
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
     return (*([frames] if frames else []), getattr(config, "num_channels", 3), height, width)
@@ -1030,7 +1030,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         head = self.fusion if with_taps else None
         name, medium = input_name(self.vision_model), self.config.medium
         if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
-            pixel_values = (pixel_values + 30) / 25
+            pixel_values = (pixel_values + 35) / 33
         if pixel_values.dim() == 4:
             # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
             pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)

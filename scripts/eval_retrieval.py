@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
-    flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length)
+    flops = measure_flops(model, loaders.blank(1).shape[1:], loader_args.max_seq_length)
     model = accelerator.prepare(model)
 
     # 4. Evaluate.

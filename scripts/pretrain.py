@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     optimizer = build_optimizer(
         model, optimizer_args, pretrained=is_pretrained, device=run.accelerator.device, has_baseline=has_baseline
     )
-    flops = measure_flops(model, data.loaders.image_size, data.max_seq_length, not cache_args.cache_features)
+    flops = measure_flops(model, data.loaders.blank(1).shape[1:], data.max_seq_length, not cache_args.cache_features)
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     if resume_from is None or interpolation_args.wise_ft:
         start_projections(start_args, model_args, data, model, run.accelerator)

@@ -21,7 +21,7 @@ from mm_utils.evaluation.metrics import summarise_places
 from mm_utils.export.graphs import Head, ImageSide
 from mm_utils.export.layouts import text_length
 from mm_utils.export.sessions import ExportedTowers
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_shape
 from mm_utils.text import markdown_table
 
 MOST_DIFFERENCE = 1e-5  # of an fp32 embedding; of the head's term, as a share of the largest where that is above 1
@@ -66,7 +66,7 @@ def compare(
     Raises:
         RunError: if fp32 differs from torch by more than `MOST_DIFFERENCE`.
     """
-    images = torch.randn(3, *image_shape(model.vision_model), generator=torch.Generator().manual_seed(0))
+    images = torch.randn(3, *input_shape(model.vision_model), generator=torch.Generator().manual_seed(0))
     most = text_length(model, tokenizer)
     given = tokenizer(list(TEXTS), padding=True, truncation=True, max_length=most, return_tensors="pt")
     texts = given["input_ids"], given["attention_mask"]

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers import Siglip2VisionModel
 
 from mm_utils.distributed import RunError
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, target_mask
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_shape, target_mask
 from mm_utils.text import one_line
 
 IMAGES, TEXTS, LENGTH = (
@@ -261,7 +261,7 @@ def trace(graph: Graph, path: Path, opset: int) -> None:
 
 def _samples(model: FusionDualEncoderModel) -> tuple[Tensor, Tensor]:
     """Return images `[K, 3, S, S]` and token ids `[T, L]` to trace with."""
-    images = torch.linspace(-1, 1, IMAGES).view(-1, 1, 1, 1).expand(-1, *image_shape(model.vision_model)).clone()
+    images = torch.linspace(-1, 1, IMAGES).view(-1, 1, 1, 1).expand(-1, *input_shape(model.vision_model)).clone()
     length = (model.config.text_padding or {"length": LENGTH})["length"]
     return images, torch.arange(2, 2 + TEXTS * length).view(TEXTS, length) % model.text_model.config.vocab_size
 

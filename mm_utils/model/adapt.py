@@ -19,7 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mm_utils.arguments import arg
 from mm_utils.distributed import load_full_weights, shard_like
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, is_trained, probe_input
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    FusionDualEncoderModel,
+    image_backbone,
+    input_shape,
+    is_trained,
+    probe_input,
+)
 from mm_utils.model.row_noise import PatchDropout
 
 logger = logging.getLogger(__name__)
@@ -46,7 +52,7 @@ def freeze_unused(
     """
     was_training = model.training
     model.eval()
-    images, token_ids = torch.randn(2, *image_shape(model.vision_model)), torch.ones(2, 4, dtype=torch.long)
+    images, token_ids = torch.randn(2, *input_shape(model.vision_model)), torch.ones(2, 4, dtype=torch.long)
     scalar = output(images, token_ids)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = torch.autograd.grad(scalar, trained, allow_unused=True) if trained else []
@@ -64,6 +70,12 @@ def recompute_activations(model: PreTrainedModel) -> None:
     (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
+def use_channels_last(tower: nn.Module) -> None:
+    """Lay convolutions of images out as they run fastest; those over frames, of five dimensions, cannot be."""
+    if all(parameter.dim() <= 4 for parameter in tower.parameters()):
+        tower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
 def drop_patches(vision_model: PreTrainedModel, share: float) -> None:
     """Drop a random share of every image's patches in training, see `PatchDropout`.
 
@@ -71,11 +83,11 @@ def drop_patches(vision_model: PreTrainedModel, share: float) -> None:
         ValueError: if the backbone does not embed an image as `[B, tokens, C]`, the patches last.
     """
     embeddings, config = getattr(vision_model, "embeddings", None), vision_model.config
-    _, height, width = image_shape(vision_model)
-    patch = getattr(config, "patch_size", None)
-    patches = (height // patch) * (width // patch) if isinstance(patch, int) else 0
+    shape, patch = input_shape(vision_model), getattr(config, "patch_size", None)
+    of_images = len(shape) == 3 and shape[0] == 3
+    patches = (shape[1] // patch) * (shape[2] // patch) if of_images and isinstance(patch, int) else 0
 
-    probed = embeddings(torch.zeros(1, *image_shape(vision_model))) if embeddings is not None and patches else None
+    probed = embeddings(torch.zeros(1, *shape)) if embeddings is not None and patches else None
     if embeddings is None or not isinstance(probed, Tensor) or probed.dim() != 3 or probed.shape[1] < patches:
         raise ValueError(
             f"--patch_dropout is {share}; a {config.model_type} has no row of patch tokens to drop from. Use a ViT, or 0."
@@ -95,7 +107,7 @@ def switch_off_dropout(model: FusionDualEncoderModel) -> None:
         ValueError: if a backbone still draws random numbers in training.
     """
     found = {}
-    for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
+    for name, tower in (("vision", image_backbone(model.vision_model)), ("text", model.text_model)):
         highest = 0.0
         for module in tower.modules():
             own_config = vars(module).get("config")
@@ -186,7 +198,7 @@ def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
         raise ValueError(
             f"--lora_rank is {args.lora_rank}; adapters need peft, which is not installed. Run pip install peft."
         ) from error
-    both = {"vision": model.vision_model, "text": model.text_model}
+    both = {"vision": image_backbone(model.vision_model), "text": model.text_model}
     towers = {name: both[name] for name in args.towers if is_trained(both[name])}
     if not towers:
         raise ValueError(

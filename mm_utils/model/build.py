@@ -24,8 +24,17 @@ from mm_utils.model.adapt import (
     freeze_unused,
     recompute_activations,
     switch_off_dropout,
+    use_channels_last,
 )
-from mm_utils.model.modeling_fusion_dual_encoder import DIRECTIONS, DUAL_ENCODERS, POOLINGS, FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    DIRECTIONS,
+    DUAL_ENCODERS,
+    POOLINGS,
+    FusionDualEncoderModel,
+    input_name,
+    input_shape,
+    vision_tower,
+)
 from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower
 from mm_utils.model.stock import load_stock
 
@@ -35,7 +44,12 @@ VISION_PRESETS: dict[str, dict[str, Any]] = {
     "small": {"model_type": "vit", "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6,
               "intermediate_size": 1536, "patch_size": 16, "image_size": 224},
     "base": {"model_type": "vit", "patch_size": 16, "image_size": 224},
+    # Over log-mel spectrograms of 40 frames a second, 32 frequencies high: any number of frames.
+    "sound-tiny": {"model_type": "convnext", "num_channels": 1, "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2],
+                   "num_stages": 3, "patch_size": 4, "image_size": [200, 32], "layer_scale_init_value": 1.0,
+                   "initializer_range": 0.08},
 }  # fmt: skip
+VISION_PRESETS["clip-tiny"] = VISION_PRESETS["tiny"]  # over every frame
 TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "bert", "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
              "intermediate_size": 768, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -43,6 +57,13 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
               "intermediate_size": 1536},
     "base": {"model_type": "bert"},
 }  # fmt: skip
+
+NO_DUAL_ENCODERS = {
+    "clap": "it has two temperatures and projections of two layers. Give it as --vision_model_name_or_path, which takes its "
+    "sound tower.",
+    "xclip": "what it makes of a text depends on the clip, so that texts cannot be encoded alone. Give a CLIP, which looks at "
+    "every frame of a clip.",
+}
 
 
 @dataclass
@@ -57,9 +78,17 @@ class ModelArguments:
         "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, Chinese CLIP or "
         "VisionTextDualEncoderModel, which gets the head of --fusion_layers.",
     )
-    vision_model_name_or_path: str | None = arg(None, "Pretrained vision backbone: a folder or a Hub id.")
+    vision_model_name_or_path: str | None = arg(
+        None,
+        "Pretrained vision backbone: a folder or a Hub id. For sounds AST, Whisper, Wav2Vec2, HuBERT or CLAP, of which the sound "
+        "tower is taken; for clips VideoMAE, TimeSformer, ViViT, V-JEPA 2, or an image backbone, which looks at every frame.",
+    )
     text_model_name_or_path: str | None = arg(None, "Pretrained text backbone: a folder or a Hub id.")
-    vision_config: str = arg("tiny", "Vision backbone from scratch: tiny, small, base, or a config.json.")
+    vision_config: str = arg(
+        "tiny",
+        "Vision backbone from scratch: tiny, small, base, or a config.json. Tiny is sound-tiny for sounds, a ConvNeXt over "
+        "log-mel spectrograms, and clip-tiny for clips, tiny over every frame with two layers over time.",
+    )
     text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.")
     tokenizer_name_or_path: str | None = arg(
         None, "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions."
@@ -144,17 +173,30 @@ class ModelArguments:
 
 
 def build_model(
-    args: ModelArguments, tokenizer: PreTrainedTokenizerBase, lora_args: LoraArguments | None = None
+    args: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    lora_args: LoraArguments | None = None,
+    medium: str = "image",
 ) -> FusionDualEncoderModel:
-    """Build or load the model of the arguments, in float32, with adapters if given, ready to be trained."""
+    """Build or load the model of the arguments, in float32, with adapters if given, ready to be trained.
+
+    Raises:
+        ValueError: if its vision tower cannot read the medium, `image`, `clip` or `sound`.
+    """
     if args.model_name_or_path:
-        model = load_model(args.model_name_or_path, **_head(args)).float()
+        model = load_model(args.model_name_or_path, medium=medium, **_head(args)).float()
+        if model.config.medium != medium:
+            raise ValueError(
+                f"--model_name_or_path is {args.model_name_or_path}; it reads {model.config.medium}s, and the data are {medium}s. "
+                "Choose another model."
+            )
     else:
-        vision_model, vision_pooling = _backbone(args, "vision", tokenizer)
+        vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
         text_model, text_pooling = _backbone(args, "text", tokenizer)
         model = FusionDualEncoderModel.from_backbones(
             vision_model,
             text_model,
+            medium=medium,
             vision_pooling=vision_pooling,
             text_pooling=text_pooling,
             # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
@@ -171,7 +213,7 @@ def build_model(
         _check_adapters(args, lora_args)
         add_adapters(model, lora_args)
     freeze_unreached(model)
-    model.vision_model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    use_channels_last(model.vision_model)
     if args.gradient_checkpointing:
         recompute_activations(model)
     if args.patch_dropout:
@@ -212,6 +254,8 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     title = f"{name} holds no model"
     try:
         config = load_config(title, name)
+        if config.model_type in NO_DUAL_ENCODERS:
+            raise ValueError(f"{title} that can be taken as a whole; {NO_DUAL_ENCODERS[config.model_type]}")
         if config.model_type in DUAL_ENCODERS:
             return load_stock(name, config, **head)
         with explained(title, name):
@@ -237,18 +281,43 @@ def freeze_unreached(model: FusionDualEncoderModel) -> int:
     return freeze_unused(model, towers, output)
 
 
-def _backbone(args: ModelArguments, tower: str, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, str]:
+def _backbone(
+    args: ModelArguments, tower: str, tokenizer: PreTrainedTokenizerBase, medium: str = "image"
+) -> tuple[PreTrainedModel, str]:
     """Load or make a backbone; return it with its pooling."""
     name, pooling = getattr(args, f"{tower}_model_name_or_path"), getattr(args, f"{tower}_pooling")
     if name:
-        return load_tower(name, tower, pooling, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
-    made = _new_vision_backbone(args) if tower == "vision" else _new_text_backbone(args, tokenizer)
+        made, pooling = load_tower(name, tower, pooling, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
+    else:
+        made = _new_vision_backbone(args, medium) if tower == "vision" else _new_text_backbone(args, tokenizer)
+    if tower == "vision" and medium not in media_of(made):
+        flag = f"--vision_model_name_or_path is {name}" if name else f"--vision_config is {args.vision_config}"
+        raise ValueError(
+            f"{flag}; a {type(made).__name__} like this one reads {'s or '.join(media_of(made))}s, and the data are {medium}s. "
+            f"Choose another, or give --vision_config tiny, which is made for {medium}s."
+        )
+    if hasattr(made.config, "apply_spec_augment"):
+        made.config.apply_spec_augment = False  # its masks are drawn by NumPy, so that no step could be repeated
     return made, pooling
 
 
-def _new_vision_backbone(args: ModelArguments) -> PreTrainedModel:
+def media_of(backbone: Any) -> tuple[str, ...]:
+    """Return the kinds of media that a backbone can read."""
+    shape = input_shape(backbone)
+    if input_name(backbone) in ("input_values", "input_features") or shape[0] == 1:
+        return ("sound",)
+    return ("clip",) if len(shape) == 4 else ("image", "clip")
+
+
+def _new_vision_backbone(args: ModelArguments, medium: str = "image") -> PreTrainedModel:
     size = {"image_size": args.image_size} if args.image_size else {}
-    return AutoModel.from_config(AutoConfig.for_model(**{**preset(args.vision_config, VISION_PRESETS), **size}))
+    return vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))
+
+
+def vision_preset(args: ModelArguments, medium: str) -> dict[str, Any]:
+    """Return the fields of the vision backbone from scratch; `tiny` is the medium's own."""
+    own = f"{medium}-tiny" if medium != "image" and args.vision_config == "tiny" else args.vision_config
+    return preset(own, VISION_PRESETS)
 
 
 def _new_text_backbone(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from mm_utils.model.adapt import (
     freeze_unused,
     recompute_activations,
     switch_off_dropout,
+    use_channels_last,
 )
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import (
@@ -87,7 +88,7 @@ def build_classifier(
         if frozen:
             model.freeze(tower)
     add_adapters(model, lora_args)
-    model.vision_model.to(memory_format=torch.channels_last)  # type: ignore[call-arg]
+    use_channels_last(model.vision_model)
     freeze_unused(
         model, model.parameters(), lambda images, ids: model.classify(images, ids, torch.ones_like(ids)).sum()
     )

@@ -6,7 +6,7 @@ Matrix products and convolutions count, attention without regard to masks; a mul
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_shape, is_trained
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_backbone, input_shape, is_trained
 
 
 class Quadratic(NamedTuple):
@@ -38,7 +38,7 @@ _ZERO = Quadratic(0, 0, 0)
 class FlopCounts:
     """FLOPs of one row's forward pass, 0 for a missing head, and which towers are trained."""
 
-    image: int  # vision tower and projection, per image
+    image: int  # media tower and projection, per image, clip or sound
     keys_values: int  # image side of the fusion head, per image
     text: Quadratic  # text tower and projection, per text
     pair: Quadratic  # fusion head, per scored pair, by the length of its text
@@ -70,12 +70,20 @@ class FlopCounts:
 
 @torch.enable_grad()  # without, the counter fails where a module is given a slice of a trained parameter (DeBERTa)
 def measure_flops(
-    model: FusionDualEncoderModel, image_size: int, max_seq_length: int, frozen_towers_run: bool = True
+    model: FusionDualEncoderModel,
+    medium_size: int | Sequence[int],
+    max_seq_length: int,
+    frozen_towers_run: bool = True,
 ) -> FlopCounts:
-    """Count FLOPs on blank inputs, after freezing and before `accelerator.prepare`."""
+    """Count FLOPs on blank inputs, after freezing and before `accelerator.prepare`.
+
+    Args:
+        medium_size: side of an image, or the shape of one input of the media tower.
+    """
     device = next(model.parameters()).device
-    channels = image_shape(model.vision_model)[0]
-    pixels = torch.zeros(2, channels, image_size, image_size, dtype=model.dtype, device=device)
+    if isinstance(medium_size, int):
+        medium_size = (input_shape(model.vision_model)[0], medium_size, medium_size)
+    pixels = torch.zeros(2, *medium_size, dtype=model.dtype, device=device)
     shortest = max(1, min(8, max_seq_length // 3))
     lengths = (shortest, 2 * shortest, 3 * shortest)
     ones = torch.ones(2, lengths[-1], dtype=torch.long, device=device)
@@ -105,7 +113,7 @@ def measure_flops(
 
         counted = (text_flops, pair_flops, text_side_flops)
         text, pair, text_side = (_fit(lengths, [flops(length) for length in lengths]) for flops in counted)
-    trained = is_trained(model.vision_model), is_trained(model.text_model)
+    trained = is_trained(image_backbone(model.vision_model)), is_trained(model.text_model)
     return FlopCounts(image, with_image_side - image, text, pair, *trained, frozen_towers_run, text_side)
 
 

@@ -1,4 +1,4 @@
-"""A vision-text dual encoder with a cross-attention fusion head, for any `AutoModel` towers.
+"""A dual encoder of texts and images, clips or sounds, with a cross-attention fusion head, for any `AutoModel` towers.
 
 The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`, `CLIPModel`,
 `ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`. `FusionDualEncoderModel.from_dual_encoder` takes a model of these classes,
@@ -8,6 +8,9 @@ candidate text reuses them.
 
 This file depends on torch and transformers alone, because it is saved with every checkpoint that is pushed.
 
+The medium may be a clip or a sound: `vision_model` is its tower, `pixel_values` that tower's input, and "image" in a name
+stands for any of the three. Hidden states of clips and sounds become maps `[B, C, places, T]`, see `_along_time`.
+
 Shape letters: B images or texts, P pairs, R boxes, C channels of a backbone, N image tokens, L text tokens, M chosen tokens,
 V words of the vocabulary, D fusion width, E embedding width.
 """
@@ -15,6 +18,7 @@ V words of the vocabulary, D fusion width, E embedding width.
 import copy
 import itertools
 import math
+import wave
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +33,18 @@ from transformers import (
     AutoModelForZeroShotImageClassification,
     AutoProcessor,
     ChineseCLIPTextModel,
+    ClapAudioModel,
     PreTrainedConfig,
     PreTrainedModel,
     Siglip2TextModel,
     Siglip2VisionModel,
     SiglipTextModel,
 )
-from transformers.image_utils import load_image
+from transformers.image_utils import is_pil_image, load_image
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
+MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
 DIRECTIONS = ("text_to_image", "both")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
@@ -58,6 +64,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
     """Two backbone configs, pooling and projection, and the shape of the fusion head.
 
     Args:
+        medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
         vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
         projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
         logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
@@ -90,12 +97,14 @@ class FusionDualEncoderConfig(PreTrainedConfig):
     model_type = "fusion-dual-encoder"
     sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012
     has_no_defaults_at_init = True
+    medium = "image"
 
     def __init__(
         self,
         vision_config: Any = None,
         text_config: Any = None,
         *,
+        medium: str = "image",
         projection_dim: int | None = None,
         logit_scale_init_value: float = 2.6592,
         logit_bias_init_value: float | None = None,
@@ -129,6 +138,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             # whose own config lost it would silently ignore its padding mask.
             setattr(self, name, AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config))
         for name, value, choices in (
+            ("medium", medium, MEDIA),
             ("vision_pooling", vision_pooling, POOLINGS),
             ("text_pooling", text_pooling, POOLINGS),
             ("fusion_direction", fusion_direction, DIRECTIONS),
@@ -143,6 +153,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             raise ValueError(
                 f"fusion_dim is {fusion_dim} with {fusion_heads} heads; it must be a multiple of 4 x fusion_heads."
             )
+        if medium != "image":  # so that the files of image models stay as they were
+            self.medium = medium
         self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
         self.logit_scale_init_value = logit_scale_init_value
         self.logit_bias_init_value = logit_bias_init_value
@@ -190,14 +202,46 @@ def is_trained(tower: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in tower.parameters())
 
 
-def image_shape(backbone: PreTrainedModel) -> tuple[int, int, int]:
-    """Return channels, height and width of a vision backbone's input."""
-    of_timm = getattr(backbone.config, "pretrained_cfg", None) or {}
-    size = getattr(backbone.config, "image_size", None) or of_timm.get("input_size", (64,))[-1]
+def input_shape(backbone: Any) -> tuple[int, ...]:
+    """Return the shape of one input of a media backbone; where it may be longer, an example.
+
+    Images `[3, H, W]`, clips `[T, 3, H, W]`, waves `[samples]`, spectrograms `[frames, mel]`; Whisper's are turned.
+    """
+    config = backbone.config
+    if isinstance(backbone, FramesTower):
+        return 4, *input_shape(backbone.backbone)
+    if hasattr(config, "conv_stride"):
+        return (16 * math.prod(config.conv_stride),)
+    if hasattr(config, "max_source_positions"):
+        return config.num_mel_bins, 2 * config.max_source_positions
+    if hasattr(config, "frequency_stride"):
+        return config.max_length, config.num_mel_bins
+    if hasattr(config, "spec_size"):
+        return 1, config.spec_size**2 // config.num_mel_bins, config.num_mel_bins
+    of_timm = getattr(config, "pretrained_cfg", None) or {}
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
+    size = size or of_timm.get("input_size", (64,))[-1]
     if isinstance(backbone, Siglip2VisionModel):
-        size = math.isqrt(backbone.config.num_patches) * backbone.config.patch_size
+        size = math.isqrt(config.num_patches) * config.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return getattr(backbone.config, "num_channels", 3), height, width
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    return (*([frames] if frames else []), getattr(config, "num_channels", 3), height, width)
+
+
+def input_name(backbone: Any) -> str:
+    """Return what a media backbone calls its input; code of others may leave it at the default, a text's."""
+    return "pixel_values" if backbone.main_input_name == "input_ids" else backbone.main_input_name
+
+
+def image_backbone(tower: Any) -> Any:
+    """Return what reads the single frames, if it is an image backbone, or the tower itself."""
+    return tower.backbone if isinstance(tower, FramesTower) else tower
+
+
+def vision_tower(config: Any) -> PreTrainedModel:
+    """Make the media tower of a config: of Whisper the encoder."""
+    made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else AutoModel.from_config(config)
+    return made.get_encoder() if config.model_type == "whisper" else made
 
 
 def _text_tower(config: Any) -> PreTrainedModel:
@@ -229,18 +273,18 @@ def _take_images(vision_model: PreTrainedModel) -> None:
     vision_model.register_forward_pre_hook(add_missing, with_kwargs=True)
 
 
-def probe_input(backbone: PreTrainedModel, tower: str) -> dict[str, Tensor]:
-    """Return a fixed input of a `vision` backbone, one image, or of a `text` backbone, two tokens."""
+def probe_input(backbone: Any, tower: str) -> dict[str, Tensor]:
+    """Return a fixed input of a `vision` backbone, one medium, or of a `text` backbone, two tokens."""
     parameter = next(backbone.parameters())
     if tower == "text":
         ones = torch.ones(1, 2, dtype=torch.long, device=parameter.device)
         return {"input_ids": ones, "attention_mask": ones}
-    shape = image_shape(backbone)
-    return {"pixel_values": torch.linspace(-1, 1, math.prod(shape)).view(1, *shape).to(parameter)}
+    shape = input_shape(backbone)
+    return {input_name(backbone): torch.linspace(-1, 1, math.prod(shape)).view(1, *shape).to(parameter)}
 
 
 @torch.no_grad()
-def _probe(backbone: PreTrainedModel, tower: str) -> ModelOutput:
+def _probe(backbone: Any, tower: str) -> ModelOutput:
     """Run the backbone on `probe_input` in evaluation mode.
 
     Raises:
@@ -357,15 +401,36 @@ def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     return tokens[:, :special], tokens[:, special:].transpose(1, 2).unflatten(2, (side, side))
 
 
+def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
+    """Lay a hidden state of a clip or a sound out as `[B, C, places, T]`, its places in the picture or its frequencies."""
+    config = tower.config
+    if medium == "image" or isinstance(tower, FramesTower):
+        return hidden
+    if hidden.dim() == 4 and hasattr(config, "spec_size"):  # CLAP's: four stretches of time, one below the other
+        return hidden.unflatten(2, (config.spec_size // config.num_mel_bins, -1)).transpose(2, 3).flatten(3)
+    if hidden.dim() == 4:  # of a spectrogram `[frames, mel]`
+        return hidden.transpose(2, 3)
+    patch, places = getattr(config, "patch_size", None) or getattr(config, "tubelet_size", (0,))[-1], 1
+    if hasattr(config, "frequency_stride"):  # AST, with two special tokens
+        hidden, places = hidden[:, 2:], (config.num_mel_bins - patch) // config.frequency_stride + 1
+    elif medium == "clip":
+        places = math.prod(side // patch for side in input_shape(tower)[2:])
+    steps = hidden.shape[1] // places
+    tokens = hidden[:, hidden.shape[1] - steps * places :].transpose(1, 2)  # without special ones
+    if hasattr(config, "frequency_stride") or config.model_type == "timesformer":
+        return tokens.unflatten(2, (places, steps))
+    return tokens.unflatten(2, (steps, places)).transpose(2, 3)
+
+
 class LevelAdapter(nn.Module):
     """Projection of a hidden state to at most `max_tokens` tokens `[B, n, D]`.
 
-    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`.
+    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`; a `timed` map, `[B, C, places, T]`, gives up places before time.
     """
 
-    def __init__(self, width: int, dim: int, max_tokens: int):
+    def __init__(self, width: int, dim: int, max_tokens: int, timed: bool = False):
         super().__init__()
-        self.max_tokens = max_tokens
+        self.max_tokens, self.timed = max_tokens, timed
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, dim)
         self.level = nn.Parameter(torch.zeros(dim))
@@ -373,6 +438,9 @@ class LevelAdapter(nn.Module):
     def pool(self, hidden: Tensor) -> Tensor:
         """Average neighbours until at most `max_tokens` are left; keep special tokens."""
         side = int(self.max_tokens**0.5)
+        if self.timed:
+            steps = min(hidden.shape[3], self.max_tokens)
+            return F.adaptive_avg_pool2d(hidden, (min(hidden.shape[2], self.max_tokens // steps), steps))
         if hidden.dim() == 4:
             return F.adaptive_avg_pool2d(hidden, side) if hidden.shape[-1] * hidden.shape[-2] > side**2 else hidden
         if hidden.shape[1] <= self.max_tokens:
@@ -477,6 +545,44 @@ def _mlp(dim: int, ratio: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(dim, ratio * dim), nn.GELU(), nn.Linear(ratio * dim, dim))
 
 
+class FramesTower(nn.Module):
+    """An image backbone over the frames of a clip, as many as there are, and two layers over time.
+
+    What happens is what changes: a frame is mixed with its differences to the frames before and after (CLIP2Video, arXiv
+    2106.11097). At initialisation, the pooled output is the mean of the frames' own (CLIP4Clip, arXiv 2104.08860), which are
+    `width` channels each by `pooling`.
+    """
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, backbone: PreTrainedModel, pooling: str, width: int):
+        super().__init__()
+        self.backbone, self.pooling, self.config = backbone, pooling, backbone.config
+        self.mix = nn.Linear(3 * width, width)
+        shape = (width, math.gcd(width, max(1, width // 64)), 2 * width, 0.0, "gelu", 1e-5, True, True)
+        layers = [nn.TransformerEncoderLayer(*shape) for _ in range(2)]
+        last = (self.mix, *(part for layer in layers for part in (layer.self_attn.out_proj, layer.linear2)))
+        for parameter in itertools.chain(*(part.parameters() for part in last)):
+            nn.init.zeros_(parameter)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, pixel_values: Tensor, output_hidden_states: bool = False, **_: Any) -> ModelOutput:
+        """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
+        clips, steps = pixel_values.shape[:2]
+        images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
+        frames = _pool(output, self.pooling).unflatten(0, (clips, steps))
+        change = frames.diff(dim=1)
+        at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
+        waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
+        told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
+        frames = self.layers(frames + self.mix(torch.cat(told, -1)))
+        in_time = frames.transpose(1, 2)[:, :, None]
+        states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
+        maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
+        return ModelOutput(last_hidden_state=in_time, pooler_output=frames.mean(1), hidden_states=(*maps, in_time))
+
+
 class TextBridge(nn.Module):
     """Layers of the text tower, mixed by learned weights and projected.
 
@@ -512,7 +618,8 @@ class FusionHead(nn.Module):
         dim, blocks, both = config.fusion_dim, config.fusion_layers, config.fusion_direction == "both"
         self.taps = list(config.fusion_vision_taps)
         self.adapters: Iterable[LevelAdapter] = nn.ModuleList(  # type: ignore[assignment]
-            LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap) for tap in self.taps
+            LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap, config.medium != "image")
+            for tap in self.taps
         )
         self.vision_norm = nn.LayerNorm(dim)
         bridges = blocks if config.fusion_hierarchy else 1
@@ -709,8 +816,11 @@ class FusionDualEncoderModel(PreTrainedModel):
                 "The config does not say how wide the backbones' outputs are. Build new models with "
                 "FusionDualEncoderModel.from_backbones(vision_model, text_model), which measures them."
             )
-        self.vision_model = vision_model if vision_model is not None else AutoModel.from_config(config.vision_config)
-        _take_images(self.vision_model)
+        tower: Any = vision_model if vision_model is not None else vision_tower(config.vision_config)
+        _take_images(image_backbone(tower))
+        if config.medium == "clip" and len(input_shape(tower)) == 3:
+            tower = FramesTower(tower, config.vision_pooling, config.vision_pooled_width)
+        self.vision_model = tower
         self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
         self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
         self.visual_projection: nn.Module = nn.Identity()
@@ -750,9 +860,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             nn.init.normal_(module.level, std=0.02)
 
     @classmethod
-    def from_backbones(
-        cls, vision_model: PreTrainedModel, text_model: PreTrainedModel, **config: Any
-    ) -> "FusionDualEncoderModel":
+    def from_backbones(cls, vision_model: Any, text_model: PreTrainedModel, **config: Any) -> "FusionDualEncoderModel":
         """Join two backbones, after one run of each on a blank input to measure its outputs.
 
         Args:
@@ -763,7 +871,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
         """
-        _take_images(vision_model)
+        _take_images(image_backbone(vision_model))
+        medium = config.get("medium", FusionDualEncoderConfig.medium)
         vision, text = _probe(vision_model, "vision"), _probe(text_model, "text")
         for name, output in (("vision_pooling", vision), ("text_pooling", text)):
             pooler = output.get("pooler_output")
@@ -773,20 +882,26 @@ class FusionDualEncoderModel(PreTrainedModel):
             first_token_only = name == "text_pooling" and _has_bert_pooler(text_model)
             best = "mean" if pooler is None or first_token_only else "pooler"
             config[name] = best if wanted == "auto" else wanted
+        pooled_width = _pool(vision, config["vision_pooling"]).shape[-1]
+        over_frames = medium == "clip" and len(input_shape(vision_model)) == 3
+        if over_frames:
+            vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
+            vision = _probe(vision_model, "vision")
+        hidden_states = [_along_time(hidden, vision_model, medium) for hidden in vision["hidden_states"]]
         most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))
-        config.setdefault(
-            "fusion_vision_taps", _default_taps(list(map(_num_positions, vision["hidden_states"])), most)
-        )
+        taps = _default_taps(list(map(_num_positions, hidden_states)), most)
+        # Regions are read from the last tap: of frames, what the layers over time give.
+        config.setdefault("fusion_vision_taps", sorted(taps, key=lambda tap: over_frames and tap == -1))
         config.setdefault("fusion_text_taps", _default_taps([1] * len(text["hidden_states"]), most))
         resolved = FusionDualEncoderConfig(
             vision_model.config,
             text_model.config,
-            vision_widths=list(map(_num_channels, vision["hidden_states"])),
-            vision_pooled_width=_pool(vision, config["vision_pooling"]).shape[-1],
+            vision_widths=list(map(_num_channels, hidden_states)),
+            vision_pooled_width=pooled_width,
             text_width=text["last_hidden_state"].shape[-1],
             **config,
         )
-        for name, states in (("vision", vision["hidden_states"]), ("text", text["hidden_states"])):
+        for name, states in (("vision", hidden_states), ("text", text["hidden_states"])):
             for tap in getattr(resolved, f"fusion_{name}_taps"):
                 if not -len(states) <= tap < len(states):
                     raise ValueError(
@@ -830,7 +945,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
         """Set the mode, except for frozen towers and fixed batch norms, which stay in evaluation."""
         super().train(mode)
-        for tower in (self.vision_model, self.text_model):
+        for tower in (self.vision_model, image_backbone(self.vision_model), self.text_model):
             if not is_trained(tower):
                 tower.eval()
         if self.config.freeze_batch_norm:
@@ -840,8 +955,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         return self
 
     def freeze(self, tower: str) -> None:
-        """Stop training the `vision` or the `text` backbone; its projection is still trained."""
-        (self.vision_model if tower == "vision" else self.text_model).requires_grad_(False)
+        """Stop training the `vision` or the `text` backbone; its projection, and layers over frames, are still trained."""
+        (image_backbone(self.vision_model) if tower == "vision" else self.text_model).requires_grad_(False)
 
     def add_logit_bias(self) -> None:
         """Add a bias of -10 and set the scale to 10, as SigLIP starts (arXiv 2303.15343)."""
@@ -885,7 +1000,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             raise ValueError(
                 "This model was built with fusion_layers=0; regions are read from the fusion head's taps."
             )
-        _as_map(_probe(self.vision_model, "vision")["hidden_states"][self.config.fusion_vision_taps[-1]])
+        if self.config.medium == "image":
+            _as_map(_probe(self.vision_model, "vision")["hidden_states"][self.config.fusion_vision_taps[-1]])
         if self.region_head is None:
             self._make_region_head()
         self.config.region_head = True
@@ -896,7 +1012,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.region_head.apply(self._init_weights)
 
     def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, KeysValues | None]:
-        """Return unit embeddings `[B, E]` of images `[B, 3, H, W]`, and the head's image side."""
+        """Return unit embeddings `[B, E]` of images `[B, 3, H, W]` or other media (`input_shape`), and the head's image side."""
         return self.project_image(*self.vision_features(pixel_values, with_keys_values))
 
     def encode_text(
@@ -912,12 +1028,18 @@ class FusionDualEncoderModel(PreTrainedModel):
     def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the pooled output `[B, C]` of the vision backbone, and the pooled taps."""
         head = self.fusion if with_taps else None
-        # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
-        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+        name, medium = input_name(self.vision_model), self.config.medium
+        if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
+            pixel_values = (pixel_values + 35) / 33
+        if pixel_values.dim() == 4:
+            # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
+            pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
-            output = self.vision_model(pixel_values, output_hidden_states=head is not None, return_dict=True)
-        pooled = _pool(output, self.config.vision_pooling)
-        return pooled, () if head is None else head.pool_taps(output.hidden_states)
+            output = self.vision_model(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
+        states = (
+            () if head is None else [_along_time(state, self.vision_model, medium) for state in output.hidden_states]
+        )
+        return _pool(output, self.config.vision_pooling), () if head is None else head.pool_taps(states)
 
     def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
         """Turn the result of `vision_features` into that of `encode_image`; None without taps."""
@@ -975,14 +1097,14 @@ class FusionDualEncoderModel(PreTrainedModel):
         return head(grid, boxes, image)
 
     def cell_embeds(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return unit embeddings `[B, h, w, E]` of all cells of the last tap."""
+        """Return unit embeddings `[B, h, w, E]` of all cells of the last tap; of clips and sounds `[B, 1, T, E]`."""
         head, grid = self._region_grid(taps)
         return head.cells(grid)
 
     def _region_grid(self, taps: Sequence[Tensor]) -> tuple[RegionHead, Tensor]:
         if self.region_head is None:
             raise ValueError("This model has no embeddings of regions. Train it with regions among --objectives.")
-        return self.region_head, _as_map(taps[-1])
+        return self.region_head, _as_map(taps[-1]) if self.config.medium == "image" else taps[-1].mean(2, keepdim=True)
 
     def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Return logits `[P]` that pair p, given by its image side and text side, belongs together."""
@@ -1109,8 +1231,10 @@ class FusionDualEncoderModel(PreTrainedModel):
     # -- for people: pictures and sentences in, numbers out ---------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, images: Any = None, texts: Any = None, batch_size: int = 32) -> Tensor | tuple[Tensor, Tensor]:
-        """Return unit embeddings `[B, E]`, on the CPU, of images or of texts; of both, images first.
+    def encode(
+        self, images: Any = None, texts: Any = None, batch_size: int = 32, *, clips: Any = None, sounds: Any = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return unit embeddings `[B, E]`, on the CPU, of media or of texts; of both, media first.
 
         The model is set to evaluation mode.
 
@@ -1118,27 +1242,24 @@ class FusionDualEncoderModel(PreTrainedModel):
             images: a path, a URL or a PIL image, or a list of these.
             texts: a sentence, or a list of these.
             batch_size: how many go through a tower at a time.
+            clips: a path, which needs `av`, or a list of PIL images, or a list of these; frames at equal distances are read.
+            sounds: the path of a WAV file of 16 bits or (samples in [-1, 1], rate), or a list of these; its middle is read.
 
         Raises:
-            ValueError: if neither is given, or the model has no processor.
+            ValueError: if nothing is given or other media than the model reads, or the model has no processor.
         """
         self.eval()
-        found = []
-        if images is not None:
-            parts = [
-                self.encode_image(pixels, with_keys_values=False)[0] for pixels in self._pixels(images, batch_size)
-            ]
-            found.append(torch.cat(parts).float().cpu())
-        if texts is not None:
-            texts = [texts] if isinstance(texts, str) else list(texts)
-            parts = [
-                self.encode_text(*self._tokens(texts[start : start + batch_size]), with_states=False)[0]
-                for start in range(0, len(texts), batch_size)
-            ]
-            found.append(torch.cat(parts).float().cpu())
-        if not found:
+        found: list[list[Tensor]] = []
+        for kind, media in zip(MEDIA, (images, clips, sounds), strict=True):
+            inputs = () if media is None else self._inputs(media, kind, batch_size)
+            found.append([self.encode_image(each, with_keys_values=False)[0] for each in inputs])
+        texts = [texts] if isinstance(texts, str) else list(texts or ())
+        batches = (texts[start : start + batch_size] for start in range(0, len(texts), batch_size))
+        found.append([self.encode_text(*self._tokens(batch), with_states=False)[0] for batch in batches])
+        joined = [torch.cat(parts).float().cpu() for parts in found if parts]
+        if not joined:
             raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
-        return found[0] if len(found) == 1 else (found[0], found[1])
+        return joined[0] if len(joined) == 1 else (joined[0], joined[1])
 
     @staticmethod
     def similarity(one: Tensor, other: Tensor) -> Tensor:
@@ -1147,7 +1268,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     @torch.no_grad()
     def rerank(self, text: str, images: Any, batch_size: int = 32) -> list[tuple[int, float]]:
-        """Order images for a text; return their places in `images` with their scores, the best first.
+        """Order images, or what the model reads, for a text; return their places with their scores, the best first.
 
         The score is the scaled cosine + `head_scores`. Without weights that were fitted and help, that is the order of the
         cosines. Arguments and errors are those of `encode`.
@@ -1156,7 +1277,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         input_ids, attention_mask = self._tokens([text])
         text_embed, text_states = self.encode_text(input_ids, attention_mask)
         scores: list[float] = []
-        for pixels in self._pixels(images, batch_size):
+        for pixels in self._inputs(images, self.config.medium, batch_size):
             image_embeds, keys_values = self.encode_image(pixels)
             score = self.logit_scale.exp() * (image_embeds @ text_embed[0])
             if keys_values is not None:
@@ -1182,14 +1303,24 @@ class FusionDualEncoderModel(PreTrainedModel):
             self.processor = AutoProcessor.from_pretrained(self.name_or_path)
         return self.processor
 
-    def _pixels(self, images: Any, batch_size: int) -> Iterator[Tensor]:
-        """Yield images in batches, read, upright, resized and normalised."""
-        images = list(images) if isinstance(images, (list, tuple)) else [images]
+    def _inputs(self, media: Any, kind: str, batch_size: int) -> Iterator[Tensor]:
+        """Yield media in batches, as the tower takes them."""
+        if kind != self.config.medium:
+            raise ValueError(f"This model reads {self.config.medium}s, and it was given {kind}s.")
+        is_many = isinstance(media, list) or (isinstance(media, tuple) and kind != "sound")
+        media = list(media) if is_many and not (kind == "clip" and is_pil_image(media[0])) else [media]
         processor = self._find_processor()
-        for start in range(0, len(images), batch_size):
-            read = [load_image(image).convert("RGB") for image in images[start : start + batch_size]]
-            pixels = processor(images=read, return_tensors="pt")["pixel_values"]
-            yield pixels.to(self.logit_scale.device, self.dtype)
+        for start in range(0, len(media), batch_size):
+            batch = media[start : start + batch_size]
+            if kind == "sound":
+                found = torch.cat([_heard(sound, processor.feature_extractor) for sound in batch])
+            else:
+                count = getattr(processor.image_processor, "clip_frames", 8)
+                pictures = [frame for clip in batch for frame in _spread(clip, count)] if kind == "clip" else batch
+                read = [load_image(picture).convert("RGB") for picture in pictures]
+                found = processor.image_processor(images=read, return_tensors="pt")["pixel_values"]
+                found = found.unflatten(0, (len(batch), count)) if kind == "clip" else found
+            yield found.to(self.logit_scale.device, self.dtype)
 
     def _tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask `[B, L]`."""
@@ -1216,6 +1347,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             ValueError: if the stock class cannot express this model, with the reason.
         """
         kind, weights = self.config.dual_encoder_type, dict(self.state_dict())
+        if self.config.medium != "image":
+            raise ValueError(f"the stock class reads images, and this model {self.config.medium}s")
         configs = {
             "vision_config": self.vision_model.config.to_dict(),
             "text_config": self.text_model.config.to_dict(),
@@ -1245,6 +1378,48 @@ class FusionDualEncoderModel(PreTrainedModel):
                 raise ValueError("the stock class pools texts by a pooler, and this text tower has none")
             weights |= _mean_as_layer(self)
             text_config["num_hidden_layers"] += 1
+
+
+def _spread(clip: Any, count: int) -> list[Any]:
+    """Return frames of a clip, a path or PIL images, each the middle one of an equal part of it."""
+    if isinstance(clip, (list, tuple, range)):
+        return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
+    import av
+
+    with av.open(str(clip)) as container:
+        places = _spread(range(sum(1 for _ in container.decode(video=0))), count)
+        container.seek(0)
+        kept = {at: frame.to_image() for at, frame in enumerate(container.decode(video=0)) if at in places}
+    return [kept[at] for at in places]
+
+
+def _heard(sound: Any, extractor: Any) -> Tensor:
+    """Return what a feature extractor makes of the middle of a sound, (samples, rate) or a path, and silence after its end."""
+    if isinstance(sound, tuple):
+        samples, rate = torch.as_tensor(sound[0]).float(), sound[1]
+    else:
+        try:
+            with wave.open(str(sound)) as file:
+                channels, width, rate, count = file.getparams()[:4]
+                content = bytearray(file.readframes(count))
+            if width != 2:
+                raise wave.Error(f"{8 * width} bits a sample")
+        except wave.Error as error:
+            raise ValueError(
+                f"{sound} is no WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
+            ) from error
+        samples = torch.frombuffer(content, dtype=torch.int16).view(-1, channels).float().mean(1) / 32768
+    length, wanted = len(samples) / rate, extractor.sampling_rate
+    seconds = getattr(extractor, "window_seconds", length)
+    first = int(max(0.0, length - seconds) / 2 * rate)
+    samples = samples[first : first + round(seconds * rate)]
+    if rate != wanted:
+        from scipy.signal import resample_poly
+
+        samples = torch.from_numpy(resample_poly(samples.numpy(), wanted, rate))
+    samples = (samples * 32768).round().clamp(-32768, 32767) / 32768  # as they are stored
+    heard = F.pad(samples, (0, round(seconds * wanted) - len(samples))).numpy()
+    return extractor(heard, sampling_rate=wanted, return_tensors="pt")[extractor.model_input_names[0]]
 
 
 @torch.no_grad()

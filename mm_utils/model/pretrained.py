@@ -19,6 +19,7 @@ from mm_utils.text import one_line
 logger = logging.getLogger(__name__)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has besides its sound tower is left out
 _SHOWN = 3  # names of weights in a message
 
 
@@ -38,7 +39,10 @@ def load_tower(
     """
     flag = f"--{tower}_model_name_or_path is {name}"
     config = load_config(flag, name, trust_remote_code)
-    config = getattr(config, f"{tower}_config", config)
+    if tower == "vision" and config.model_type in _SOUND_PARTS:
+        part = _SOUND_PARTS[config.model_type]
+    else:
+        config, part = getattr(config, f"{tower}_config", config), ""
     if config.model_type == "vit_mae":
         # It hides 75 % of the patches at random in every forward; a ViT has the same weights and hides none.
         config = ViTConfig.from_dict({**config.to_dict(), "model_type": ViTConfig.model_type})
@@ -54,6 +58,9 @@ def load_tower(
             output_loading_info=True,
         )
     missing = sorted(info["missing_keys"])
+    if part:
+        model = getattr(model, part)
+        missing = [key.removeprefix(f"{part}.") for key in missing if key.startswith(f"{part}.")]
     if len(missing) == len(model.state_dict()):
         raise ValueError(
             f"{flag}; it holds no weights of a {config.model_type}. Choose a checkpoint of that backbone."

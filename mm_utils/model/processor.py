@@ -1,6 +1,7 @@
-"""Load tokenizer and image processor, or train a WordPiece tokenizer on captions.
+"""Load tokenizer and image processor or feature extractor, or train a WordPiece tokenizer on captions.
 
-The same captions give the same tokenizer.
+The same captions give the same tokenizer. A feature extractor carries `window_seconds`, what the model hears of a sound at once.
+That is all that the tower hears, where this is fixed, so that its time axis is that of the window.
 """
 
 import hashlib
@@ -17,17 +18,28 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    ASTFeatureExtractor,
+    AutoConfig,
+    AutoFeatureExtractor,
     AutoImageProcessor,
     AutoTokenizer,
+    AutoVideoProcessor,
+    BaseVideoProcessor,
+    ClapFeatureExtractor,
+    ClapProcessor,
     CLIPImageProcessor,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
+    SequenceFeatureExtractor,
     VisionTextDualEncoderProcessor,
+    Wav2Vec2FeatureExtractor,
+    WhisperFeatureExtractor,
 )
 
 from mm_utils.files import atomic_folder
-from mm_utils.model.build import VISION_PRESETS, ModelArguments, preset
-from mm_utils.model.pretrained import explained
+from mm_utils.model.build import ModelArguments, vision_preset
+from mm_utils.model.pretrained import explained, load_config
 from mm_utils.model.stock import complete
 from mm_utils.text import one_line
 
@@ -42,37 +54,86 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+SOUND_RATE, HOP = 16000, 400  # samples a second, and from frame to frame, of a spectrogram for a tower from scratch
+MOST_SECONDS = 10.0  # of a sound, where nothing says how many
 _COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
 
 
-def load_processor(args: ModelArguments, captions: Iterable[str]) -> VisionTextDualEncoderProcessor:
-    """Load tokenizer and image processor.
+def load_processor(
+    args: ModelArguments, captions: Iterable[str], medium: str = "image", seconds: float | None = None
+) -> ProcessorMixin:
+    """Load tokenizer and image processor, or, for sounds, feature extractor.
 
     A text backbone from scratch gets a tokenizer trained on `captions`. The image processor does exactly what
-    `mm_utils.data.loading.augment.center_square` does, and gives colours the values that the backbone's own processor gives them.
+    `mm_utils.data.loading.augment.center_square` does, and gives colours the values that the backbone's own processor gives them;
+    clips are read as their frames.
+
+    Args:
+        seconds: what is to be heard of a sound; default: 10 s, or what the pretrained tower hears.
+
+    Raises:
+        ValueError: if a part is missing or damaged, or the sound tower cannot hear so much.
     """
     if args.model_name_or_path:
         return load_processor_of(args.model_name_or_path)
-    return VisionTextDualEncoderProcessor(_image_processor(args), _tokenizer(args, captions))
+    if medium == "sound":
+        return ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))
+    images: Any = _image_processor(args, medium)
+    if medium == "clip" and (frames := _own_frames(args)):
+        images.clip_frames = frames
+    return VisionTextDualEncoderProcessor(images, _tokenizer(args, captions))
 
 
-def load_processor_of(name: str) -> VisionTextDualEncoderProcessor:
+def _own_frames(args: ModelArguments) -> int | None:
+    """Return how many frames the video backbone reads, or None for an image backbone, which reads any number."""
+    name = args.vision_model_name_or_path
+    if name:
+        config = load_config(f"--vision_model_name_or_path is {name}", name, args.trust_remote_code).to_dict()
+    else:
+        config = AutoConfig.for_model(**vision_preset(args, "clip")).to_dict()
+    return config.get("num_frames") or config.get("frames_per_clip")
+
+
+def load_processor_of(name: str) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`."""
     with explained(f"the processor of {name} is missing or damaged", name):
-        processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
+        of_sounds = _is_of_sounds(name)
+        if of_sounds:
+            processor: Any = ClapProcessor.from_pretrained(name, trust_remote_code=False)
+        else:
+            processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
         complete(processor.tokenizer)
-    processor.image_processor = _center_square_processor(processor.image_processor, what=f"the model is {name}")
+    if of_sounds:
+        _set_window(processor.feature_extractor, None, f"the model is {name}")
+        return processor
+    squares: Any = _center_square_processor(processor.image_processor, what=f"the model is {name}")
+    if frames := getattr(processor.image_processor, "clip_frames", None):
+        squares.clip_frames, squares.window_seconds = (
+            frames,
+            getattr(processor.image_processor, "window_seconds", None),
+        )
+    processor.image_processor = squares
     return processor
 
 
-def _image_processor(args: ModelArguments) -> CLIPImageProcessor:
+def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImageProcessor:
     if args.vision_model_name_or_path:
         name, what = args.vision_model_name_or_path, f"--vision_model_name_or_path is {args.vision_model_name_or_path}"
         with explained(what, name):
-            own = AutoImageProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+            own = _own_processor(name, medium, args.trust_remote_code)
         return _center_square_processor(own, args.image_size, what)
-    size = args.image_size or preset(args.vision_config, VISION_PRESETS).get("image_size")
+    size = args.image_size or vision_preset(args, medium).get("image_size")
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
+
+
+def _own_processor(name: str, medium: str, trust_remote_code: bool) -> Any:
+    """Load a backbone's own processor; some video backbones have one of videos alone."""
+    try:
+        return AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        if medium != "clip":
+            raise
+        return AutoVideoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def _center_square_processor(
@@ -146,8 +207,11 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
 def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
     """Return the three values in the middle of an image of one colour."""
     try:
-        found = own(Image.new("RGB", (64, 64), colour), return_tensors="pt")
-        pixels = np.asarray(found.get("pixel_values", []))
+        image = Image.new("RGB", (64, 64), colour)
+        given = {"videos": [[image] * 2]} if isinstance(own, BaseVideoProcessor) else {"images": image}
+        found = own(**given, return_tensors="pt")
+        pixels = np.asarray(found.get("pixel_values", found.get("pixel_values_videos", [])))
+        pixels = pixels[:, 0] if pixels.ndim == 5 else pixels  # the first frame
         if "spatial_shapes" in found:  # patches, their colours last
             pixels = pixels.reshape(1, -1, own.patch_size**2, 3).transpose(0, 3, 1, 2)
     except Exception as error:  # of any kind: these classes ask for other inputs, packages or settings
@@ -159,6 +223,66 @@ def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
             f"{what}; its {type(own).__name__} gives no image of three colours, but parts or patches. Choose another backbone."
         )
     return [float(value) for value in pixels[0, :, pixels.shape[2] // 2, pixels.shape[3] // 2]]
+
+
+# -- sounds -------------------------------------------------------------------------------------------------------------
+
+
+def _is_of_sounds(name: str) -> bool:
+    """Return whether a folder or a Hub id holds a feature extractor of sounds."""
+    try:
+        return "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]
+    except OSError:
+        return False
+
+
+def _feature_extractor(args: ModelArguments, seconds: float | None) -> SequenceFeatureExtractor:
+    """Load the feature extractor of a pretrained sound tower, or make one."""
+    name = args.vision_model_name_or_path
+    if name:
+        what = f"--vision_model_name_or_path is {name}"
+        with explained(what, name):
+            found = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    else:
+        what = f"--vision_config is {args.vision_config}"
+        found = _new_feature_extractor(AutoConfig.for_model(**vision_preset(args, "sound")), seconds or MOST_SECONDS)
+    _set_window(found, seconds, what)
+    return found
+
+
+def _new_feature_extractor(config: Any, seconds: float) -> SequenceFeatureExtractor:
+    """Make the feature extractor that fits a sound tower from scratch."""
+    if hasattr(config, "conv_stride"):
+        return Wav2Vec2FeatureExtractor(sampling_rate=SOUND_RATE)
+    if hasattr(config, "max_source_positions"):
+        return WhisperFeatureExtractor(config.num_mel_bins, chunk_length=config.max_source_positions // 50)
+    if hasattr(config, "frequency_stride"):
+        return ASTFeatureExtractor(num_mel_bins=config.num_mel_bins, max_length=config.max_length)
+    if hasattr(config, "spec_size"):  # of CLAP, 100 frames a second
+        mel, hop, most = config.num_mel_bins, SOUND_RATE // 100, config.spec_size**2 // config.num_mel_bins // 100
+    else:
+        mel, hop, most = config.image_size[1], HOP, math.ceil(seconds)
+    return ClapFeatureExtractor(
+        feature_size=mel, sampling_rate=SOUND_RATE, hop_length=hop, max_length_s=most, fft_window_size=1024,
+        frequency_min=30, frequency_max=SOUND_RATE // 2, truncation="rand_trunc", padding="pad",
+    )  # fmt: skip
+
+
+def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
+    """Write `window_seconds` into a feature extractor: what it always makes, or else `seconds`.
+
+    Raises:
+        ValueError: if it makes less.
+    """
+    own: Any = extractor.max_length / 100 if isinstance(extractor, ASTFeatureExtractor) else None
+    own = own or getattr(extractor, "max_length_s", None) or getattr(extractor, "chunk_length", None)
+    if own and seconds and seconds > own:
+        raise ValueError(
+            f"{what}; its {type(extractor).__name__} hears {own:g} s, and sounds of {seconds:g} s are asked for. Give "
+            f"--medium_seconds {own:g}, or choose another backbone."
+        )
+    kept = getattr(extractor, "window_seconds", MOST_SECONDS)
+    extractor.window_seconds = float(own or seconds or kept)
 
 
 def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedTokenizerBase:

@@ -311,7 +311,10 @@ def test_a_folder_without_a_model_is_named(kind, folders, tmp_path):
     [
         ({"vision_pooling": "max"}, "--vision_pooling is 'max'; choose one of auto, pooler, mean, cls."),
         ({"text_pooling": ""}, "--text_pooling is ''; choose one of"),
-        ({"vision_config": "huge"}, "--vision_config is 'huge'; give tiny, small, base or the path of a config.json."),
+        (
+            {"vision_config": "huge"},
+            "--vision_config is 'huge'; give tiny, small, base, sound-tiny, clip-tiny or the path of a config.json.",
+        ),
         ({"text_config": "no/such.json"}, "--text_config is 'no/such.json'; give tiny, small, base or"),
         (
             {"fusion_direction": "image_to_text"},

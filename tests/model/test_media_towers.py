@@ -1,0 +1,149 @@
+"""Towers of clips and sounds: shapes, time axis, saving, freezing, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, BertConfig, BertModel
+
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    FramesTower,
+    FusionDualEncoderConfig,
+    FusionDualEncoderModel,
+    input_shape,
+    vision_tower,
+)
+
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+WAVES = {**LAYERS, "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2,
+         "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}  # fmt: skip
+CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "layer_scale_init_value": 1.0}
+TOWERS: dict[str, dict[str, Any]] = {
+    "videomae": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8, "tubelet_size": 2},
+    "timesformer": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8},
+    "vivit": {**LAYERS, "image_size": 16, "num_frames": 8, "tubelet_size": [2, 8, 8]},
+    "vjepa2": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "crop_size": 16,
+               "patch_size": 8, "frames_per_clip": 8, "tubelet_size": 2, "pred_hidden_size": 12,
+               "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1},
+    "audio-spectrogram-transformer": {**LAYERS, "max_length": 96, "num_mel_bins": 32, "patch_size": 16,
+                                      "frequency_stride": 10, "time_stride": 10},
+    "wav2vec2": WAVES,
+    "hubert": WAVES,
+    "whisper": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 16,
+                "max_source_positions": 50, "vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+                "decoder_start_token_id": 1},
+    "clap_audio_model": {"spec_size": 32, "num_mel_bins": 8, "patch_size": 4, "patch_stride": [4, 4], "window_size": 4,
+                         "patch_embeds_hidden_size": 8, "hidden_size": 16, "depths": [1, 1], "num_attention_heads": [1, 2]},
+    "convnext": {**CONVNEXT, "num_channels": 1, "image_size": [128, 16]},
+    "vit": {**LAYERS, "image_size": 16, "patch_size": 8},
+}  # fmt: skip
+MEDIUM = {kind: "clip" if place < 4 or kind == "vit" else "sound" for place, kind in enumerate(TOWERS)}
+STEPS = {"videomae": 4, "timesformer": 8, "vivit": 4, "vjepa2": 4, "audio-spectrogram-transformer": 9, "wav2vec2": 14,
+         "hubert": 14, "whisper": 50, "clap_audio_model": 16, "convnext": 32, "vit": 4}  # fmt: skip
+"""Cells along time."""
+
+
+def tower_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    return vision_tower(AutoConfig.for_model(kind, **TOWERS[kind]))
+
+
+def model_of(kind: str, **config: Any) -> FusionDualEncoderModel:
+    text = BertModel(BertConfig(**LAYERS, vocab_size=50))
+    return FusionDualEncoderModel.from_backbones(tower_of(kind), text, medium=MEDIUM[kind], **config).eval()
+
+
+def media(model: FusionDualEncoderModel, rows: int = 2) -> Tensor:
+    return torch.randn(rows, *input_shape(model.vision_model), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_every_tower_is_joined_saved_and_trained(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    model.add_region_head()
+    pixels, words = media(model), torch.ones(2, 3, dtype=torch.long)
+    taps = model.vision_features(pixels)[1]
+    cells = model.cell_embeds(taps)
+    assert cells.shape == (2, 1, STEPS[kind], model.config.projection_dim)
+    boxes = torch.tensor([[0.5, 0.0, 0.75, 1.0]])
+    assert model.region_embeds(taps, boxes, torch.tensor([1])).shape == (1, model.config.projection_dim)
+    model.save_pretrained(tmp_path)
+    loaded = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
+    assert (loaded.config.medium, type(loaded.vision_model)) == (model.config.medium, type(model.vision_model))
+    expected = model(words, pixels)
+    torch.testing.assert_close(loaded(words, pixels).image_embeds, expected.image_embeds)
+    alone = model.encode_image(pixels[1:])[0]
+    torch.testing.assert_close(alone, expected.image_embeds[1:], atol=1e-5, rtol=1e-4)
+    loaded.train()(words, pixels, return_loss=True).loss.backward()
+    assert max(float(p.grad.abs().max()) for p in loaded.vision_model.parameters() if p.grad is not None) > 0
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_time_runs_along_the_cells(kind: str) -> None:
+    """A change late in the medium moves late cells most, and one at the beginning early ones."""
+    model = model_of(kind, fusion_layers=1)
+    model.add_region_head()
+    with torch.no_grad():
+        for name, parameter in model.vision_model.named_parameters():  # what is near stays near: no attention
+            if (
+                any(part in name for part in ("attention.", "self_attn", "attn.", "attention_output"))
+                and "out" in name
+            ):
+                parameter.zero_()
+    shape = input_shape(model.vision_model)
+    along = shape.index(max(shape)) if len(shape) < 4 else 0
+    for share in (0.1, 0.5, 0.9):
+        found = []
+        for sign in (0.0, 1.0):
+            pixels = media(model, 1)
+            at = int(share * shape[along])
+            pixels.narrow(1 + along, at, max(1, shape[along] // 16)).add_(3 * sign)
+            found.append(model.vision_features(pixels)[1][-1].mean(2))
+        moved = (found[1] - found[0]).norm(dim=1)[0]
+        assert abs((int(moved.argmax()) + 0.5) / len(moved) - share) < 0.16, (share, moved)
+
+
+def test_frames_tower_begins_as_the_mean_of_frames_and_reads_any_number(tmp_path: Path) -> None:
+    model = model_of("vit")
+    tower = model.vision_model
+    assert isinstance(tower, FramesTower)
+    clips = torch.randn(2, 6, 3, 16, 16)
+    pooled, taps = model.vision_features(clips)
+    frames = tower.backbone(clips.flatten(0, 1)).pooler_output.unflatten(0, (2, 6))
+    torch.testing.assert_close(pooled, frames.mean(1))
+    assert [tuple(tap.shape[2:]) for tap in taps] == [
+        (5, 6),
+        (1, 6),
+    ]  # places and frames; the layers over time come last
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    assert not torch.allclose(
+        model.encode_image(clips)[0], model.encode_image(clips.flip(1))[0], atol=1e-3
+    )  # order counts
+
+
+def test_frozen_frames_tower_trains_what_looks_over_time() -> None:
+    model = model_of("vit")
+    model.freeze("vision")
+    model.train()
+    assert not model.vision_model.backbone.training
+    assert model.vision_model.layers.training
+    model(torch.ones(2, 3, dtype=torch.long), media(model), return_loss=True).loss.backward()
+    with_gradient = {name.split(".")[0] for name, p in model.vision_model.named_parameters() if p.grad is not None}
+    assert with_gradient == {"mix", "layers"}
+    model.eval().gradient_checkpointing_enable()
+    model.train().vision_model.backbone.requires_grad_(True)
+    model(torch.ones(2, 3, dtype=torch.long), media(model), return_loss=True).loss.backward()
+
+
+def test_the_medium_is_part_of_the_config() -> None:
+    text = BertConfig(**LAYERS, vocab_size=50)
+    with pytest.raises(ValueError, match="medium is 'smell'; choose one of image, clip, sound"):
+        FusionDualEncoderConfig(AutoConfig.for_model("vit"), text, medium="smell")
+    assert "medium" not in FusionDualEncoderConfig(AutoConfig.for_model("vit"), text).to_dict()
+    with pytest.raises(ValueError, match="reads images, and this model sounds"):
+        model_of("convnext").to_dual_encoder()

@@ -63,10 +63,15 @@ def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
         return embedded, f"embedded-{_slug(embedded)}"
     if is_embedded(given):
         return f"The embedded {given}", f"embedded-{given}"
-    if given == settings.get("dataset_name") and not Path(given).exists():
+    if given == settings.get("dataset_name") and is_on_hub(given):
         return given, given
     name = "/".join(Path(given).parts[-2:])
     return name, f"local-{_slug(name)}"
+
+
+def is_on_hub(dataset_name: str) -> bool:
+    """Return whether --dataset_name means a data set on the Hub."""
+    return not is_embedded(dataset_name) and not Path(dataset_name).exists()
 
 
 def _slug(name: str) -> str:

@@ -29,6 +29,9 @@ from mm_utils.data.scenes import load_scenes
 from mm_utils.data.sources.columns import SPLITS, held_out
 from mm_utils.data.sources.detect import METADATA_FILES, is_image_folder, metadata_files
 from mm_utils.data.sources.source import DataArguments, PathArguments, Source
+from mm_utils.data.synthetic import is_embedded
+from mm_utils.data.synthetic.events import load_clips
+from mm_utils.data.synthetic.tones import load_sounds
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
     title = ", ".join(source.title for source in sources) or "no source is given"
     if not sources:
         pairs = load_scenes()
+    elif is_embedded(args.dataset_name):
+        pairs = load_clips() if args.dataset_name == "clips" else load_sounds()
     elif args.dataset_name is not None and is_prepared(args.dataset_name):
         pairs = open_prepared(args.dataset_name, title, args.dataset_config_name, args.allow_outside_root)
     else:

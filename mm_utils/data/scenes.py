@@ -276,7 +276,7 @@ def _draw_thing(
     (left, right), (top, bottom) = ((int((c - half) * scale) - 1, int((c + half) * scale) + 2) for c in centre)
     x = (np.arange(left * _OVERSAMPLING, right * _OVERSAMPLING) + 0.5)[None, :] / (_OVERSAMPLING * scale) - centre[0]
     y = (np.arange(top * _OVERSAMPLING, bottom * _OVERSAMPLING) + 0.5)[:, None] / (_OVERSAMPLING * scale) - centre[1]
-    inside = _inside(thing.shape, x / half, y / half)
+    inside = shape_mask(thing.shape, x / half, y / half)
     rim = round(0.9 * scale * _OVERSAMPLING)
     shifts = [(down, aside) for down in (-rim, 0, rim) for aside in (-rim, 0, rim)]
     core = np.logical_and.reduce([np.roll(inside, shift, axis=(0, 1)) for shift in shifts])
@@ -291,7 +291,7 @@ def _draw_thing(
     return [*map(float, corner), *(float(span[-1] - span[0] + 1) / _OVERSAMPLING for span in (columns, rows))]
 
 
-def _inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def shape_mask(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return a mask of the points in the shape, whose box is about [-1, 1]; y points down."""
     if shape == "circle":
         return x * x + y * y <= 1

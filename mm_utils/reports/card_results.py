@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
+from mm_utils.data.synthetic import is_embedded
 from mm_utils.files import write_atomic
 from mm_utils.text import one_line, printable, redact
 
@@ -60,10 +61,17 @@ def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
     given = next((settings[flag] for flag in flags if settings.get(flag)), None)
     if given is None:
         return embedded, f"embedded-{_slug(embedded)}"
-    if given == settings.get("dataset_name") and not Path(given).exists():
+    if is_embedded(given):
+        return f"The embedded {given}", f"embedded-{given}"
+    if given == settings.get("dataset_name") and is_on_hub(given):
         return given, given
     name = "/".join(Path(given).parts[-2:])
     return name, f"local-{_slug(name)}"
+
+
+def is_on_hub(dataset_name: str) -> bool:
+    """Return whether --dataset_name means a data set on the Hub."""
+    return not is_embedded(dataset_name) and not Path(dataset_name).exists()
 
 
 def _slug(name: str) -> str:

@@ -21,6 +21,7 @@ from mm_utils.reports.card_results import (
     DIRECTIONS,
     EvaluatedData,
     data_names,
+    is_on_hub,
     retrieval_results,
     update_results,
 )
@@ -230,7 +231,7 @@ def _card(
         command=own_command(run.name, argv),
         metrics=metrics,
         license=run.settings.get("license"),
-        datasets=[trained_on] if trained_on and not Path(trained_on).exists() else [],
+        datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
         hyperparameters={name: value for name, value in run.settings.items() if value is not None},
         hardware=device_name(run.accelerator.device),
         precision=run.accelerator.mixed_precision,

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from mm_utils.reports.card_results import EvaluatedData, retrieval_results, update_results
+from mm_utils.reports.card_results import EvaluatedData, data_names, retrieval_results, update_results
 from mm_utils.reports.model_card import CardInfo, write_model_card
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
@@ -211,3 +211,9 @@ def test_card_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert TOKEN[3:] not in text
     assert "`bert`" in text
     assert "`7`" in text
+
+
+def test_embedded_data_are_no_data_set_of_the_hub() -> None:
+    assert data_names({"dataset_name": "clips"}, "The embedded scenes") == ("The embedded clips", "embedded-clips")
+    assert data_names({"dataset_name": "user/clips"}, "The embedded scenes") == ("user/clips", "user/clips")
+    assert data_names({}, "The embedded scenes") == ("The embedded scenes", "embedded-the-embedded-scenes")

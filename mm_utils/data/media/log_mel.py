@@ -1,4 +1,4 @@
-"""The input of a sound tower, from waveforms: what the tower's own feature extractor computes, in batches on any device.
+"""The input of a sound tower, as its own feature extractor computes it: in batches, anywhere.
 
 Sizes, filters, window, mean and standard deviation are those of the extractor. The sums are done in float64 where the
 device has it: in float32, rounding of a loud tone covers what is 100 dB below it, and two devices would not agree.
@@ -22,15 +22,15 @@ class LogMel(ABC):
 
     Attributes:
         rate: samples a second.
-        samples: what the input covers. Shorter waveforms are padded to it and longer ones cut, as the extractor does; where
-            it would cut at random, here the beginning stays. None: an input of any length.
+        samples: what the input covers. Shorter waveforms are padded to it and longer ones cut, as the extractor does;
+            where it would cut at random, here the beginning stays. 0: an input of any length.
     """
 
     read: ClassVar[tuple[str, ...]] = ()  # the attributes of the extractor that decide what is computed
 
     def __init__(self, extractor: Any) -> None:
         self.rate: int = extractor.sampling_rate
-        self.samples: int | None = None
+        self.samples = 0
         self._description = {"extractor": type(extractor).__name__}
         self._description |= {name: getattr(extractor, name) for name in ("sampling_rate", *self.read)}
         self._constants: tuple[Tensor, ...] = ()  # window, and filters `[frequencies, mel]`
@@ -50,7 +50,10 @@ class LogMel(ABC):
 
     @torch.no_grad()
     def __call__(self, waveforms: Tensor) -> Tensor:
-        """Return AST `[B, frames, mel]`, CLAP `[B, 1, frames, mel]`, Whisper `[B, mel, frames]` or the rest `[B, samples]`."""
+        """Return the tower's input, float32, on the device of the waveforms.
+
+        Its shape: AST `[B, frames, mel]`, CLAP `[B, 1, frames, mel]`, Whisper `[B, mel, frames]`, raw `[B, samples]`.
+        """
         precision = torch.float32 if waveforms.device.type == "mps" else torch.float64
         self._constants = tuple(each.to(waveforms.device, precision) for each in self._constants)
         parts = waveforms.split(max(1, _MAX_SAMPLES // (self.samples or waveforms.shape[1])))
@@ -76,14 +79,15 @@ class LogMel(ABC):
 
 
 class _Ast(LogMel):
-    """The filter bank of Kaldi, https://kaldi-asr.org/doc/feat.html; the four numbers are fixed in the extractor's code."""
+    """The filter bank of Kaldi, https://kaldi-asr.org/doc/feat.html; the extractor's code fixes the four numbers."""
 
     read = ("num_mel_bins", "max_length", "do_normalize", "mean", "std")
     hop, fft, emphasis, floor = 160, 512, 0.97, 1.192092955078125e-07
 
     def __init__(self, extractor: ASTFeatureExtractor) -> None:
         super().__init__(extractor)
-        filters, window = getattr(extractor, "mel_filters", None), getattr(extractor, "window", None)
+        window: Any = getattr(extractor, "window", None)
+        filters: Any = getattr(extractor, "mel_filters", None)
         if filters is None:  # torchaudio is installed: the extractor calls it, and it computes the same at this rate
             if self.rate != 16000:
                 raise ValueError(
@@ -95,7 +99,8 @@ class _Ast(LogMel):
         self._constants = (torch.as_tensor(window), torch.as_tensor(filters))
         self.frames = extractor.max_length
         self.samples = (self.frames - 1) * self.hop + len(window)
-        self.mean, self.std = (extractor.mean, 2 * extractor.std) if extractor.do_normalize else (0.0, 1.0)
+        self.mean: float = extractor.mean if extractor.do_normalize else 0.0
+        self.std: float = 2 * extractor.std if extractor.do_normalize else 1.0
 
     def _features(self, waveforms: Tensor) -> Tensor:
         size = len(self._constants[0])
@@ -126,21 +131,15 @@ class _Whisper(LogMel):
 
 class _Clap(LogMel):
     read = (
-        "feature_size",
-        "fft_window_size",
-        "hop_length",
-        "nb_max_samples",
-        "frequency_min",
-        "frequency_max",
-        "padding",
-    )
+        "feature_size", "fft_window_size", "hop_length", "nb_max_samples", "frequency_min", "frequency_max", "padding",
+    )  # fmt: skip
 
     def __init__(self, extractor: ClapFeatureExtractor) -> None:
         super().__init__(extractor)
         if extractor.truncation != "rand_trunc" or extractor.padding not in ("pad", "repeat", "repeatpad"):
             raise ValueError(
-                f'the feature extractor has truncation "{extractor.truncation}" and padding "{extractor.padding}"; known are '
-                '"rand_trunc", with "pad", "repeat" or "repeatpad".'
+                f'the feature extractor has truncation "{extractor.truncation}" and padding "{extractor.padding}"; '
+                'known are "rand_trunc", with "pad", "repeat" or "repeatpad".'
             )
         self.samples, self.padding = int(extractor.nb_max_samples), extractor.padding
         self.fft, self.hop = extractor.fft_window_size, extractor.hop_length

@@ -53,7 +53,9 @@ class DataArguments:
     """
 
     dataset_name: str | None = arg(
-        None, "A data set on the Hub, a local folder of one, or a folder made by save_to_disk or prepare_data."
+        None,
+        "A data set on the Hub, a local folder of one, or a folder made by save_to_disk or prepare_data; clips or sounds: the "
+        "embedded set of these, drawn at the first start.",
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     train_file: str | None = arg(

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
+from mm_utils.data.media import COLUMNS
 from mm_utils.data.synthetic import is_embedded
 from mm_utils.files import write_atomic
 from mm_utils.text import one_line, printable, redact
 
 logger = logging.getLogger(__name__)
 
-RETRIEVAL_TAGS = ("image-text-retrieval", "dual-encoder", "contrastive-learning")
+RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
 STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
 MEASURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10")
@@ -30,12 +31,14 @@ class EvaluatedData(NamedTuple):
         repository: the data set of the Hub, or a word of its own where it is none: by it the Hub tells data sets apart.
         split: train, validation or test.
         counts: what was measured, by name, such as the number of images.
+        medium: the kind of media, of `mm_utils.data.media.COLUMNS`.
     """
 
     name: str
     repository: str
     split: str
     counts: Mapping[str, int]
+    medium: str = "image"
 
     def result(self, task: str, measure: str, value: float, title: str) -> EvalResult:
         """Return a figure, under a title."""
@@ -82,9 +85,12 @@ def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix:
     """Return recall, nDCG and MRR of both directions, before and after re-ranking, whose names begin with `prefix`."""
     return [
         data.result(
-            "image-text-retrieval", measure, metrics[name], f"{measure}, {DIRECTIONS[direction]}, {STAGES[stage]}"
+            f"{COLUMNS[data.medium]}-text-retrieval",
+            measure,
+            metrics[name],
+            f"{measure}, {title.replace('image', data.medium)}, {STAGES[stage]}",
         )
-        for direction in DIRECTIONS
+        for direction, title in DIRECTIONS.items()
         for stage in STAGES
         for measure in MEASURES
         if (name := f"{prefix}{stage}{direction}_{measure}") in metrics

@@ -28,6 +28,11 @@ _SIZES = {
     10**7: "1M<n<10M",
     10**8: "10M<n<100M",
 }
+_TASKS = {
+    "image": ["image-to-text", "text-to-image", "zero-shot-image-classification"],
+    "clip": ["video-classification"],
+    "sound": ["audio-classification"],
+}
 # What was set aside stays here: it may be what nobody should have, and it names paths of this machine.
 _LEFT_OUT = ("quarantine.jsonl", ".*")
 
@@ -68,15 +73,15 @@ def write_data_card(
         license: an identifier of the Hub; None if it is not known.
     """
     languages = iso_languages(map(str, summary["captions"]["languages"]))
-    images = sum(map(len, pairs.values()))
+    images, kind = sum(map(len, pairs.values())), kind_of(next(iter(pairs.values())).features)
     files = [{"split": split, "path": f"{split}/*.arrow"} for split in pairs]
     front = DatasetCardData(
         license=license,
         language=languages or None,
         multilinguality=("multilingual" if len(languages) > 1 else "monolingual") if languages else None,
         size_categories=next((size for limit, size in _SIZES.items() if images < limit), "n>100M"),
-        task_categories=["image-to-text", "text-to-image", "zero-shot-image-classification"],
-        tags=["image-text-pairs", "image-text-retrieval"],
+        task_categories=_TASKS[kind],
+        tags=[f"{COLUMNS[kind]}-text-pairs", f"{COLUMNS[kind]}-text-retrieval"],
         configs=[{"config_name": "default", "data_files": files}],
         **_features(pairs, summary),
     )
@@ -85,14 +90,14 @@ def write_data_card(
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {markdown_text(redact(name))}",
-        f"Images with their captions, checked, and prepared with Tandem: `datasets.load_dataset` opens them. {terms}",
+        f"{kind.capitalize()}s with their captions, checked, and prepared with Tandem: `datasets.load_dataset` opens them. {terms}",
         redact(report),
     ]
     (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _features(pairs: DatasetDict, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns as the Hub and `load_dataset` shall read them, images decoded; pixels of a raw store stay bytes."""
+    """Return the columns as the Hub and `load_dataset` shall read them, media decoded; pixels of a raw store stay bytes."""
     if summary["storage"]["store"] == "raw":
         return {}
     features = next(iter(pairs.values())).features.copy()

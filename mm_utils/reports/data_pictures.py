@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 from PIL import Image, ImageOps
 
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media import kind_of
+from mm_utils.reports.pictures import picture
 from mm_utils.reports.plots import (
     COLORS,
     LIGHT,
@@ -44,14 +46,18 @@ class PairStatistics:
     """Counts of one split; every counter maps a value to its count.
 
     Attributes:
+        kind: what its media are, of `mm_utils.data.media.COLUMNS`; `images` counts them, whatever they are.
+        seconds: tenths of a second, of clips and sounds.
         short_side, aspect: of the original images where their sizes are known (`original`), else of the stored ones.
             `aspect` is round(10 log2(width / height)): 0 is square, 10 twice as wide as high.
         words: between spaces, so a sentence in Chinese or Thai is one or few.
     """
 
+    kind: str = "image"
     images: int = 0
     captions: int = 0
     original: bool = False
+    seconds: Counter[int] = field(default_factory=Counter)
     short_side: Counter[int] = field(default_factory=Counter)
     aspect: Counter[int] = field(default_factory=Counter)
     captions_per_image: Counter[int] = field(default_factory=Counter)
@@ -64,12 +70,15 @@ def measure_pairs(split: Dataset) -> PairStatistics:
 
     No image is read and no row becomes a Python object: a million images with five captions each take about 7 s of one core.
     """
-    found = PairStatistics(original={"original_width", "original_height"} <= set(split.column_names))
+    original = {"original_width", "original_height"} <= set(split.column_names)
+    found = PairStatistics(kind_of(split.features), original=original)
     sides = ("original_width", "original_height") if found.original else ("width", "height")
-    names = [name for name in (*sides, "captions") if name in split.column_names]
+    names = [name for name in (*sides, "seconds", "captions") if name in split.column_names]
     for table in split.select_columns(names).with_format("arrow").iter(_BATCH_ROWS):
         if set(sides) <= set(names):
             _count_sizes(found, *(table[side].to_numpy().astype(float) for side in sides))
+        if "seconds" in names:
+            _add(found.seconds, pc.cast(pc.round(pc.multiply(table["seconds"], 10)), pa.int64()))
         _count_captions(found, table["captions"])
     return found
 
@@ -121,10 +130,12 @@ def draw_statistics(measured: dict[str, PairStatistics], out_path: Path) -> None
     """
     shown = dict(list(measured.items())[:_MAX_SPLITS])
     kind = "original" if any(statistics.original for statistics in shown.values()) else "stored"
+    noun = next((statistics.kind for statistics in shown.values()), "image")
     panels = {
-        "short_side": f"Short side of the {kind} image",
+        "seconds": f"Seconds of a {noun}",
+        "short_side": f"Short side of the {kind} {noun}",
         "aspect": "Width / height",
-        "captions_per_image": "Captions per image",
+        "captions_per_image": f"Captions per {noun}",
         "words": "Words per caption",
         "characters": "Characters per caption",
     }
@@ -138,6 +149,8 @@ def draw_statistics(measured: dict[str, PairStatistics], out_path: Path) -> None
         _draw_histogram(ax, {split: getattr(statistics, name) for split, statistics in shown.items()})
         if name == "aspect":
             ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{2 ** (value / 10):.2g}"))
+        elif name == "seconds":
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 10:g}"))
     if len(shown) > 1 and figure.axes:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=_MAX_SPLITS, fontsize=9, frameon=False)
@@ -218,10 +231,11 @@ def matched_tiles(pairs: DatasetDict, matches: Sequence[Sequence[str]]) -> list[
 
 
 def _tile(split: Dataset, row: int, title: str = "") -> Tile:
-    pair = split.with_format(None).select([row]).cast_column("image", ImageFeature(decode=False))[0]
+    kind, split = kind_of(split.features), split.with_format(None).select([row])
+    pair = (split.cast_column("image", ImageFeature(decode=False)) if kind == "image" else split)[0]
     captions = [caption for caption in pair["captions"] or [] if caption]
     try:
-        image = open_image(pair["image"] or {})
+        image = picture(pair["image"] or {}, kind)
     except UnreadableImageError:
         image = None
     return Tile(image, title or str(pair["id"]), captions[0] if captions else "")

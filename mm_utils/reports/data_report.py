@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 from matplotlib.ticker import EngFormatter
 
 from mm_utils.data.faults import NOTES
+from mm_utils.data.media import kind_of
 from mm_utils.reports.data_pictures import (
     PairStatistics,
     draw_contact_sheet,
@@ -49,9 +50,10 @@ def write_report(
     measured = {name: measure_pairs(split) for name, split in pairs.items()}
     draw_statistics(measured, folder / "statistics.png")
     sheets, damaged = _draw_sheets(folder, pairs, summary, removed, seed)
+    kind = _kind(measured)
     warnings = [*_warn_of_summary(summary, measured), *_warn_of_pairs(measured)]
     if damaged:
-        count = _plural(len(damaged), "image")
+        count = _plural(len(damaged), kind)
         warnings.insert(0, f"**{count} of those below cannot be decoded**: {markdown_text(', '.join(damaged), 80)}")
     blocks = [
         "# Report of the data set",
@@ -60,7 +62,7 @@ def write_report(
         "\n".join(f"- {warning}" for warning in warnings) or "Nothing stands out. Do look at the pairs below.",
         "## What it holds",
         _statistics_table(measured, summary["splits"]),
-        "Short side, words and characters: the median, and in brackets the 5th and 95th percentile.",
+        f"{'Short side' if kind == 'image' else 'Seconds'}, words and characters: the median, and in brackets the 5th and 95th percentile.",
         "![Histograms of sizes and captions](statistics.png)",
         *sheets,
         *_sections(summary),
@@ -70,15 +72,16 @@ def write_report(
 
 def _opening(summary: dict[str, Any], measured: dict[str, PairStatistics]) -> str:
     images, captions = _totals(measured)
+    kind = _kind(measured)
     rows = sum(source["rows"] for source in summary["sources"])
     set_aside = sum(reason["count"] for reason in summary["quarantined"].values())
     copies, dropped = _leaks(summary["leakage"])
-    leaks = f"Copies across splits: {_plural(copies, 'image')}"
+    leaks = f"Copies across splits: {_plural(copies, kind)}"
     sentences = [
-        f"**{images:,} images with {captions:,} captions** were kept from {rows:,} rows of "
+        f"**{images:,} {kind}s with {captions:,} captions** were kept from {rows:,} rows of "
         f"{_plural(len(summary['sources']), 'source')}.",
         f"Set aside: {set_aside:,} rows or captions." if set_aside else "Nothing was set aside.",
-        f"Merged: {_plural(summary['duplicates']['merged_rows'], 'row')} of equal images.",
+        f"Merged: {_plural(summary['duplicates']['merged_rows'], 'row')} of equal {kind}s.",
         f"{leaks}; dropped: {_plural(dropped, 'row')}." if dropped or not copies else f"**{leaks}, none dropped.**",
     ]
     return " ".join(sentences)
@@ -87,6 +90,10 @@ def _opening(summary: dict[str, Any], measured: dict[str, PairStatistics]) -> st
 def _leaks(leakage: dict[str, Any]) -> tuple[int, int]:
     """Return the number of images found in two splits, and of the rows dropped for that."""
     return sum(leakage[kind] for kind in ("exact", "near", "by_id")), sum(leakage["dropped"].values())
+
+
+def _kind(measured: dict[str, PairStatistics]) -> str:
+    return next((split.kind for split in measured.values()), "image")
 
 
 def _totals(measured: dict[str, PairStatistics]) -> tuple[int, int]:
@@ -104,24 +111,25 @@ def _warn_of_summary(summary: dict[str, Any], measured: dict[str, PairStatistics
             name = markdown_text(source["name"], 80)
             found.append(f"{_percent(source['bad'] / source['rows'])} of the rows of {name} were set aside.")
     images, captions = _totals(measured)
+    kind = _kind(measured)
     for shared in summary["captions"]["shared"][:3]:
         if shared["images"] > max(10, 0.01 * images):
             text = markdown_text(shared["caption"], 100)
             found.append(
-                f"{shared['images']:,} images share one caption, which makes them wrong negatives of each other: {text}"
+                f"{shared['images']:,} {kind}s share one caption, which makes them wrong negatives of each other: {text}"
             )
     distinct = summary["captions"]["distinct"]
     if 2 * distinct < captions:
         found.append(f"Of {captions:,} captions only {distinct:,} are distinct.")
     if (times := summary["duplicates"]["largest_group"]) > 10:
-        found.append(f"One image occurs {times:,} times; look for a placeholder or a logo.")
+        found.append(f"One {kind} occurs {times:,} times; look for a placeholder or a logo.")
     return found
 
 
 def _warn_of_pairs(measured: dict[str, PairStatistics]) -> list[str]:
     found = []
     for index, (name, split) in enumerate(measured.items()):
-        title = f"The split {markdown_text(name, 80)} has {_plural(split.images, 'image')}"
+        title = f"The split {markdown_text(name, 80)} has {_plural(split.images, split.kind)}"
         if not index and split.images < _FEW_TRAINING:
             found.append(f"{title}, few to train on.")
         elif index and split.images < _FEW_EVALUATION:
@@ -130,7 +138,9 @@ def _warn_of_pairs(measured: dict[str, PairStatistics]) -> list[str]:
     images, captions = _totals(measured)
     tiny = sum(n for split in measured.values() for side, n in split.short_side.items() if side < _TINY_SIDE)
     if tiny > _MANY * images:
-        found.append(f"{_percent(tiny / images)} of the images are shorter than {_TINY_SIDE} pixels on one side.")
+        found.append(
+            f"{_percent(tiny / images)} of the {_kind(measured)}s are shorter than {_TINY_SIDE} pixels on one side."
+        )
     long = sum(n for split in measured.values() for size, n in split.characters.items() if size > _LONG_CAPTION)
     if long > _SOME * captions:
         found.append(
@@ -145,13 +155,20 @@ def _statistics_table(measured: dict[str, PairStatistics], splits: dict[str, Any
         median, low, high = (f"{quantile(counts, share):,}" for share in (0.5, 0.05, 0.95))
         return f"{median} ({low} to {high})" if counts else None
 
+    def extent(split: PairStatistics) -> dict[str, str | None]:
+        if split.kind == "image":
+            return {"short side": spread(split.short_side)}
+        median, low, high = (f"{quantile(split.seconds, share) / 10:g}" for share in (0.5, 0.05, 0.95))
+        minutes = mean(split.seconds) * split.seconds.total() / 600
+        return {"seconds": f"{median} ({low} to {high})", "minutes in all": f"{minutes:,.1f}"}
+
     return _table([
         {
             "split": name,
-            "images": split.images,
+            f"{split.kind}s": split.images,
             "captions": split.captions,
-            "captions per image": mean(split.captions_per_image),
-            "short side": spread(split.short_side),
+            f"captions per {split.kind}": mean(split.captions_per_image),
+            **extent(split),
             "words": spread(split.words),
             "characters": spread(split.characters),
             "size": EngFormatter("B", places=1)(splits[name]["bytes"]),
@@ -242,7 +259,9 @@ def _draw_sheets(
             draw_contact_sheet(tiles, folder / file)
             blocks += [f"### Random pairs of {markdown_text(name, 80)}", f"![contact sheet]({file})"]
     everything = pairs if removed is None else DatasetDict({**pairs, "removed": removed})
-    for part, title in (("duplicates", "Images that look alike"), ("leakage", "Images found in two splits")):
+    media = f"{kind_of(next(iter(pairs.values())).features).capitalize()}s"
+    alike = f"{media} that {'sound' if media == 'Sounds' else 'look'} alike"
+    for part, title in (("duplicates", alike), ("leakage", f"{media} found in two splits")):
         if tiles := matched_tiles(everything, summary[part]["examples"][:_SHOWN_MATCHES]):
             draw_contact_sheet(tiles, folder / f"{part}.jpg", columns=4, group=2)
             blocks += [f"### {title}", f"![contact sheet]({part}.jpg)"]

@@ -10,14 +10,15 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from mm_utils.data.media import COLUMNS
 from mm_utils.reports.card_results import RETRIEVAL_TAGS
 from mm_utils.text import markdown_table, markdown_text, printable, redact, without_secrets
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 _PICTURES = {
     "Training curves": "training.png",
-    "Retrieved images": "retrieval.png",
-    "Recall over the bytes of an image": "embedding_sizes.png",
+    "Retrieved {}s": "retrieval.png",
+    "Recall over the bytes of an embedding": "embedding_sizes.png",
     "Confusions": "confusion.png",
     "Between the start and the end of training": "wise_ft.png",
 }
@@ -33,6 +34,7 @@ class CardInfo:
     """The content of a model card; secrets in it are redacted when it is written.
 
     Attributes:
+        medium: the kind of media, of `mm_utils.data.media.COLUMNS`.
         model: what `from_pretrained` takes: the absolute path of the folder, or the repository on the Hub.
         glance: titles and texts of what a person reads first.
         table, table_note: titles and rows of the results, and a sentence below them.
@@ -60,11 +62,12 @@ class CardInfo:
     hardware: str
     precision: str
     num_processes: int
+    medium: str = "image"
     table_note: str = ""
     has_fusion: bool = True
     dual_encoder: str = ""  # the class in `dual_encoder/`, if there is one
     pipeline_tag: str | None = "feature-extraction"
-    tags: tuple[str, ...] = RETRIEVAL_TAGS
+    tags: tuple[str, ...] = ()
     summary: str | None = None
     classifier_inputs: str | None = None
     glance: list[tuple[str, str]] = field(default_factory=list)
@@ -79,12 +82,12 @@ class CardInfo:
 def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     """Write ``README.md`` into `output_dir`, with the pictures that are there; return its path."""
     titles, rows = card.table
-    encoders = f"An image encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
+    encoders = f"{'An' if card.medium == 'image' else 'A'} {card.medium} encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
     size = f"{card.num_parameters / 1e6:,.1f} million parameters in all"
     fusion = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
     retrieval = (
-        f"{encoders} trained together with a contrastive loss{fusion}: {size}. It finds images for a text and texts for an "
-        "image."
+        f"{encoders} trained together with a contrastive loss{fusion}: {size}. It finds {card.medium}s for a text and texts "
+        f"for {'an' if card.medium == 'image' else 'a'} {card.medium}."
     )
     metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items()]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
@@ -101,7 +104,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         *([card.table_note] if card.table_note else []),
         _details("All metrics", markdown_table(["metric", "value"], metrics)),
         *_sizes(output_dir / "embedding_sizes.json"),
-        *(f"![{title}]({name})" for title, name in _PICTURES.items() if (output_dir / name).is_file()),
+        *(f"![{title.format(card.medium)}]({name})" for title, name in _PICTURES.items() if (output_dir / name).is_file()),
         "## Data",
         f"{_text(card.dataset_name)}, fingerprint {_code(card.dataset_fingerprint)}.",
         markdown_table(["split", "rows"], [[_text(split), f"{rows:,}"] for split, rows in card.dataset_rows.items()]),
@@ -130,7 +133,7 @@ def _front_matter(card: CardInfo) -> ModelCardData:
         language=card.languages or None,
         library_name="transformers",
         pipeline_tag=card.pipeline_tag,
-        tags=[*card.tags, "custom_code"],
+        tags=[*(card.tags or _retrieval_tags(card.medium)), "custom_code"],
         base_model=known(card.base_models),
         datasets=known(card.datasets),
         metrics=list(dict.fromkeys(result.metric_type for result in card.results)) or None,
@@ -139,12 +142,16 @@ def _front_matter(card: CardInfo) -> ModelCardData:
     )
 
 
+def _retrieval_tags(medium: str) -> list[str]:
+    column = COLUMNS[medium]
+    return [f"{column}-text-retrieval", *RETRIEVAL_TAGS, *([] if medium == "image" else [column])]
+
+
 def _glance(card: CardInfo) -> list[tuple[str, str]]:
     """Return what a person reads first: data, results, languages, licence."""
-    images = card.dataset_rows.get("train", 0)
-    rows = [
-        ("trained on", f"{card.dataset_name}, {images:,} {'images' if card.classifier_inputs is None else 'rows'}")
-    ]
+    count = card.dataset_rows.get("train", 0)
+    unit = f"{card.medium}s" if card.classifier_inputs is None else "rows"
+    rows = [("trained on", f"{card.dataset_name}, {count:,} {unit}")]
     languages = [("languages of the captions", ", ".join(card.languages))] if card.languages else []
     return [*rows, *languages, *card.glance, ("licence", card.license or "not stated; ask who trained it")]
 
@@ -221,8 +228,8 @@ def _sizes(path: Path) -> list[str]:
         + [f"{row[name]['value']:.3f} ± {row[name]['half_width_95']:.3f}" for name in ("recall@1", "recall@10")]
         for row in json.loads(path.read_text(encoding="utf-8"))
     ]
-    titles = ["dimensions", "stored as", "bytes an image", "text to image R@1", "R@10"]
-    return [_details("Recall over the bytes of an image", markdown_table(titles, rows))]
+    titles = ["dimensions", "stored as", "bytes each", "text to media R@1", "R@10"]
+    return [_details("Recall over the bytes of an embedding", markdown_table(titles, rows))]
 
 
 def _details(title: str, text: str) -> str:

@@ -21,6 +21,8 @@ from mm_utils.reports.data_pictures import (
     quantile,
     random_tiles,
 )
+from mm_utils.reports.pictures import picture
+from tests.data.media_files import clip, media_rows, tone
 
 
 def split(*ids: str) -> Dataset:
@@ -156,3 +158,16 @@ def test_batches_indices_and_formats_do_not_matter() -> None:
     shuffled = plain.shuffle(seed=0).with_format("numpy")
     assert measure_pairs(shuffled) == measure_pairs(plain)
     assert measure_pairs(plain.select([5, 5, 7])).images == 3
+
+
+@pytest.mark.parametrize("kind", ["clip", "sound"])
+def test_seconds_of_media_are_counted_and_tiles_show_them(tmp_path: Path, kind: str) -> None:
+    contents = [clip(), clip(fps=8)] if kind == "clip" else [tone(300, 900), tone(300)]
+    rows = media_rows(kind, contents, seconds=[1.04, 0.5])
+    found = measure_pairs(rows)
+    assert (found.kind, found.images, found.seconds) == (kind, 2, Counter({10: 1, 5: 1}))
+    draw_statistics({"train": found}, tmp_path / "statistics.png")
+    tiles = random_tiles(rows, 2, seed=0)
+    assert [tile.text for tile in tiles] == ["number 0", "number 1"]
+    for tile, content in zip(tiles, contents, strict=True):
+        assert tile.image == picture({"bytes": content}, kind)

@@ -1,0 +1,49 @@
+"""Small sounds and clips as prepared sets store them, and rows of them."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features
+from PIL import Image
+
+from mm_utils.data.media import FEATURES
+from mm_utils.data.riff import write_avi, write_wav
+
+COLOURS = ("red", "lime", "blue", "white")
+
+
+def tone(*hertz: float, rate: int = 16000, each: float = 0.5) -> bytes:
+    """Return a WAV of tones one after the other; 0 is silence."""
+    times = np.arange(round(each * rate)) / rate
+    samples = np.concatenate([8000 * np.sin(2 * np.pi * pitch * times) for pitch in hertz])
+    return write_wav(samples.astype(np.int16), rate)
+
+
+def clip(colours: Sequence[str] = COLOURS, size: tuple[int, int] = (32, 24), fps: float = 4) -> bytes:
+    """Return an AVI with a frame of each colour."""
+    frames = []
+    for colour in colours:
+        buffer = io.BytesIO()
+        Image.new("RGB", size, colour).save(buffer, "JPEG", quality=95)
+        frames.append(buffer.getvalue())
+    return write_avi(frames, fps, size)
+
+
+def media_rows(kind: str, contents: Sequence[bytes], **columns: Sequence[Any]) -> Dataset:
+    """Return rows of the one schema, with ids and a caption each unless `columns` has them."""
+    count = len(contents)
+    given = {
+        "id": [f"m{place}" for place in range(count)],
+        "captions": [[f"number {place}"] for place in range(count)],
+    }
+    media = [{"bytes": content, "path": None} for content in contents]
+    plain = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    table = pa.table(
+        {"image": pa.array(media, plain), **{name: list(each) for name, each in (given | columns).items()}}
+    )
+    features = Features.from_arrow_schema(table.schema)
+    features["image"] = FEATURES[kind]
+    return Dataset(table.cast(features.arrow_schema))

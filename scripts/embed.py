@@ -1,4 +1,4 @@
-"""Embed images into an index, which scripts/search.py searches by text or by image.
+"""Embed images, clips or sounds into an index, which scripts/search.py searches by text or by what is like them.
 
 A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
     accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
@@ -17,7 +17,7 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.loaders import LoaderArguments, image_geometry
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.model.build import load_model
@@ -34,12 +34,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EmbedArguments:
-    """The model, the index, and a folder of images."""
+    """The model, the index, and a folder of images, clips or sounds."""
 
     model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
     index_dir: str | None = arg(None, "The folder of the index; a new one, or one that is brought up to date.")
     images: str | None = arg(
-        None, "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs."
+        None,
+        "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs. For a model of "
+        "clips or sounds, a folder of these.",
     )
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
@@ -73,28 +75,30 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     check_model(args.model_name_or_path)
     accelerator = make_accelerator()
     folder = Path(args.index_dir)
+    loaders = make_loaders(workers, accelerator.device, load_processor_of(args.model_name_or_path))
 
-    # 2. Images: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
-    if args.images and args.images.lower().endswith(".tar"):
+    # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
+    if args.images and args.images.lower().endswith(".tar") and loaders.medium == "image":
         with accelerator.main_process_first():
             listing = shard_listing(args.images)
     elif args.images:
-        found = list_folder(args.images, data_args.allow_outside_root) if accelerator.process_index == 0 else None
+        kind = data_args.allow_outside_root, loaders.medium
+        found = list_folder(args.images, *kind) if accelerator.process_index == 0 else None
         [found] = broadcast_object_list([found])
-        listing = folder_listing(args.images, *found)
+        listing = folder_listing(args.images, *found, loaders.medium)
     else:
         with accelerator.main_process_first():
             pairs = load_pairs(data_args, need_train=False)
         if args.split and args.split not in pairs:
             raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
         listing = pair_listing({name: rows for name, rows in pairs.items() if args.split in (None, name)})
+        loaders.check_medium(listing.rows)
 
     # 3. Model.
-    geometry = image_geometry(load_processor_of(args.model_name_or_path))
     model = load_model(args.model_name_or_path, fusion_layers=0).eval().to(accelerator.device)
-    fingerprint = model_fingerprint(model, geometry)
-    states = tap_shapes(model, geometry[0]) if args.keep_fusion_states or keeps_states(folder) else None
-    embedder = Embedder(model, fingerprint, geometry, args.per_device_eval_batch_size, workers.num_workers, states)
+    fingerprint = model_fingerprint(model, loaders.input_key)
+    states = tap_shapes(model, loaders) if args.keep_fusion_states or keeps_states(folder) else None
+    embedder = Embedder(model, fingerprint, loaders, args.per_device_eval_batch_size, workers.num_workers, states)
 
     # 4. Embed what is new.
     if args.dry_run:
@@ -104,8 +108,9 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 5. Report.
     logger.info(
-        "%s: %s images; %s embedded, %s unchanged, %s removed, %s left out%s",
-        folder, *(f"{count:,}" for count in (done.images, done.embedded, done.kept, done.removed, done.skipped)),
+        "%s: %s %ss; %s embedded, %s unchanged, %s removed, %s left out%s",
+        folder, f"{done.images:,}", loaders.medium,
+        *(f"{count:,}" for count in (done.embedded, done.kept, done.removed, done.skipped)),
         f", see {folder / SKIPPED}" if done.skipped else "",
     )  # fmt: skip
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Search the images of an index that scripts/embed.py made: by text, by an image, or on a local page.
+"""Search the images, clips or sounds of an index that scripts/embed.py made: by text, by a file, or on a local page.
 
 A ranked table of the best hits:
     python scripts/search.py --index_dir outputs/index "a red door"
@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.images import open_image
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.search.searcher import Searcher
 from mm_utils.text import printable, shortened
@@ -25,7 +24,9 @@ class SearchArguments:
 
     index_dir: str | None = arg(None, "The folder that scripts/embed.py wrote.")
     query: str | None = arg(None, "The text to search for; it may also stand alone, without this flag.")
-    image: str | None = arg(None, "Search for images that are similar to this file.")
+    image: str | None = arg(
+        None, "Search for what is similar to this file: an image or, in an index of sounds, a WAV file."
+    )
     top_k: int = arg(10, "Hits to show.")
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
@@ -72,9 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         serve(searcher, args.host, args.port, args.token)
         return
     if args.image:
-        hits = searcher.search_image(
-            open_image({"bytes": None, "path": args.image}, searcher.info.image_size), args.top_k
-        )
+        hits = searcher.search_file(args.image, args.top_k)
     else:
         hits = searcher.search_text(args.query, args.top_k)
 
@@ -82,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         lines = [json.dumps(vars(hit)) for hit in hits]
     else:
-        lines = [f"rank   score{'  re-ranked' if searcher.reranks else ''}  image"]
+        lines = [f"rank   score{'  re-ranked' if searcher.reranks else ''}  {searcher.info.medium}"]
         for hit in hits:
             again = "" if not searcher.reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
             caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""

@@ -1,4 +1,4 @@
-"""Load one split of labelled images, with readable class names, for zero-shot evaluation."""
+"""Load one split of labelled images, clips or sounds, with readable class names, for zero-shot evaluation."""
 
 import itertools
 import logging
@@ -24,6 +24,7 @@ from mm_utils.data.benchmarks.clip_layout import (
 )
 from mm_utils.data.benchmarks.named import CLASSIFICATION, Benchmark, fetch, find_benchmark
 from mm_utils.data.labelled_rows import LabelledRows, read_dataset
+from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.sources.columns import SPLIT_NAMES, listed
 from mm_utils.data.sources.source import Source, class_names
 from mm_utils.data.sources.stored import dataset_jail, load_splits
@@ -38,7 +39,7 @@ class LabelledArguments:
     dataset_name: str | None = arg(
         None,
         "A data set on the Hub, a local folder of one (Parquet, images in a folder per class, or tar shards as CLIP_benchmark "
-        "writes them), or a folder made by save_to_disk.",
+        "writes them), or a folder made by save_to_disk. Of a prepared set, clips and sounds too, equal captions are a class.",
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     split: str | None = arg(
@@ -85,6 +86,7 @@ class LabelledImages:
         classes: names of all classes, also of those without an image.
         split: its name in the source.
         templates: prompts that the benchmark, or the folder of shards, has; else none.
+        texts: of a prepared set, the captions of each class, as many of each, in place of names in prompts.
     """
 
     rows: Dataset
@@ -92,6 +94,7 @@ class LabelledImages:
     classes: list[str]
     split: str
     templates: tuple[str, ...] = ()
+    texts: list[list[str]] | None = None
 
 
 def load_labelled(args: LabelledArguments) -> LabelledImages:
@@ -109,6 +112,8 @@ def load_labelled(args: LabelledArguments) -> LabelledImages:
         name, title = str(args.dataset_name), f"--dataset_name is {args.dataset_name}"
     if Path(name).is_file():
         raise ValueError(f"{title}; that is a file. Give the folder that it is in.")
+    if is_prepared(name):
+        return _load_prepared(args, name, title)
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     usual = usual if benchmark is None else [benchmark.split, *usual]
     templates: tuple[str, ...] = ()
@@ -138,8 +143,31 @@ def load_labelled(args: LabelledArguments) -> LabelledImages:
             "%s: %s images, and %s has %s; the figures are not those of the benchmark",
             found.title, f"{len(labels):,}", benchmark.name, f"{benchmark.images:,}",
         )  # fmt: skip
-    rows, label_M = _sample(_evaluated(found), label_M, args.max_eval_samples)
+    rows, label_M = _sample(_evaluated(found.rows), label_M, args.max_eval_samples)
     return LabelledImages(rows, label_M, classes, split, templates)
+
+
+def _load_prepared(args: LabelledArguments, name: str, title: str) -> LabelledImages:
+    """Load a split of a prepared set: media with equal captions, as those of a folder per class have, are of one class."""
+    splits = open_prepared(name, title)
+    split = _choose_split(args.split, list(splits), ["validation", "test", "train"])
+    title = f"{title}, split {split}"
+    for flag in ("classes", "label_column", "image_column"):
+        if getattr(args, flag) is not None:
+            raise ValueError(f"{title}; it is prepared, and its captions tell the classes. Drop --{flag}.")
+    captions = [tuple(dict.fromkeys(each)) for each in splits[split]["captions"]]
+    known = sorted(set(captions))
+    if not 2 <= len(known) < len(captions):
+        raise ValueError(
+            f"{title}; {len(captions):,} rows have {len(known):,} different captions, which are no classes. Give a set that was "
+            "prepared from a folder per class, or whose captions are those of its classes."
+        )
+    place_of = {each: place for place, each in enumerate(known)}
+    most = min(map(len, known))
+    numbers = torch.tensor([place_of[each] for each in captions])
+    rows, label_M = _sample(_evaluated(splits[split]), numbers, args.max_eval_samples)
+    texts = [list(each[:most]) for each in known]
+    return LabelledImages(rows, label_M, [each[0] for each in known], split, texts=texts)
 
 
 def _check_rows(found: LabelledRows, rows: Dataset) -> None:
@@ -153,12 +181,12 @@ def _check_rows(found: LabelledRows, rows: Dataset) -> None:
         )
 
 
-def _evaluated(found: LabelledRows) -> Dataset:
+def _evaluated(rows: Dataset) -> Dataset:
     """Return the rows in the schema that evaluations read."""
-    count = len(found.rows)
+    count = len(rows)
     beside = {"id": [f"row {row}" for row in range(count)], "image_key": list(range(count))}
     empty: dict[str, list[Any]] = {"input_ids": [[]] * count, "caption_keys": [[]] * count}
-    images = found.rows.select_columns(["image"])
+    images = rows.select_columns(["image"])
     return datasets.concatenate_datasets([images, Dataset.from_dict({**beside, **empty})], axis=1)
 
 

@@ -11,13 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
-from mm_utils.data.images import open_image
+from mm_utils.data.media import kind_of
 from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.evaluation.sizes.recall_over_bytes import report_sizes
 from mm_utils.files import write_atomic
 from mm_utils.model.flops import FlopCounts
+from mm_utils.reports.pictures import picture
 from mm_utils.reports.plots import (
     COLORS,
     INK,
@@ -169,21 +170,21 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
     """
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
     assert split is not None
-    examples, count = [], len(split.text_TE)
+    examples, count, kind = [], len(split.text_TE), kind_of(rows.features)
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
         own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
         if ranks.reranked_items is not None and ranks.reranked_scores is not None:
             found, scores = ranks.reranked_items[query, :_HITS], ranks.reranked_scores[query, :_HITS]
-            note = f"right image: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
+            note = f"right {kind}: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
         else:
             scores, found = (split.text_TE[query] @ split.image_ME.T).topk(min(_HITS, len(split.image_ME)))
-            note = f"right image: place {towers:,}"
+            note = f"right {kind}: place {towers:,}"
         first = int((split.caption_key_T == own).nonzero()[0])
         row = rows[int(split.rows_M[int((split.image_key_M == own).nonzero()[0])])]
         examples.append(
             RetrievalExample(
                 row["captions"][query - first],
-                [open_image(rows[int(split.rows_M[place])]["image"], 256) for place in found.tolist()],
+                [picture(rows[int(split.rows_M[place])]["image"], kind, 256) for place in found.tolist()],
                 scores.tolist(),
                 (split.image_key_M[found] == own).tolist(),
                 f"{note} of {len(split.image_ME):,}",

@@ -111,8 +111,13 @@ class ZeroShotEvaluator:
         self, images: LabelledImages, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, args: ZeroShotArguments
     ):
         templates = args.templates or images.templates or TEMPLATES
-        self.images, self.templates, self.reranked_classes = images, len(templates), args.rerank_top_k
-        texts = [template.replace("{}", name) for name in images.classes for template in templates]
+        by_class = [[template.replace("{}", name) for template in templates] for name in images.classes]
+        if images.texts is not None:
+            if args.templates:
+                raise ValueError("--templates is given; the captions of a prepared set are its prompts. Drop it.")
+            by_class = images.texts
+        self.images, self.templates, self.reranked_classes = images, len(by_class[0]), args.rerank_top_k
+        texts = [text for of_class in by_class for text in of_class]
         self.tokens = pad_captions(encode_captions(tokenizer, texts, None, max_seq_length), tokenizer.pad_token_id)
         self.predictions: Predictions | None = None
 

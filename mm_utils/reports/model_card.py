@@ -14,6 +14,27 @@ from mm_utils.data.media import COLUMNS
 from mm_utils.reports.card_results import RETRIEVAL_TAGS
 from mm_utils.text import markdown_table, markdown_text, printable, redact, without_secrets
 
+_EXAMPLES = {  # of code: what a person has, how to make some, and a text
+    "image": (
+        "pictures, or paths to them",
+        'pictures = [Image.new("RGB", (224, 224), colour) for colour in ("red", "green", "blue")]',
+        "something red",
+    ),
+    "clip": (
+        "clips, lists of frames, or paths to videos (pip install av)",
+        """\
+turns = (("red", "blue"), ("blue", "red"), ("green", "white"))
+clips = [[Image.new("RGB", (224, 224), colour) for colour in colours for _ in range(8)] for colours in turns]""",
+        "something turns red",
+    ),
+    "sound": (
+        "sounds, (samples in [-1, 1], rate), or paths to WAV files",
+        """\
+times = torch.arange(48000) / 16000
+sounds = [(torch.sin(2 * torch.pi * hertz * times), 16000) for hertz in (220, 880, 3520)]""",
+        "a low tone",
+    ),
+}
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 _PICTURES = {
     "Training curves": "training.png",
@@ -82,12 +103,12 @@ class CardInfo:
 def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     """Write ``README.md`` into `output_dir`, with the pictures that are there; return its path."""
     titles, rows = card.table
-    encoders = f"{'An' if card.medium == 'image' else 'A'} {card.medium} encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
+    encoders = f"{an(card.medium).capitalize()} encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
     size = f"{card.num_parameters / 1e6:,.1f} million parameters in all"
     fusion = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
     retrieval = (
         f"{encoders} trained together with a contrastive loss{fusion}: {size}. It finds {card.medium}s for a text and texts "
-        f"for {'an' if card.medium == 'image' else 'a'} {card.medium}."
+        f"for {an(card.medium)}."
     )
     metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items()]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
@@ -103,8 +124,12 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
         *([card.table_note] if card.table_note else []),
         _details("All metrics", markdown_table(["metric", "value"], metrics)),
-        *_sizes(output_dir / "embedding_sizes.json"),
-        *(f"![{title.format(card.medium)}]({name})" for title, name in _PICTURES.items() if (output_dir / name).is_file()),
+        *_sizes(output_dir / "embedding_sizes.json", card.medium),
+        *(
+            f"![{title.format(card.medium)}]({name})"
+            for title, name in _PICTURES.items()
+            if (output_dir / name).is_file()
+        ),
         "## Data",
         f"{_text(card.dataset_name)}, fingerprint {_code(card.dataset_fingerprint)}.",
         markdown_table(["split", "rows"], [[_text(split), f"{rows:,}"] for split, rows in card.dataset_rows.items()]),
@@ -122,6 +147,11 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     path = output_dir / "README.md"
     path.write_text(redact("\n\n".join(parts)) + "\n", encoding="utf-8")
     return path
+
+
+def an(medium: str) -> str:
+    """Return a medium with its article."""
+    return f"an {medium}" if medium == "image" else f"a {medium}"
 
 
 def _front_matter(card: CardInfo) -> ModelCardData:
@@ -165,26 +195,28 @@ def _usage(card: CardInfo) -> str:
 
 def _search_code(name: str, card: CardInfo) -> str:
     stock = f", {card.dual_encoder}" if card.dual_encoder else ""
+    medium, own, made, text = card.medium, *_EXAMPLES[card.medium]
+    media = "pictures" if medium == "image" else f"{medium}s"
     code = f"""\
-from PIL import Image
+{"import torch" if medium == "sound" else "from PIL import Image"}
 from transformers import AutoModel{stock}
 
 folder = {name}
 model = AutoModel.from_pretrained(folder, trust_remote_code=True)  # its code comes with it
 
-# Embed: vectors of length 1. Take your own pictures, or paths to them, and texts.
-pictures = [Image.new("RGB", (224, 224), colour) for colour in ("red", "green", "blue")]
-image_embeds, text_embeds = model.encode(images=pictures, texts=["something red"])
+# Embed: vectors of length 1. Take your own {own}, and texts.
+{made}
+{medium}_embeds, text_embeds = model.encode({medium}s={media}, texts=["{text}"])
 
-# Search: the cosine of the text with every picture, the best first.
-cosine = model.similarity(text_embeds, image_embeds)[0]
+# Search: the cosine of the text with every {media[:-1]}, the best first.
+cosine = model.similarity(text_embeds, {medium}_embeds)[0]
 for place in cosine.argsort(descending=True).tolist():
-    print(f"{{cosine[place]:.3f}}  picture {{place}}")"""
+    print(f"{{cosine[place]:.3f}}  {media[:-1]} {{place}}")"""
     if card.has_fusion:
-        code += """
+        code += f"""
 
-# Re-rank: the fusion head reads the text and each of the best pictures together.
-print("re-ranked:", [place for place, score in model.rerank("something red", pictures)])"""
+# Re-rank: the fusion head reads the text and each of the best {media} together.
+print("re-ranked:", [place for place, score in model.rerank("{text}", {media})])"""
     if card.dual_encoder:
         code += f"""
 
@@ -219,7 +251,7 @@ for number in share.argsort(descending=True)[:5].tolist():
     print(f"{{share[number]:.3f}}  {{model.config.id2label[number]}}")"""
 
 
-def _sizes(path: Path) -> list[str]:
+def _sizes(path: Path, medium: str) -> list[str]:
     """Return the recalls of small embeddings, folded; nothing if there is no such file."""
     if not path.is_file():
         return []
@@ -228,7 +260,7 @@ def _sizes(path: Path) -> list[str]:
         + [f"{row[name]['value']:.3f} ± {row[name]['half_width_95']:.3f}" for name in ("recall@1", "recall@10")]
         for row in json.loads(path.read_text(encoding="utf-8"))
     ]
-    titles = ["dimensions", "stored as", "bytes each", "text to media R@1", "R@10"]
+    titles = ["dimensions", "stored as", f"bytes {an(medium)}", f"text to {medium} R@1", "R@10"]
     return [_details("Recall over the bytes of an embedding", markdown_table(titles, rows))]
 
 

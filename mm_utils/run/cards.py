@@ -25,7 +25,7 @@ from mm_utils.reports.card_results import (
     retrieval_results,
     update_results,
 )
-from mm_utils.reports.model_card import CardInfo
+from mm_utils.reports.model_card import CardInfo, an
 from mm_utils.run.commands import SOURCES, own_command
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
@@ -61,8 +61,8 @@ def retrieval_card(
     bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
     towers = (model.vision_model.config.model_type, model.text_model.config.model_type)
     vision, text = (base or f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True))
-    images = len(data.splits["validation"]) if split is None else len(split.image_key_M)
-    counts = {"images": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
+    images, medium = len(data.splits["validation"]) if split is None else len(split.image_key_M), data.medium
+    counts = {f"{medium}s": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
     reranks = model.fusion is not None and bool(stored_weights(model))
     # A head of weight 0 reorders nothing: there is no second figure to show.
     shown = {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
@@ -72,12 +72,13 @@ def retrieval_card(
         model,
         metrics,
         argv,
-        glance=_retrieval_glance(shown, split, images),
-        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, images)),
-        table_note=f"Measured on the {images:,} images of the validation split and their captions; in brackets 95 % "
-        f"intervals, as of one query an image. {describe_weights(model)}".rstrip(),
+        medium=medium,
+        glance=_retrieval_glance(shown, split, images, medium),
+        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, images, medium)),
+        table_note=f"Measured on the {images:,} {medium}s of the validation split and their captions; in brackets 95 % "
+        f"intervals, as of one query {an(medium)}. {describe_weights(model)}".rstrip(),
         results=retrieval_results(
-            shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts), "eval_"
+            shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium), "eval_"
         ),
         languages=iso_languages(codes),
         vision_model=vision,
@@ -91,10 +92,13 @@ def retrieval_card(
     )
 
 
-def _retrieval_rows(metrics: Mapping[str, float], split: Embeddings | None, images: int) -> list[list[str]]:
+def _retrieval_rows(
+    metrics: Mapping[str, float], split: Embeddings | None, images: int, medium: str
+) -> list[list[str]]:
     """Return the recalls of each direction: of the encoders, re-ranked, what the head adds, and by chance."""
     rows: list[list[str]] = []
-    for direction, name in DIRECTIONS.items():
+    for direction, title in DIRECTIONS.items():
+        name = title.replace("image", medium)
         found = {prefix: _recalls(metrics, f"{prefix}{direction}") for prefix in MEASURED}
         for prefix, recalls in found.items():
             if recalls:
@@ -117,16 +121,18 @@ def _with_interval(recall: float, images: int) -> str:
     return f"{recall:.3f} ({low:.2f} to {high:.2f})"
 
 
-def _retrieval_glance(metrics: Mapping[str, float], split: Embeddings | None, images: int) -> list[tuple[str, str]]:
+def _retrieval_glance(
+    metrics: Mapping[str, float], split: Embeddings | None, images: int, medium: str
+) -> list[tuple[str, str]]:
     """Return in words how often the first item that is found is a right one."""
     rows = []
     for direction, title in (
-        ("text_to_image", "finds the image of a text first"),
-        ("image_to_text", "finds a text of an image first"),
+        ("text_to_image", f"finds the {medium} of a text first"),
+        ("image_to_text", f"finds a text of {an(medium)} first"),
     ):
         before, after = (metrics.get(f"{prefix}{direction}_recall@1") for prefix in MEASURED)
         if before is not None:
-            text = f"{_with_interval(before, images)} of the time, among {images:,} images"
+            text = f"{_with_interval(before, images)} of the time, among {images:,} {medium}s"
             text += f" (by chance {chance(split, direction, 1):.3f})" if split is not None else ""
             text += f"; {_with_interval(after, images)} with the fusion head" if after is not None else ""
             rows.append((title, text))
@@ -140,16 +146,18 @@ def record_retrieval(
     split_name: str,
     split: Embeddings | None,
     metrics: Mapping[str, float],
+    medium: str = "image",
 ) -> None:
     """On the main process, put the figures of an evaluation into the card of the model's folder, if a run wrote it.
 
     Args:
         settings: the arguments that name the data.
+        medium: the kind of media.
     """
     if not accelerator.is_main_process or split is None:
         return
-    counts = {"images": len(split.image_key_M), "captions": len(split.caption_key_T)}
-    data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts)
+    counts = {f"{medium}s": len(split.image_key_M), "captions": len(split.caption_key_T)}
+    data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts, medium)
     if update_results(Path(folder), retrieval_results(metrics, data)):
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, split_name)
 

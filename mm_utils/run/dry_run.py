@@ -26,7 +26,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, size_of
-from mm_utils.data.loading.loaders import image_geometry
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.reliability import failures
@@ -158,9 +157,9 @@ class _Probe(TrainerCallback):
         if self.is_main_process and "train" in self.data.splits:
             rows = self.data.splits["train"]
             rows = rows.select(range(min(CHECKED, len(rows))))
-            side = image_geometry(self.data.processor)[0]
+            side = self.data.loaders.image_size
             lines = describe_pairs(rows, self.data.processor.tokenizer, self.data.max_seq_length, side)
-            logger.info("%s", "\n  ".join([f"The first {len(rows)} training images:", *lines]))
+            logger.info("%s", "\n  ".join([f"The first {len(rows)} training {self.data.medium}s:", *lines]))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock."""
@@ -302,7 +301,7 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
     if timed != largest:
         memory = f"unknown: a step of {largest} pairs was too slow to try; set --micro_batch_size auto to be safe"
     rows = {
-        "steps": f"{figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} images",
+        "steps": f"{figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s",
         "speed": f"{figures['pairs_per_second']:.4g} pairs/s ({exact}): model {model:.4g}, loader alone {loader:.4g} "
         f"(workers: {probe.data.loaders.workers}); {bound}",
         "time": f"{_duration(figures['hours'])}: training {spent['training']}, evaluation {spent['evaluation']} "
@@ -321,7 +320,7 @@ def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
     if probe.unreadable:
         total, reasons = probe.data.total_rows["train"], sorted(probe.unreadable.values())
         logger.warning(
-            "%d of %d training images cannot be decoded, so perhaps %s of %s; others take their place: %s",
+            "%d of %d training rows cannot be decoded, so perhaps %s of %s; others take their place: %s",
             len(reasons), probe.seen, f"{figures['unreadable_share'] * total:,.0f}", f"{total:,}", "; ".join(reasons[:3]),
         )  # fmt: skip
     if figures["peak_memory_gib"] > figures["free_memory_gib"]:

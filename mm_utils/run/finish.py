@@ -133,15 +133,15 @@ def _retrieval_summary(
     run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], data: TrainingData, pushed: str | None
 ) -> list[str]:
     folder, settings = run.output_dir, run.settings
-    lines = ["", "Retrieval on images that were not trained on:"]
+    lines = ["", f"Retrieval on {data.medium}s that were not trained on:"]
     for direction, name in DIRECTIONS.items():
         for prefix, label in MEASURED.items():
             recalls = [metrics.get(f"{prefix}{direction}_recall@{k}") for k in (1, 5, 10)]
             if None not in recalls:
-                title = f"  {name}, {label}:"
+                title = f"  {name.replace('image', data.medium)}, {label}:"
                 lines.append(f"{title:<48}R@1 {recalls[0]:.3f}   R@5 {recalls[1]:.3f}   R@10 {recalls[2]:.3f}")
     if "eval_text_to_image_chance@1" in metrics:
-        lines.append(f"  {'text to image, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
+        lines.append(f"  {f'text to {data.medium}, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     lines += _alpha(metrics)
     contents = {

@@ -1,4 +1,4 @@
-"""What some pairs look like, in a few lines of text: sizes, lengths of captions, languages, examples."""
+"""What some pairs look like, in a few lines of text: sizes or seconds, lengths of captions, languages, examples."""
 
 import io
 from collections import Counter
@@ -9,25 +9,35 @@ import numpy as np
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from mm_utils.data.media import kind_of
+from mm_utils.reports.model_card import an
+
 SHOWN, WIDTH = 3, 80  # examples, and letters of a caption
 
 
 def describe_pairs(
     rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, image_size: int
 ) -> list[str]:
-    """Lines that describe `rows` of the one schema. Of images only the header is read.
+    """Lines that describe `rows` of the one schema. Of images only the header is read, of clips and sounds nothing.
 
     Args:
         max_seq_length: captions are cut to this many tokens.
         image_size: images whose shorter side is below it are enlarged.
     """
-    sizes = [_size(row) for row in rows.select_columns([n for n in rows.column_names if n != "captions"])]
+    kind = kind_of(rows.features)
+    if kind == "image":
+        sizes = [_size(row) for row in rows.select_columns([n for n in rows.column_names if n != "captions"])]
+        shown = ["x".join(map(str, size)) if size else "unreadable" for size in sizes]
+        extent = _of_sizes(np.array([min(size) for size in sizes if size]), image_size)
+    else:
+        shown = [f"{seconds:.1f} s" for seconds in rows["seconds"]]
+        extent = [f"{kind}s: {_spread(np.array(rows['seconds']).round(1))} s"]
     captions = [caption for row in rows["captions"] for caption in row]
     tokens = tokenizer(captions, truncation=False, split_special_tokens=True, verbose=False)["input_ids"]
     lengths = np.array([len(ids) for ids in tokens])
     lines = [
-        *_of_sizes(np.array([min(size) for size in sizes if size]), image_size),
-        f"captions: {len(captions) / len(rows):.1f} an image; tokens {_spread(lengths)}; "
+        *extent,
+        f"captions: {len(captions) / len(rows):.1f} {an(kind)}; tokens {_spread(lengths)}; "
         f"{(lengths > max_seq_length).mean():.1%} are cut by --max_seq_length {max_seq_length}",
     ]
     shared = len(captions) - len({" ".join(caption.lower().split()) for caption in captions})
@@ -36,10 +46,10 @@ def describe_pairs(
     if "languages" in rows.column_names:
         found = Counter(language or "unknown" for row in rows["languages"] for language in row)
         lines.append("languages: " + ", ".join(f"{name} {n / len(captions):.0%}" for name, n in found.most_common(8)))
-    for row, size in zip(rows.select(range(min(SHOWN, len(rows)))), sizes, strict=False):
+    for row, size in zip(rows.select(range(min(SHOWN, len(rows)))), shown, strict=False):
         caption = " ".join(row["captions"][0].split())
-        shown = caption if len(caption) <= WIDTH else caption[: WIDTH - 1] + "…"
-        lines.append(f"{row['id']}, {'x'.join(map(str, size)) if size else 'unreadable'}: {shown}")
+        caption = caption if len(caption) <= WIDTH else caption[: WIDTH - 1] + "…"
+        lines.append(f"{row['id']}, {size}: {caption}")
     return lines
 
 

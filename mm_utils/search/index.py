@@ -1,4 +1,4 @@
-"""The folder of an index: embeddings of images, and what is needed to show them.
+"""The folder of an index: embeddings of images, clips or sounds, and what is needed to show them.
 
 It is one Arrow data set, which `datasets.load_from_disk` opens:
 
@@ -12,8 +12,9 @@ column            meaning
 ``mtime_ns``      time of the file's last change in nanoseconds; 0 for stored bytes
 ``content_hash``  BLAKE2b-128 of the bytes, hexadecimal
 ``embedding``     unit vector of the image tower, float16 `[E]`
-``thumbnail``     a JPEG of the image, decoded and encoded anew
+``thumbnail``     a JPEG of the image, decoded and encoded anew; of a clip, frames of it; of a sound, its spectrogram
 ``states``        if asked for: what the fusion head reads of the image, all taps of the vision tower, float16
+``content``       of clips and sounds alone: the stored file, AVI or WAV, which the page plays and the head reads
 ================  =====================================================================================================
 
 Beside it lie `index.json` (`IndexInfo`), `skipped.jsonl` (images that could not be read, with reasons), and during a run
@@ -68,6 +69,7 @@ class IndexInfo:
         images: rows of the index; 0 until the first run has ended.
         skipped: lines of `skipped.jsonl`.
         states: shapes of the taps in the column `states`; None if the index does not keep them.
+        medium: the kind of media, of `mm_utils.data.media.COLUMNS`; not written for images, which all once were.
     """
 
     model: str
@@ -77,21 +79,24 @@ class IndexInfo:
     images: int = 0
     skipped: int = 0
     states: list[list[int]] | None = None
+    medium: str = "image"
 
     @property
     def columns(self) -> pa.Schema:
         """The columns of the index."""
-        return schema(self.width, self.states)
+        return schema(self.width, self.states, self.medium)
 
     def save(self, folder: Path) -> None:
         """Write `index.json`."""
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        if self.medium == "image":
+            del content["medium"]
         write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
 
 
-def model_fingerprint(model: FusionDualEncoderModel, geometry: object) -> str:
-    """Return 32 hexadecimal digits that identify both towers, their projections and the image processor's `geometry`."""
-    digest = hashlib.blake2b(repr(geometry).encode(), digest_size=16)
+def model_fingerprint(model: FusionDualEncoderModel, input_key: object) -> str:
+    """Return 32 hexadecimal digits that identify both towers, their projections and `Loaders.input_key`."""
+    digest = hashlib.blake2b(repr(input_key).encode(), digest_size=16)
     add_weights(digest, {name: value for name, value in model.state_dict().items() if name.startswith(_TOWERS)})
     return digest.hexdigest()
 
@@ -140,11 +145,12 @@ def read_rows(folder: Path) -> datasets.Dataset | None:
     return datasets.load_from_disk(str(folder)) if (folder / _STATE).is_file() else None
 
 
-def schema(width: int, states: list[list[int]] | None = None) -> pa.Schema:
+def schema(width: int, states: list[list[int]] | None = None, medium: str = "image") -> pa.Schema:
     """Return the columns of an index with embeddings of `width` numbers, and with taps of these shapes if it keeps them."""
     vectors = {"embedding": width} | ({} if states is None else {"states": sum(map(math.prod, states))})
     fields = [pa.field(name, pa.list_(pa.float16(), size)) for name, size in vectors.items()]
-    return pa.schema([*STAMPS, fields[0], pa.field("thumbnail", pa.binary()), *fields[1:]])
+    content = [] if medium == "image" else [pa.field("content", pa.binary())]
+    return pa.schema([*STAMPS, fields[0], pa.field("thumbnail", pa.binary()), *fields[1:], *content])
 
 
 def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema) -> int:

@@ -1,4 +1,4 @@
-"""List the images that an index should hold: of a folder, of tar shards, or of pairs from any source."""
+"""List the images, clips or sounds that an index should hold: of a folder, of tar shards, or of pairs from any source."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,6 +10,7 @@ import datasets
 import pyarrow as pa
 
 from mm_utils.data.faults import REASONS, Fault, storable
+from mm_utils.data.media import FEATURES
 from mm_utils.data.paths import Jail, Limits
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.sources.records import IMAGE_SUFFIXES
@@ -27,18 +28,21 @@ STAMPS = pa.schema(
         "content_hash": pa.string(),
     }
 )
-_FEATURES = datasets.Features(
-    {"image": datasets.Image(decode=False), "captions": datasets.List(datasets.Value("string"))}
-)
+_FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
+SUFFIXES = {
+    "image": IMAGE_SUFFIXES,
+    "clip": (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".gif"),
+    "sound": (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac"),
+}
 _ROWS = 1000
 
 
 @dataclass
 class Listing:
-    """The images that an index should hold.
+    """The images, clips or sounds that an index should hold.
 
     Attributes:
-        ids: the ids of the images, each once.
+        ids: their ids, each once.
         rows: their `image` and `captions`, as `mm_utils.data.pairs` has them.
         skipped: lines of `skipped.jsonl` for files that cannot be taken.
     """
@@ -48,16 +52,17 @@ class Listing:
     skipped: list[Skip] = field(default_factory=list)
 
 
-def list_folder(folder: str, allow_outside: bool = False) -> tuple[list[str], list[Skip]]:
-    """Return the paths of all images below a folder, relative to it and sorted, and the files that cannot be taken.
+def list_folder(folder: str, allow_outside: bool = False, medium: str = "image") -> tuple[list[str], list[Skip]]:
+    """Return the paths of all media below a folder, relative to it and sorted, and the files that cannot be taken.
 
-    A file counts as an image by its ending; hidden files and folders are passed over, and links to folders are not followed.
+    A file counts by its ending; hidden files and folders are passed over, and links to folders are not followed.
 
     Raises:
-        ValueError: if there is no such folder, or no image in it.
+        ValueError: if there is no such folder, or no such medium in it.
     """
     if not Path(folder).is_dir():
-        raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of images.")
+        raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of {medium}s.")
+    suffixes = SUFFIXES[medium]
     jail, found, skipped = Jail(folder, allow_outside), [], []
 
     def set_aside(error: OSError) -> None:
@@ -67,7 +72,7 @@ def list_folder(folder: str, allow_outside: bool = False) -> tuple[list[str], li
     for place, folders, files in os.walk(folder, onerror=set_aside):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
-            if name.startswith(".") or not name.lower().endswith(IMAGE_SUFFIXES):
+            if name.startswith(".") or not name.lower().endswith(suffixes):
                 continue
             path = os.path.relpath(os.path.join(place, name), folder)
             try:
@@ -79,19 +84,19 @@ def list_folder(folder: str, allow_outside: bool = False) -> tuple[list[str], li
                 skipped.append(skip(path, fault))
     if not found:
         raise ValueError(
-            f"--images is {folder}; it holds no image that can be read ({', '.join(IMAGE_SUFFIXES)}). Check the path; links to "
+            f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "
             "folders are not followed."
         )
     return sorted(found), sorted(skipped, key=lambda line: line["id"])
 
 
-def folder_listing(folder: str, names: list[str], skipped: list[Skip]) -> Listing:
-    """Return the images `names` of a folder; their ids are these paths."""
+def folder_listing(folder: str, names: list[str], skipped: list[Skip], medium: str = "image") -> Listing:
+    """Return the media `names` of a folder; their ids are these paths."""
     root = os.path.abspath(folder)
-    images = [{"bytes": None, "path": os.path.join(root, name)} for name in names]
-    return Listing(
-        names, datasets.Dataset.from_dict({"image": images, "captions": [[]] * len(names)}, _FEATURES), skipped
-    )
+    files = [{"bytes": None, "path": os.path.join(root, name)} for name in names]
+    features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
+    table = pa.Table.from_pydict({"image": files, "captions": [[]] * len(names)}, _FEATURES.arrow_schema)
+    return Listing(names, datasets.Dataset(table.cast(features.arrow_schema)), skipped)
 
 
 def shard_listing(pattern: str) -> Listing:

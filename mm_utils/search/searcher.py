@@ -4,7 +4,7 @@ Scores are products in fp32 of the query and the stored embeddings: of all of th
 (`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if
 `config.rerank_weights` of the model has a weight above 0, which training sets only where it helped on the validation split.
 The head reads what the vision tower gave when the image was embedded, if the index keeps that; else the image, from its file,
-or from its thumbnail if the file has changed, is gone, or was never there.
+or from its thumbnail if the file has changed, is gone, or was never there; a clip or a sound from the index.
 
 Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
 """
@@ -22,14 +22,15 @@ from torch import Tensor
 
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.loading.augment import center_square
-from mm_utils.data.loading.loaders import image_geometry
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.search.embedding import normalised
+from mm_utils.search.embedding import as_input
 from mm_utils.search.first_pass import StoredVectors, open_find
 from mm_utils.search.index import check_same_model, model_fingerprint, open_index
 from mm_utils.search.listing import STAMPS
+from mm_utils.search.reading import read_query
 
 _MOST_TOKENS = 64  # of a query, as of a caption in training
 
@@ -85,12 +86,14 @@ class Searcher:
         # Without the vectors: a row of them would become thousands of Python numbers.
         self._rows, self._lock = rows.select_columns([*STAMPS.names, "thumbnail"]), threading.Lock()
         self._texts = rows.select_columns(["id", "path", "captions"])
+        self._contents = None if self.info.medium == "image" else rows.select_columns(["content"])
         name = model or self.info.model
         processor = load_processor_of(name)
-        self._tokenizer, self._geometry = processor.tokenizer, image_geometry(processor)
+        self._tokenizer = processor.tokenizer
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._loaders = make_loaders(LoaderArguments(), self._device, processor)
         self._model = load_model(name, fusion_layers=0).eval()
-        check_same_model(self.info, model_fingerprint(self._model, self._geometry), name, Path(index_dir))
+        check_same_model(self.info, model_fingerprint(self._model, self._loaders.input_key), name, Path(index_dir))
         self._model.to(self._device)
         positions = getattr(self._model.config.text_config, "max_position_embeddings", None) or _MOST_TOKENS
         self._most_tokens = min(_MOST_TOKENS, positions, self._tokenizer.model_max_length)
@@ -122,10 +125,15 @@ class Searcher:
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an RGB image, best first."""
-        with self._lock, torch.no_grad():
-            query_1E, _ = self._model.encode_image(self._pixels([image]), with_keys_values=False)
-            found = self._best(query_1E[0], top_k)
-        return self._hits(found)
+        return self._search(center_square(image, self._loaders.image_size), top_k)
+
+    def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
+        """Return what is most similar to a file, given by its path or its bytes: an image, or a sound as WAV; best first.
+
+        Raises:
+            UnreadableImageError: if it cannot be read, or the index holds clips.
+        """
+        return self._search(read_query(file, self._loaders), top_k)
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an image of the index, without itself.
@@ -143,9 +151,22 @@ class Searcher:
         self._check(row)
         return self._rows[row]["thumbnail"]
 
+    def content(self, row: int) -> bytes:
+        """Return the file of a clip or a sound of the index; raise IndexError if there is no such row."""
+        self._check(row)
+        if self._contents is None:
+            raise IndexError("an index of images has thumbnails alone")
+        return self._contents[row]["content"]
+
+    def _search(self, example: Tensor, top_k: int) -> list[Hit]:
+        with self._lock, torch.no_grad():
+            query_1E, _ = self._model.encode_image(as_input([example], self._loaders), with_keys_values=False)
+            found = self._best(query_1E[0], top_k)
+        return self._hits(found)
+
     def _check(self, row: int) -> None:
         if not 0 <= row < len(self):
-            raise IndexError(f"there is no row {row}; the index has {len(self)} images")
+            raise IndexError(f"there is no row {row}; the index has {len(self)} {self.info.medium}s")
 
     def _encode(self, text: str) -> list[list[int]]:
         return encode_captions(self._tokenizer, [text], None, self._most_tokens)
@@ -162,28 +183,29 @@ class Searcher:
             parts = states_KS.split(list(map(math.prod, self.info.states)), 1)
             taps = [part.unflatten(1, shape) for part, shape in zip(parts, self.info.states, strict=True)]
         else:
-            _, taps = self._model.vision_features(self._pixels(list(map(self._image, rows))))
+            _, taps = self._model.vision_features(as_input(list(map(self._example, rows)), self._loaders))
         assert self._model.fusion is not None
         keys_values = self._model.fusion.encode_vision(taps)
         added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()
         scale = self._model.logit_scale.float().exp().item()
         return {row: scale * cosine + added for (row, cosine), added in zip(hits, added_K, strict=True)}
 
+    def _example(self, row: int) -> Tensor:
+        """Return what evaluations take of a clip or a sound of the index, or of an image, as `_image` finds it."""
+        if self._loaders.timed is not None:
+            return self._loaders.timed.read({"bytes": self.content(row), "path": None}, None)[0]
+        return center_square(self._image(row), self._loaders.image_size)
+
     def _image(self, row: int) -> Image.Image:
         """Return an image of the index: its file if it is unchanged, else its thumbnail."""
-        known = self._rows[row]
+        known, side = self._rows[row], self._loaders.image_size
         try:
             status = os.stat(known["path"])
             if (status.st_size, status.st_mtime_ns) == (known["size"], known["mtime_ns"]):
-                return open_image({"bytes": None, "path": known["path"]}, self._geometry[0])
+                return open_image({"bytes": None, "path": known["path"]}, side)
         except (OSError, UnreadableImageError):
             pass
-        return open_image({"bytes": known["thumbnail"], "path": None}, self._geometry[0])
-
-    def _pixels(self, images: list[Image.Image]) -> Tensor:
-        """Return the model's input `[B, 3, S, S]`."""
-        squares = torch.stack([center_square(image, self._geometry[0]) for image in images])
-        return normalised(squares, self._geometry, self._device)
+        return open_image({"bytes": known["thumbnail"], "path": None}, side)
 
     def _hits(self, hits: list[tuple[int, float]], reranked: Mapping[int, float] | None = None) -> list[Hit]:
         found = self._texts[[row for row, _ in hits]] if hits else {"id": [], "path": [], "captions": []}

@@ -1,11 +1,12 @@
-"""Serve a page and a JSON API that search an index, for one person on one machine.
+"""Serve a page and a JSON API that search an index of images, clips or sounds, for one person on one machine.
 
 ====================  =================================================================================================
 GET /                 the page, which loads nothing from elsewhere
 GET /search           hits of a text: q, and optionally k, offset and rerank (0 or 1)
-POST /search          hits of an image, whose bytes are the body: k, offset
+POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset
 GET /similar/ROW      hits of an image of the index: k, offset
 GET /image/ROW        its thumbnail
+GET /content/ROW      a sound as a WAV file, or a clip as an animated WebP
 GET /icon.svg         the page's icon
 ====================  =================================================================================================
 
@@ -29,9 +30,10 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mm_utils.data.images import UnreadableImageError, open_image, shrink
+from mm_utils.data.images import UnreadableImageError
 from mm_utils.distributed import RunError
 from mm_utils.files import allow_open_files
+from mm_utils.reports.pictures import animation
 from mm_utils.search.searcher import Hit, Searcher
 
 try:
@@ -51,15 +53,14 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MOST_BYTES = 20 << 20  # of an image in a request
+MOST_BYTES = 20 << 20  # of a file in a request
 MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
 LEAST_TOKEN = 16
 _COOKIE = "tandem_search"
 _CONNECTIONS = 2000  # beyond these, requests are refused; up to then they wait for their turn
-_UPLOADS = 4  # images that are received and decoded at a time
-_LARGE = 8_000_000  # pixels
-_SECONDS = 120  # for an image to arrive
+_UPLOADS = 4  # files that are received and decoded at a time
+_SECONDS = 120  # for a file to arrive
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
 <circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
 
@@ -80,7 +81,8 @@ def serve(searcher: Searcher, host: str, port: int, token: str | None) -> None:
     allow_open_files()
     name = f"[{host}]" if family == socket.AF_INET6 else host
     secret = "?token=..., with your token" if token else ""
-    logger.info("%s images at http://%s:%d/%s", f"{len(searcher):,}", name, listener.getsockname()[1], secret)
+    count = f"{len(searcher):,} {searcher.info.medium}s"
+    logger.info("%s at http://%s:%d/%s", count, name, listener.getsockname()[1], secret)
     settings = {"log_level": "warning", "server_header": False, "limit_concurrency": _CONNECTIONS}
     uvicorn.Server(uvicorn.Config(make_app(searcher, token), **settings)).run(sockets=[listener])  # type: ignore[arg-type]
 
@@ -100,7 +102,9 @@ def check_access(host: str, token: str | None) -> None:
 
 def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
     """Return the application; without a token, it answers requests to this machine's own names alone."""
+    medium = searcher.info.medium
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    page = page.replace('data-medium="image"', f'data-medium="{medium}"')
     api = _Api(searcher)
 
     async def show(request: Request) -> Response:
@@ -113,16 +117,17 @@ def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
         Route("/", show),
         Route("/icon.svg", icon),
         Route("/search", api.text),
-        Route("/search", api.image, methods=["POST"]),
+        Route("/search", api.file, methods=["POST"]),
         Route("/similar/{row:int}", api.similar),
         Route("/image/{row:int}", api.thumbnail),
+        Route("/content/{row:int}", api.content),
     ]
-    guard = Middleware(_Guard, token=token, headers=_headers(page))
+    guard = Middleware(_Guard, token=token, headers=_headers(page, plays=medium == "sound"))
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _as_json})
 
 
 class _Api:
-    """The answers; functions that are not `async` run in threads, and images in one of their own."""
+    """The answers; functions that are not `async` run in threads, and files in one of their own."""
 
     def __init__(self, searcher: Searcher):
         self.searcher, self.uploads = searcher, asyncio.Semaphore(_UPLOADS)
@@ -138,13 +143,13 @@ class _Api:
             raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
         return self._page(request, self.texts(query, rerank))
 
-    async def image(self, request: Request) -> Response:
+    async def file(self, request: Request) -> Response:
         async with self.uploads:
             try:
                 content = await asyncio.wait_for(_body(request), _SECONDS)
             except asyncio.TimeoutError as error:
-                raise HTTPException(408, f"The image has not arrived in {_SECONDS} s. Shrink it.") from error
-            return await asyncio.get_running_loop().run_in_executor(self.decoder, self._image, request, content)
+                raise HTTPException(408, f"The file has not arrived in {_SECONDS} s. Shrink it.") from error
+            return await asyncio.get_running_loop().run_in_executor(self.decoder, self._file, request, content)
 
     def similar(self, request: Request) -> Response:
         try:
@@ -158,15 +163,21 @@ class _Api:
         except IndexError as error:
             raise HTTPException(404, f"{error}.") from error
 
-    def _image(self, request: Request, content: bytes) -> Response:
+    def content(self, request: Request) -> Response:
         try:
-            side = self.searcher.info.image_size
-            image = open_image({"bytes": content, "path": None}, side)
+            content = self.searcher.content(request.path_params["row"])
+            if self.searcher.info.medium == "sound":
+                return Response(content, media_type="audio/wav")
+            return Response(animation(content), media_type="image/webp")
+        except IndexError as error:
+            raise HTTPException(404, f"{error}.") from error
+
+    def _file(self, request: Request, content: bytes) -> Response:
+        try:
+            hits = self.searcher.search_file(content, MOST_HITS)
         except UnreadableImageError as error:
-            raise HTTPException(400, f"The image cannot be read: {error}.") from error
-        if image.width * image.height > _LARGE:  # resizing it in one step would take twelve bytes a pixel more
-            image = shrink(image, 2 * side)
-        return self._page(request, self.searcher.search_image(image, MOST_HITS))
+            raise HTTPException(400, f"The {self.searcher.info.medium} cannot be read: {error}.") from error
+        return self._page(request, hits)
 
     def _page(self, request: Request, hits: list[Hit]) -> Response:
         count, offset = _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
@@ -230,7 +241,7 @@ class _Guard:
 async def _body(request: Request) -> bytes:
     """Read the body; raise HTTPException as soon as it is too large."""
     declared, content = request.headers.get("content-length", ""), bytearray()
-    too_large = HTTPException(413, f"The image has more than {MOST_BYTES >> 20} MB. Shrink it.")
+    too_large = HTTPException(413, f"The file has more than {MOST_BYTES >> 20} MB. Shrink it.")
     if declared.isdecimal() and int(declared[:12]) > MOST_BYTES:
         raise too_large
     async for chunk in request.stream():
@@ -263,8 +274,8 @@ def _as_json(request: Request, error: Exception) -> Response:
     return _error(error.status_code, error.detail)
 
 
-def _headers(page: str) -> dict[str, str]:
-    """Return the headers of every answer; only the page's own script and style may run."""
+def _headers(page: str, plays: bool) -> dict[str, str]:
+    """Return the headers of every answer; only the page's own script and style may run, and sound where it `plays`."""
     allowed = {
         tag: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -272,9 +283,10 @@ def _headers(page: str) -> dict[str, str]:
         )
         for tag in ("script", "style")
     }
+    sound = "media-src 'self'; " if plays else ""
     return {
         "Content-Security-Policy": f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
-        "img-src 'self' blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        f"img-src 'self' blob:; {sound}connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Resource-Policy": "same-origin",

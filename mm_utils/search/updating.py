@@ -1,4 +1,4 @@
-"""Bring an index up to date with its images: embed only those that were added or changed, on any number of processes.
+"""Bring an index up to date with its media: embed only those that were added or changed, on any number of processes.
 
 A row of the index, or of a part that a killed run left, is kept if its image is unchanged: same size and time, or else the
 same bytes. The main process decides, and writes the index; every process embeds its share and writes parts.
@@ -40,7 +40,7 @@ from mm_utils.search.listing import STAMPS, Listing, Skip, stamps
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 1000
+_ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
 _SHOWN = [name for name in STAMPS.names if name != "content_hash"]
 
 
@@ -101,7 +101,7 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
             info = start_index(folder, model, embedder)
             plan = make_plan(folder, listing, embedder.columns)
             todo = plan.todo
-            logger.info("%s", describe(plan))
+            logger.info("%s", describe(plan, info.medium))
         [todo] = broadcast_object_list([todo])
         mine = todo[accelerator.process_index :: accelerator.num_processes]
         skipped = embed_share(folder, listing, mine, len(todo), embedder, accelerator)
@@ -123,7 +123,11 @@ def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
     info = read_info(folder)
     if info is None:
         name = os.path.abspath(model) if Path(model).is_dir() else model
-        info = IndexInfo(name, embedder.fingerprint, embedder.geometry[0], embedder.width, states=embedder.states)
+        info = IndexInfo(
+            *(name, embedder.fingerprint, embedder.loaders.image_size, embedder.width),
+            states=embedder.states,
+            medium=embedder.loaders.medium,
+        )
         info.save(folder)
     check_same_index(info, model, folder, embedder)
     return info
@@ -157,12 +161,10 @@ def make_plan(folder: Path, listing: Listing, columns: pa.Schema) -> Plan:
     return Plan(table, known, len(indexed), set(parts), kept, removed)
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Plan, medium: str) -> str:
     """Return what a run has to do, in a line."""
     todo = len(plan.todo)
-    return (
-        f"{len(plan.kept):,} images: {todo:,} to embed, {len(plan.kept) - todo:,} unchanged; {plan.removed:,} removed"
-    )
+    return f"{len(plan.kept):,} {medium}s: {todo:,} to embed, {len(plan.kept) - todo:,} unchanged; {plan.removed:,} removed"
 
 
 def _unchanged(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -189,12 +191,12 @@ def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped
     lines = [*listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
     if not wanted:
         raise RunError(
-            f"No image can be read; the first reasons are: {'; '.join(each['detail'] for each in lines[:3])}"
+            f"No {info.medium} can be read; the first reasons are: {'; '.join(each['detail'] for each in lines[:3])}"
         )
     places = pa.array([place for place, _ in wanted])
     same_rows = [row for _, row in wanted] == list(range(plan.indexed))
     if not same_rows or not known.select(_SHOWN).slice(0, plan.indexed).equals(plan.table.select(_SHOWN).take(places)):
-        replace_rows(folder, _merged(plan, known, wanted), info.columns)
+        replace_rows(folder, _merged(plan, known, wanted, _ROWS[info.medium]), info.columns)
     write_skipped(folder, lines)
     replace(info, images=len(wanted), skipped=len(lines)).save(folder)
     remove_parts(folder)
@@ -202,11 +204,11 @@ def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped
     return Outcome(todo - len(skipped), len(plan.kept) - todo, plan.removed, len(lines), len(wanted))
 
 
-def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]]) -> Iterator[pa.Table]:
-    """Give the rows of the new index; kept ones with the paths, dates and captions of the listing."""
+def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: int) -> Iterator[pa.Table]:
+    """Give the rows of the new index, so many at a time; kept ones with the paths, dates and captions of the listing."""
     rows_of_known = datasets.Dataset(known).with_format("arrow")
-    for low in tqdm(range(0, len(wanted), _ROWS), desc="Writing", leave=False, delay=2):
-        places, rows = zip(*wanted[low : low + _ROWS], strict=True)
+    for low in tqdm(range(0, len(wanted), count), desc="Writing", leave=False, delay=2):
+        places, rows = zip(*wanted[low : low + count], strict=True)
         table = rows_of_known[list(rows)]
         is_new = pa.array([row >= len(plan.known) for row in rows])
         listed = plan.table.take(pa.array(places))
@@ -244,5 +246,5 @@ def try_out(folder: Path, model: str, listing: Listing, embedder: Embedder, acce
     kept = f" What the head reads takes {embedder.state_bytes / 1e3:,.1f} kB an image." if embedder.states else ""
     logger.info(
         "Nothing was written. %s. %d of the first %d cannot be read; all would take about %.0f s.%s",
-        describe(plan), len(skipped), len(sample), seconds, kept,
+        describe(plan, embedder.loaders.medium), len(skipped), len(sample), seconds, kept,
     )  # fmt: skip

@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from mm_utils.data.loading.loaders import image_geometry
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.search.embedding import Embedder
@@ -30,9 +31,9 @@ def write_photos(folder: Path, numbers: range, seed: int = 0) -> None:
 
 
 def make_embedder(model: Path, batch_size: int = 8) -> Embedder:
-    geometry = image_geometry(load_processor_of(str(model)))
+    loaders = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model)))
     loaded = load_model(str(model)).eval()
-    return Embedder(loaded, model_fingerprint(loaded, geometry), geometry, batch_size, 0)
+    return Embedder(loaded, model_fingerprint(loaded, loaders.input_key), loaders, batch_size, 0)
 
 
 def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> Outcome:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from mm_utils.data.images import open_image
 from mm_utils.search.searcher import Hit
 from tests.conftest import COLOURS, SHAPES, draw
 from tests.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, served
@@ -32,7 +33,7 @@ class ColourSearcher:
     caption and a hostile name.
     """
 
-    info, reranks = SimpleNamespace(image_size=48), True
+    info, reranks = SimpleNamespace(medium="image"), True
 
     def __init__(self) -> None:
         self.kinds = [kind for kind in KINDS for _ in range(5)]
@@ -51,7 +52,8 @@ class ColourSearcher:
         first = sorted(order[:RERANKED], key=lambda each: -head[each[0]])
         return self._hits([*first, *order[RERANKED:]][:top_k], head)
 
-    def search_image(self, image: Image.Image, top_k: int) -> list[Hit]:
+    def search_file(self, file: bytes, top_k: int) -> list[Hit]:
+        image = open_image({"bytes": file, "path": None})
         middle = image.getpixel((image.width // 2, image.height // 2))
         colour = min(COLOURS, key=lambda name: sum(abs(a - b) for a, b in zip(COLOURS[name], middle, strict=True)))
         return self._hits(self._order(colour)[:top_k])

@@ -63,7 +63,7 @@ def test_the_column_has_the_size_that_a_dry_run_names(
     info = json.loads((kept / "index/index.json").read_text())
     size = 2 * datasets.load_from_disk(str(kept / "index")).features["states"].length
     assert f"takes {size / 1e3:,.1f} kB an image" in caplog.text
-    assert info["states"] == tap_shapes(load_model(str(reranking_model)), 32)
+    assert info["states"] == tap_shapes(load_model(str(reranking_model)), make_embedder(reranking_model).loaders)
 
 
 def test_later_runs_keep_them_unasked(kept: Path, reranking_model: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_model_without_a_head_has_none(model: Path) -> None:
     headless = load_model(str(model))
     headless.fusion = None
     with pytest.raises(ValueError, match="no fusion head"):
-        tap_shapes(headless, 32)
+        tap_shapes(headless, make_embedder(model).loaders)
 
 
 def test_a_dry_run_of_a_plain_index_names_no_states(

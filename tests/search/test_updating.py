@@ -18,11 +18,12 @@ from filelock import FileLock
 from PIL import Image
 
 from mm_utils.data.loading.dataset import EvaluationTransform
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
 from mm_utils.distributed import RunError
 from mm_utils.search import embedding
-from mm_utils.search.embedding import Reader
 from mm_utils.search.index import model_fingerprint, read_parts, schema
 from mm_utils.search.listing import Listing, folder_listing, list_folder
+from mm_utils.search.reading import Reader
 from mm_utils.search.updating import try_out, update_index
 from scripts import embed
 from tests.scripts.test_pretrain import ROOT, launch
@@ -214,7 +215,7 @@ def test_a_damaged_part_is_not_read(model: Path, tmp_path: Path, caplog: pytest.
 def test_other_weights_are_refused(model: Path, photos: Path, index: Path) -> None:
     embedder = make_embedder(model)
     next(embedder.model.vision_model.parameters()).data.add_(1)
-    other = replace(embedder, fingerprint=model_fingerprint(embedder.model, embedder.geometry))
+    other = replace(embedder, fingerprint=model_fingerprint(embedder.model, embedder.loaders.input_key))
     listing = folder_listing(str(photos), *list_folder(str(photos)))
     with pytest.raises(RunError, match=r"other weights .*new --index_dir"):
         update_index(index, str(model), listing, other, Accelerator(cpu=True))
@@ -236,7 +237,7 @@ def test_a_large_jpeg_is_cut_as_evaluations_cut_it(tmp_path: Path) -> None:
     """Decoded at a reduced scale for the model, and larger for the thumbnail."""
     Image.effect_noise((1300, 900), 80).convert("RGB").save(tmp_path / "large.jpg")
     listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path)))
-    row = Reader(listing, [0], 64)[0]
+    row = Reader(listing, [0], Loaders(LoaderArguments(), torch.device("cpu"), 0, 64, [0.5] * 3, [0.5] * 3))[0]
     value = {"image": listing.rows[0]["image"], "input_ids": [], "caption_keys": []}
     assert torch.equal(row["square"], EvaluationTransform(64)._show(value)["pixel_values"])
     assert min(Image.open(io.BytesIO(row["thumbnail"])).size) == 256

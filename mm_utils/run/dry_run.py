@@ -320,8 +320,8 @@ def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
     if probe.unreadable:
         total, reasons = probe.data.total_rows["train"], sorted(probe.unreadable.values())
         logger.warning(
-            "%d of %d training rows cannot be decoded, so perhaps %s of %s; others take their place: %s",
-            len(reasons), probe.seen, f"{figures['unreadable_share'] * total:,.0f}", f"{total:,}", "; ".join(reasons[:3]),
+            "%d of %d training %ss cannot be decoded, so perhaps %s of %s; others take their place: %s",
+            len(reasons), probe.seen, probe.data.medium, f"{figures['unreadable_share'] * total:,.0f}", f"{total:,}", "; ".join(reasons[:3]),
         )  # fmt: skip
     if figures["peak_memory_gib"] > figures["free_memory_gib"]:
         logger.warning(

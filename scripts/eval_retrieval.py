@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor)
     captions = sum(map(len, rows["captions"]))
-    logger.info("%s: %s images, %s captions", split, f"{len(rows):,}", f"{captions:,}")
+    logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium, f"{captions:,}")
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
-    record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics)
+    record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium)
     accelerator.end_training()
     return metrics
 

@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor)
-    logger.info("%s: %s images, %s classes", images.split, f"{len(images.rows):,}", f"{len(images.classes):,}")
+    counts = f"{len(images.rows):,}", loaders.medium, f"{len(images.classes):,}"
+    logger.info("%s: %s %ss, %s classes", images.split, *counts)
 
     # 3. Model.
     model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())

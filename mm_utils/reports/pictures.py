@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
 
 from mm_utils.data.images import UnreadableImageError, open_image, shrink
-from mm_utils.data.riff import read_avi, read_wav
+from mm_utils.data.media.riff import read_avi, read_wav
 
 SIDE = 256  # pixels: width of a spectrogram, and shorter side of a frame that moves
 _GAP = 2  # pixels between the frames of a clip
@@ -23,7 +23,7 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
     """Return an RGB picture of a medium.
 
     Args:
-        value: `{"bytes", "path"}`, as rows have it; a clip and a sound are files of `mm_utils.data.riff`.
+        value: `{"bytes", "path"}`, as rows have it; a clip and a sound are files of `mm_utils.data.media.riff`.
         kind: of `mm_utils.data.media.COLUMNS`.
         min_side: an image, or a frame, may be decoded at a reduced scale whose shorter side is at least this.
 

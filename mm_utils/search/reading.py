@@ -13,17 +13,18 @@ from mm_utils.data.images import MOST_PIXELS, UnreadableImageError, encode, open
 from mm_utils.data.loading.augment import center_square
 from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.timed_media import Sounds, Timed
+from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.paths import Limits, read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
+from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.data.prepare.decoding.sounds import read_sound
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.riff import write_wav
 from mm_utils.reports.pictures import picture
 from mm_utils.search.listing import Listing, skip
 
 THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
 QUALITY = 85  # of the JPEG of a thumbnail: about 25 kB
-MOST_SECONDS = 600.0  # of a file in a folder
+FPS = 8.0  # frames a second that are kept of a video in a folder
 _LARGE = 8_000_000  # pixels
 
 
@@ -31,8 +32,9 @@ def stock_file(content: bytes, timed: Timed) -> bytes:
     """Return the file of a sound or a clip as prepared sets store it, and `Timed.read` takes it; raise Fault if it is none."""
     if isinstance(timed, Sounds):
         rate = timed.log_mel.sampling_rate
-        return write_wav(read_sound(content, rate, max_seconds=MOST_SECONDS)[0], rate)
-    raise NotImplementedError
+        return write_wav(read_sound(content, rate)[0], rate)
+    clip = read_clip(content, FPS, THUMBNAIL)
+    return write_avi(clip.jpegs, FPS, clip.size)
 
 
 def read_query(file: str | bytes, loaders: Loaders) -> torch.Tensor:

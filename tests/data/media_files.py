@@ -10,7 +10,7 @@ from datasets import Dataset, Features
 from PIL import Image
 
 from mm_utils.data.media import FEATURES
-from mm_utils.data.riff import write_avi, write_wav
+from mm_utils.data.media.riff import write_avi, write_wav
 
 COLOURS = ("red", "lime", "blue", "white")
 

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media.riff import write_wav
 from mm_utils.reports.pictures import animation, picture
-from mm_utils.data.riff import write_wav
 from tests.data.media_files import clip, tone
 
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from mm_utils.data.images import open_image
 from mm_utils.search.searcher import Hit

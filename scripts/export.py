@@ -88,20 +88,24 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     # 2. Model, and data to compare on.
     processor = load_processor_of(args.model_name_or_path)
     model = load_model(args.model_name_or_path, fusion_layers=0).float().eval()
+    if model.config.medium != "image" and args.layout != "plain":
+        raise ValueError(
+            f"--layout is {args.layout}; it is for images, and this model reads {model.config.medium}s. Drop it."
+        )
     weights = head_weights(model, "no" if args.layout == "immich" else args.reranker)
+    loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), accelerator.device, processor)
+    shape = None if model.config.medium == "image" else tuple(loaders.blank(1).shape[1:])
     if data_args.dataset_name or data_args.train_file or data_args.dataset_dir:
         pairs = load_pairs(data_args, need_train=args.split == "train", hold_out=args.split != "test")
         if args.split not in pairs:
             raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
-        loader_args = LoaderArguments(dataloader_num_workers="0")
-        rows = tokenize_captions(pairs[args.split], processor.tokenizer, loader_args.max_seq_length)
-        loaders = make_loaders(loader_args, accelerator.device, processor)
+        rows = tokenize_captions(pairs[args.split], processor.tokenizer, loaders.arguments.max_seq_length)
         loader = loaders.evaluation(rows, 1)  # as a search asks; int8 depends on what else is in a batch
 
     # 3. Export, compare, and only then put the folder in its place.
     with atomic_folder(Path(args.output_dir)) as folder:
-        towers, head = write_graphs(folder, model, processor, args.layout, args.precisions, weights, args.opset)
-        figures = compare(model, towers, processor.tokenizer, head)
+        towers, head = write_graphs(folder, model, processor, args.layout, args.precisions, weights, args.opset, shape)
+        figures = compare(model, towers, processor.tokenizer, head, shape)
         if loader is not None:
             add_recall(figures, {"torch": model, **towers}, loader, accelerator)
         settings = {

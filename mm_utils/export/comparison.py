@@ -5,7 +5,7 @@ Shape letters: K images, T texts, L tokens.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,6 +54,7 @@ def compare(
     exported: Mapping[str, ExportedTowers],
     tokenizer: Any,
     head: Head | None = None,
+    shape: Sequence[int] | None = None,
 ) -> dict[str, Figures]:
     """Measure differences, sizes and times of torch and of each precision.
 
@@ -62,11 +63,12 @@ def compare(
         exported: towers by precision.
         tokenizer: that of the model.
         head: what was exported as the head.
+        shape: of a clip or a sound, see `mm_utils.export.graphs.tower_graphs`.
 
     Raises:
         RunError: if fp32 differs from torch by more than `MOST_DIFFERENCE`.
     """
-    images = torch.randn(3, *input_shape(model.vision_model), generator=torch.Generator().manual_seed(0))
+    images = torch.randn(3, *(shape or input_shape(model.vision_model)), generator=torch.Generator().manual_seed(0))
     most = text_length(model, tokenizer)
     given = tokenizer(list(TEXTS), padding=True, truncation=True, max_length=most, return_tensors="pt")
     texts = given["input_ids"], given["attention_mask"]

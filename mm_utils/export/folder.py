@@ -35,6 +35,12 @@ pip install numpy onnxruntime pillow tokenizers
 python without_torch.py "a red door" photos/*.jpg
 ```
 """,
+    "sound": """`vision_model.onnx` takes what the feature extractor of `preprocessor_config.json` makes of samples, which is not in the
+graph: `transformers.AutoFeatureExtractor` makes it with numpy alone. A sound is the middle `window_seconds`, or all of it and silence.
+""",
+    "clip": """`vision_model.onnx` takes `clip_frames` frames of a clip at equal distances, `[clips, frames, 3, S, S]`, each resized and
+normalised by the image processor of `preprocessor_config.json`.
+""",
     "transformers.js": """```js
 import { AutoProcessor, AutoTokenizer, CLIPTextModelWithProjection, CLIPVisionModelWithProjection, RawImage } from "@huggingface/transformers";
 
@@ -71,6 +77,7 @@ def write_graphs(
     precisions: Sequence[str],
     weights: Mapping[str, float],
     opset: int,
+    shape: Sequence[int] | None = None,
 ) -> tuple[dict[str, ExportedTowers], Head | None]:
     """Write the graphs and what lies beside them; return the towers of every precision, and the head.
 
@@ -81,6 +88,7 @@ def write_graphs(
         layout, precisions: see `mm_utils.export.layouts` and `mm_utils.export.precisions`; fp32 is measured in any case.
         weights: of the head's scores; empty for no head.
         opset: the version of ONNX's operators.
+        shape: of a clip or a sound, see `mm_utils.export.graphs.tower_graphs`.
 
     Raises:
         RunError: if torch cannot export a part.
@@ -91,9 +99,9 @@ def write_graphs(
         width = immich_width(model.config.projection_dim)
         graphs = padded_graphs(model, tokenizer.pad_token_id, ends_in_pad(tokenizer), width)
     else:
-        graphs = tower_graphs(model)
+        graphs = tower_graphs(model, shape)
     if weights:
-        graphs |= head_graphs(model, dict(weights))
+        graphs |= head_graphs(model, dict(weights), shape)
         reranker = graphs["reranker"].module
         assert isinstance(reranker, Head)
         head = reranker
@@ -148,12 +156,14 @@ def write_report(
     }
     content = json.dumps({**stated, "figures": [asdict(each) for each in figures.values()]}, indent=2)
     (folder / "export.json").write_text(content + "\n", encoding="utf-8")
-    usage = USAGE[layout].replace("NAME", IMMICH_NAMES[immich_width(width)] if layout == "immich" else "")
+    usage = USAGE[layout if model.config.medium == "image" else model.config.medium].replace(
+        "NAME", IMMICH_NAMES[immich_width(width)] if layout == "immich" else ""
+    )
     usage = usage.replace("WIDTH", str(immich_width(width)) if layout == "immich" else "")
     precision = list(figures)[-1]
     padding = '"max_length"' if model.config.text_padding else "true"
     usage = usage.replace("DTYPE", _JS_TYPES.get(precision, "fp32")).replace("PADDING", padding)
-    if layout != "immich":
+    if layout != "immich" and model.config.medium == "image":
         shutil.copy(without_torch.__file__, folder / "without_torch.py")
     title = markdown_text(Path(name).name)
     text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {settings['opset']}.\n\n{usage}\n## Figures\n\n{table(figures)}\n"

@@ -3,13 +3,15 @@
 Every graph takes any number of images or texts, and texts of any length; a text tower that reads padding (SigLIP's) takes texts
 of its one length.
 
+"Images" in names are the media of the model: of clips `[K, T, 3, S, S]`, of sounds what the feature extractor makes of samples.
+
 Shape letters: K images, T texts, L tokens, E embedding width.
 """
 
 import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import Siglip2VisionModel
 
 from mm_utils.distributed import RunError
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_shape, target_mask
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_name, input_shape, target_mask
 from mm_utils.text import one_line
 
 IMAGES, TEXTS, LENGTH = (
@@ -183,12 +185,19 @@ class Head(nn.Module):
         return (of_next * target_mask(attention_mask)[0][:, 1:]).sum(1)
 
 
-def tower_graphs(model: FusionDualEncoderModel) -> dict[str, Graph]:
-    """Return the graphs of the two towers, with the input and output names of CLIP in ONNX."""
-    images, ids = _samples(model)
+def tower_graphs(model: FusionDualEncoderModel, shape: Sequence[int] | None = None) -> dict[str, Graph]:
+    """Return the graphs of the two towers, with the input and output names of CLIP in ONNX.
+
+    Args:
+        model: the model.
+        shape: of a clip or a sound, as its tower takes it; None for images. The input has the tower's own name for it.
+    """
+    images, ids = _samples(model, shape)
     images_axis, texts_axis = {0: Dim("images")}, _text_axes(model)
     return {
-        "vision_model": Graph(ImageTower(model), {"pixel_values": images}, (images_axis,), ["image_embeds"]),
+        "vision_model": Graph(
+            ImageTower(model), {input_name(model.vision_model): images}, (images_axis,), ["image_embeds"]
+        ),
         "text_model": Graph(
             TextTower(model),
             {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
@@ -209,14 +218,16 @@ def padded_graphs(model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad:
 
 
 @torch.no_grad()
-def head_graphs(model: FusionDualEncoderModel, weights: dict[str, float]) -> dict[str, Graph]:
-    """Return the graphs of the head: keys and values of images, and the scores of pairs."""
-    images, ids = _samples(model)
+def head_graphs(
+    model: FusionDualEncoderModel, weights: dict[str, float], shape: Sequence[int] | None = None
+) -> dict[str, Graph]:
+    """Return the graphs of the head: keys and values of images, and the scores of pairs; see `tower_graphs`."""
+    images, ids = _samples(model, shape)
     blocks = list(ImageSide(model)(images))
     names = [f"keys_values_{number}" for number in range(len(blocks))]
     images_axis, texts_axis = {0: Dim("images")}, _text_axes(model)
     return {
-        "reranker_images": Graph(ImageSide(model), {"pixel_values": images}, (images_axis,), names),
+        "reranker_images": Graph(ImageSide(model), {input_name(model.vision_model): images}, (images_axis,), names),
         "reranker": Graph(
             Head(model, weights),
             {"input_ids": ids, "attention_mask": torch.ones_like(ids), "keys_values": blocks},
@@ -259,9 +270,10 @@ def trace(graph: Graph, path: Path, opset: int) -> None:
         ) from error
 
 
-def _samples(model: FusionDualEncoderModel) -> tuple[Tensor, Tensor]:
-    """Return images `[K, 3, S, S]` and token ids `[T, L]` to trace with."""
-    images = torch.linspace(-1, 1, IMAGES).view(-1, 1, 1, 1).expand(-1, *input_shape(model.vision_model)).clone()
+def _samples(model: FusionDualEncoderModel, shape: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Return images `[K, 3, S, S]`, or media of the shape given, and token ids `[T, L]` to trace with."""
+    shape = input_shape(model.vision_model) if shape is None else shape
+    images = torch.linspace(-1, 1, IMAGES).view(-1, *[1] * len(shape)).expand(-1, *shape).clone()
     length = (model.config.text_padding or {"length": LENGTH})["length"]
     return images, torch.arange(2, 2 + TEXTS * length).view(TEXTS, length) % model.text_model.config.vocab_size
 

@@ -96,7 +96,8 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
         }
         _write(folder / "config.json", config)
         return
-    processor.image_processor.save_pretrained(folder)
+    own = processor.feature_extractor if model.config.medium == "sound" else processor.image_processor
+    own.save_pretrained(folder)
     if layout == "transformers.js":
         scale = model.logit_scale.item()
         width = model.config.projection_dim

@@ -41,7 +41,7 @@ class ExportedTowers:
 
     def encode_image(self, pixel_values: Tensor, with_keys_values: bool = False) -> tuple[Tensor, None]:
         """Return unit embeddings `[K, E]`, as the model does, and nothing for the head."""
-        [embeds] = self._run("vision_model", pixel_values=pixel_values, image=pixel_values)
+        [embeds] = self._run("vision_model", **self._named("vision_model", pixel_values))
         return embeds[:, : self.config.projection_dim], None
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = False) -> tuple[Tensor, None]:
@@ -52,10 +52,14 @@ class ExportedTowers:
 
     def added(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return what the head adds to the scaled cosine of every text and image, `[T, K]`."""
-        sides = self._run("reranker_images", pixel_values=pixel_values)
+        sides = self._run("reranker_images", **self._named("reranker_images", pixel_values))
         blocks = {f"keys_values_{number}": block for number, block in enumerate(sides)}
         ids, mask = self._padded(input_ids, attention_mask)
         return self._run("reranker", input_ids=ids, attention_mask=mask, **blocks)[0]
+
+    def _named(self, part: str, pixel_values: Tensor) -> dict[str, Tensor]:
+        """Return the input of a graph that has one, whose name each tower and layout chooses."""
+        return {self._sessions[part].get_inputs()[0].name: pixel_values}
 
     def _padded(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_token_id)

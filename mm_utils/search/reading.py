@@ -31,7 +31,7 @@ _LARGE = 8_000_000  # pixels
 def stock_file(content: bytes, timed: Timed) -> bytes:
     """Return the file of a sound or a clip as prepared sets store it, and `Timed.read` takes it; raise Fault if it is none."""
     if isinstance(timed, Sounds):
-        rate = timed.log_mel.sampling_rate
+        rate = timed.log_mel.rate
         return write_wav(read_sound(content, rate)[0], rate)
     clip = read_clip(content, FPS, THUMBNAIL)
     return write_avi(clip.jpegs, FPS, clip.size)

@@ -1,0 +1,167 @@
+"""Indexes of sounds and clips: found by text and by file, shown, played, kept up to date; with models of fresh weights."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
+from mm_utils.data.loading.timed_media import settle_window
+from mm_utils.data.media.riff import read_wav
+from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.processor import load_processor, load_processor_of
+from mm_utils.reports.pictures import picture
+from mm_utils.search.embedding import Embedder
+from mm_utils.search.index import model_fingerprint
+from mm_utils.search.listing import Listing, folder_listing, list_folder, pair_listing
+from mm_utils.search.searcher import Searcher
+from mm_utils.search.updating import update_index
+from tests.data.media_files import clip, media_rows, tone
+from tests.search.serving import Served, served
+
+PITCHES = (200, 400, 800, 1600, 3200)
+TURNS = [("red", "lime"), ("lime", "red"), ("blue", "white"), ("white", "blue")]
+CONTENTS = {"sound": [tone(pitch, 0) for pitch in PITCHES], "clip": [clip([a, a, b, b]) for a, b in TURNS]}
+
+
+def save_model(folder: Path, medium: str) -> Path:
+    """Write a model of fresh weights, whose head counts."""
+    args = ModelArguments(fusion_layers=1, image_size=32)
+    seconds = 1.0 if medium == "sound" else None
+    processor = load_processor(args, ["a low tone", "something turns red"] * 10, medium, seconds)
+    settle_window(processor, medium, None, None, seconds)
+    torch.manual_seed(0)
+    model = build_model(args, processor.tokenizer, medium=medium)
+    model.config.rerank_weights = {"match": 1.0}
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def update(folder: Path, model: Path, listing: Listing) -> Any:
+    loaders = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model)))
+    loaded = load_model(str(model)).eval()
+    embedder = Embedder(loaded, model_fingerprint(loaded, loaders.input_key), loaders, 4, 0)
+    return update_index(folder, str(model), listing, embedder, Accelerator(cpu=True))
+
+
+@pytest.fixture(scope="module", params=["sound", "clip"])
+def indexed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """The kind, a model of it, and an index of rows as prepared sets have them."""
+    medium, folder = request.param, tmp_path_factory.mktemp(request.param)
+    model = save_model(folder / "model", medium)
+    update(folder / "index", model, pair_listing({"train": media_rows(medium, CONTENTS[medium])}))
+    return medium, model, folder / "index"
+
+
+@pytest.fixture(scope="module")
+def searcher(indexed: tuple[str, Path, Path]) -> Searcher:
+    return Searcher(indexed[2], device="cpu")
+
+
+def test_an_index_says_its_medium_and_keeps_what_it_shows(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
+    medium, _, index = indexed
+    assert json.loads((index / "index.json").read_text())["medium"] == searcher.info.medium == medium
+    rows = datasets.load_from_disk(str(index))
+    assert rows["content"] == CONTENTS[medium]
+    for row, content in enumerate(CONTENTS[medium]):
+        with Image.open(io.BytesIO(searcher.thumbnail(row))) as thumbnail:
+            assert thumbnail.size == picture({"bytes": content}, medium).size
+        assert searcher.content(row) == content
+
+
+def test_scores_are_those_of_the_model(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
+    medium, folder, _ = indexed
+    model = load_model(str(folder)).eval()
+    loaders = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(folder)))
+    assert loaders.timed is not None
+    examples = [loaders.timed.read({"bytes": content, "path": None}, None)[0] for content in CONTENTS[medium]]
+    [batch] = loaders.on_device([{"pixel_values": torch.stack(examples)}])
+    ids = searcher._tokenizer(["a low tone"], return_tensors="pt")
+    with torch.no_grad():
+        embeds, keys_values = model.encode_image(batch["pixel_values"])
+        text, states = model.encode_text(ids["input_ids"], ids["attention_mask"])
+        count = len(examples)
+        many = (
+            states.expand(count, -1, -1),
+            *(ids[name].expand(count, -1) for name in ("attention_mask", "input_ids")),
+        )
+        head = model.head_scores(keys_values, *many)
+    cosine = (embeds @ text[0]).tolist()
+    scale = model.logit_scale.exp().item()
+    for hit in searcher.search_text("a low tone", 5):
+        assert hit.score == pytest.approx(cosine[hit.row], abs=2e-3)
+        assert hit.reranked == pytest.approx(scale * cosine[hit.row] + head[hit.row].item(), abs=0.05)
+
+
+def test_similar_and_a_file_that_is_searched_for(
+    indexed: tuple[str, Path, Path], searcher: Searcher, tmp_path: Path
+) -> None:
+    medium, *_ = indexed
+    assert 2 not in [hit.row for hit in searcher.similar(2)]
+    if medium == "clip":
+        with pytest.raises(UnreadableImageError, match="found by texts"):
+            searcher.search_file(CONTENTS["clip"][0])
+        return
+    (tmp_path / "query.wav").write_bytes(CONTENTS["sound"][3])
+    for file in (CONTENTS["sound"][3], str(tmp_path / "query.wav")):
+        best = searcher.search_file(file, 1)[0]
+        assert (best.row, best.score) == (3, pytest.approx(1, abs=2e-3))
+    for wrong in (b"OggS" + bytes(99), CONTENTS["sound"][3][:99], b"", tone(0)):
+        with pytest.raises(UnreadableImageError):
+            searcher.search_file(wrong)
+    with pytest.raises(UnreadableImageError, match=r"nowhere.wav"):
+        searcher.search_file(str(tmp_path / "nowhere.wav"))
+
+
+def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
+    medium = indexed[0]
+    running = served(searcher)
+    site: Served = next(running)
+    page = site.ask("/")
+    assert f'data-medium="{medium}"' in page.body.decode()
+    assert ("media-src 'self'" in page.headers["content-security-policy"]) == (medium == "sound")
+    found = site.ask("/content/1")
+    if medium == "sound":
+        assert (found.headers["content-type"], found.body) == ("audio/wav", CONTENTS["sound"][1])
+        assert site.ask("/search?k=3", "POST", CONTENTS["sound"][2]).hits[0]["row"] == 2
+    else:
+        assert found.headers["content-type"] == "image/webp"
+        with Image.open(io.BytesIO(found.body)) as moving:
+            assert moving.n_frames > 1
+    assert site.ask("/content/99").status == 404
+    assert site.ask("/content/1", sec_fetch_site="cross-site").status == 403
+    wrong = site.ask("/search", "POST", b"<script>")
+    assert (wrong.status, f"The {medium} cannot be read" in wrong.json["error"]) == (400, True)
+    assert next(running, None) is None
+
+
+def test_a_folder_of_sounds_follows_its_files(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    medium, model, _ = indexed
+    if medium == "clip":
+        pytest.skip("the files of clips are read as those of sounds")
+    folder, index = tmp_path / "sounds", tmp_path / "index"
+    folder.mkdir()
+    for number, pitch in enumerate(PITCHES):
+        (folder / f"{number}.wav").write_bytes(tone(pitch, rate=8000))
+    (folder / "picture.png").touch()
+    (folder / "broken.wav").write_bytes(b"RIFF")
+
+    def run() -> Any:
+        return update(index, model, folder_listing(str(folder), *list_folder(str(folder), medium="sound"), "sound"))
+
+    assert (run().embedded, run().kept) == (5, 5)
+    (folder / "0.wav").write_bytes(tone(5000))
+    assert run().embedded == 1
+    searcher = Searcher(index, device="cpu")
+    samples, rate = read_wav(searcher.content(1))
+    assert (rate, len(samples)) == (16000, 8000)
+    assert searcher.search_file(str(folder / "0.wav"), 1)[0].id == "0.wav"
+    assert [json.loads(line)["id"] for line in (index / "skipped.jsonl").read_text().splitlines()] == ["broken.wav"]

@@ -10,6 +10,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from mm_utils.reports.data_report import write_report
+from tests.data.media_files import clip, media_rows, tone
 
 FEATURES = Features(
     {
@@ -242,6 +243,18 @@ def test_a_seed_decides_what_is_shown(tmp_path: Path, pairs: DatasetDict) -> Non
         assert (first / name).read_bytes() == (again / name).read_bytes()
     assert (first / "pairs_train.jpg").read_bytes() != (other / "pairs_train.jpg").read_bytes()
     assert all((first / name).stat().st_size < 300_000 for name in files)
+
+
+@pytest.mark.parametrize("kind", ["clip", "sound"])
+def test_a_report_speaks_of_its_medium(tmp_path: Path, kind: str) -> None:
+    contents = [clip(), clip(fps=8)] if kind == "clip" else [tone(300, 900), tone(300)]
+    pairs = DatasetDict(train=media_rows(kind, contents, seconds=[60.0, 30.04]))
+    summary = {**SUMMARY, "splits": {"train": {"images": 2, "captions": 2, "bytes": 9}}}
+    text = report(tmp_path / "report", pairs, summary)
+    assert f"**2 {kind}s with 2 captions** were kept" in text
+    assert f"| split | {kind}s | captions | captions per {kind} | seconds | minutes in all |" in text
+    assert "| train | 2 | 2 | 1.00 | 30 (30 to 60) | 1.5 |" in text
+    assert "Seconds, words and characters" in text
 
 
 def test_raw_pixels_are_shown_and_damaged_images_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -64,6 +65,31 @@ def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> 
     ):
         assert part in text
     assert ".png" not in text
+
+
+@pytest.mark.parametrize(
+    ("medium", "column", "call"),
+    [
+        ("image", "image", 'model.encode(images=pictures, texts=["something red"])'),
+        ("clip", "video", 'model.encode(clips=clips, texts=["something turns red"])'),
+        ("sound", "audio", 'model.encode(sounds=sounds, texts=["a low tone"])'),
+    ],
+)
+def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path: Path) -> None:
+    data = DATA._replace(medium=medium, counts={f"{medium}s": 7})
+    path = write_model_card(tmp_path, card(medium=medium, dual_encoder="", results=retrieval_results(FIGURES, data)))
+    loaded, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
+    tags = [f"{column}-text-retrieval", "dual-encoder", "contrastive-learning"]
+    assert loaded.tags == [*tags, *([column] if medium != "image" else []), "custom_code"]
+    result = loaded.eval_results[0]
+    assert (result.task_type, result.metric_name) == (tags[0], f"recall@1, text to {medium}, the two encoders")
+    assert f"29,000 {medium}s |" in text
+    code = text.partition("```python\n")[2].partition("```")[0]
+    compile(code, "card", "exec")
+    assert call in code
+    assert update_results(tmp_path, retrieval_results(FIGURES, data))
+    if medium != "image":
+        assert not {"image", "images", "pictures"} & set(re.findall(r"[a-z]+", text))
 
 
 DATA = EvaluatedData("photos/captions.jsonl", "local-photos", "validation", {"images": 164, "captions": 166})

@@ -1,5 +1,6 @@
 """Labelled images from every kind of source, and the names of their classes; bad input is named."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from datasets import Image as ImageFeature
 from mm_utils.data import labelled_images as labels
 from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.loading.dataset import EvaluationTransform, Pairs
+from mm_utils.data.media import COLUMNS, kind_of
+from tests.data.media_files import media_rows, tone
 from tests.data.prepare.fault_images import grey
 
 
@@ -121,6 +124,30 @@ def test_synonyms_that_two_classes_share_are_kept(tmp_path: Path, caplog: pytest
     assert load_images(save(tmp_path / "a", [0, 1], ClassLabel(names=names))).classes == [*names[:3], "tub"]
     load_images(save(tmp_path / "b", ["a_b", "a b"], Value("string")))
     assert "several classes are called a b" in caplog.text
+
+
+def prepared(folder: Path, captions: list[list[str]], kind: str = "sound") -> str:
+    """Write the rows of a prepared set, as `prepare_data.py` lays them."""
+    contents = [tone(100 * place, each=0.1) for place in range(1, 1 + len(captions))]
+    rows = media_rows(kind, contents, captions=captions, content_id=["x"] * len(captions))
+    DatasetDict(test=rows.rename_columns({"image": COLUMNS[kind]})).save_to_disk(str(folder))
+    (folder / "report.json").write_text(json.dumps({"format": "tandem-pairs"}))
+    return str(folder)
+
+
+def test_equal_captions_of_a_prepared_set_are_a_class(tmp_path: Path) -> None:
+    dog, rain = ["a dog barks", "barking", "barking"], ["rain falls"]
+    found = load_images(prepared(tmp_path / "set", [rain, dog, rain, dog, dog]))
+    assert (found.classes, found.texts, found.split) == (
+        ["a dog barks", "rain falls"], [["a dog barks"], ["rain falls"]], "test"
+    )  # fmt: skip
+    assert found.label_M.tolist() == [1, 0, 1, 0, 0]
+    assert kind_of(found.rows.features) == "sound"
+    with pytest.raises(ValueError, match=r"captions tell the classes. Drop --classes"):
+        load_images(tmp_path / "set", classes=str(tmp_path / "set/report.json"))
+    for number, captions in enumerate(([rain, dog], [rain, rain])):
+        with pytest.raises(ValueError, match="different captions, which are no classes"):
+            load_images(prepared(tmp_path / str(number), captions))
 
 
 def test_samples_are_spread_over_the_split(tmp_path: Path) -> None:

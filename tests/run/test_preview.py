@@ -8,6 +8,7 @@ from PIL import Image
 
 from mm_utils.model.processor import train_tokenizer
 from mm_utils.run.preview import describe_pairs
+from tests.data.media_files import media_rows, tone
 
 
 def png(width: int, height: int) -> bytes:
@@ -53,3 +54,11 @@ def test_a_long_caption_is_shortened():
     shown = describe_pairs(rows, train_tokenizer(["word"], 50), 64, 8)[-1]
     assert shown.endswith("…")
     assert len(shown) < 100
+
+
+def test_seconds_of_sounds_are_told():
+    rows = media_rows("sound", [tone(300)] * 3, seconds=[0.5, 2.04, 4.0])
+    found = describe_pairs(rows, train_tokenizer(["number"] * 9, 100), 6, 0)
+    assert found[0] == "sounds: 0.5 to 4.0, median 2.0, at most 4.0 s"
+    assert found[1].startswith("captions: 1.0 a sound; tokens")
+    assert found[-2] == "m1, 2.0 s: number 1"

@@ -13,7 +13,7 @@ from mm_utils.data.faults import REASONS, Fault, storable
 from mm_utils.data.media import FEATURES
 from mm_utils.data.paths import Jail, Limits
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.sources.records import IMAGE_SUFFIXES
+from mm_utils.data.sources.columns import SUFFIXES
 from mm_utils.data.sources.source import Source
 from mm_utils.data.sources.webdataset import Sample, captions_of_sample, read_shard, shard_paths
 
@@ -29,11 +29,6 @@ STAMPS = pa.schema(
     }
 )
 _FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
-SUFFIXES = {
-    "image": IMAGE_SUFFIXES,
-    "clip": (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".gif"),
-    "sound": (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac"),
-}
 _ROWS = 1000
 
 

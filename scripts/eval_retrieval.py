@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 4. Evaluate.
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
-    evaluator = RetrievalEvaluator(eval_args, probes)
+    evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
 

@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
 from mm_utils.data.images import open_image
+from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
@@ -169,7 +170,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
     """
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
     assert split is not None
-    examples, count = [], len(split.text_TE)
+    (texts, images), examples, count = split.directions["text_to_image"], [], len(split.text_TE)
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
         own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
         if ranks.reranked_items is not None and ranks.reranked_scores is not None:
@@ -185,7 +186,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
                 row["captions"][query - first],
                 [open_image(rows[int(split.rows_M[place])]["image"], 256) for place in found.tolist()],
                 scores.tolist(),
-                (split.image_key_M[found] == own).tolist(),
+                right_items(texts.take(slice(query, query + 1)), images, found[None])[0].tolist(),
                 f"{note} of {len(split.image_ME):,}",
             )
         )

@@ -29,9 +29,9 @@ from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.data.streaming.stream import StreamingArguments
 from mm_utils.data.training_data import open_data
+from mm_utils.evaluation.grounding.pointing import PointingEvaluator, report_pointing, with_pointing
 from mm_utils.evaluation.interpolation import InterpolationArguments, choose_between, copy_weights
-from mm_utils.evaluation.pointing import PointingEvaluator, report_pointing, with_pointing
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, order_probes
 from mm_utils.evaluation.train_recall import with_train_recall
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     cache_teacher(objective_args.teacher_name_or_path, data, objective, run.accelerator)
 
     # 4. Train.
-    probes = word_order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
+    probes = order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
     evaluator, pointing = RetrievalEvaluator(eval_args, probes, fits=True), PointingEvaluator() if regions else None
     evaluate = with_train_recall(with_pointing(evaluator, pointing), data, args.seed)
     watchers = TemperatureClamp(highest_scale), CollapseWarning(optimizer_args.warmup_ratio, highest_scale)

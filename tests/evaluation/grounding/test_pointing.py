@@ -12,7 +12,7 @@ from mm_utils import distributed
 from mm_utils.data.loading.regions import Regions
 from mm_utils.data.loading.tokens import caption_key
 from mm_utils.data.scenes import load_scenes
-from mm_utils.evaluation.pointing import (
+from mm_utils.evaluation.grounding.pointing import (
     Pointed,
     PointingEvaluator,
     chosen,
@@ -23,7 +23,6 @@ from mm_utils.evaluation.pointing import (
 from mm_utils.objectives import ObjectiveArguments
 from mm_utils.objectives.contrastive import RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
-from tests.test_distributed import run_on_ranks
 from tests.truthful_model import ACCELERATOR, MAIN_PROCESS
 
 IMAGES, SLOTS, CELLS = 11, 3, 4
@@ -165,12 +164,6 @@ def test_settings_without_regions_are_refused(at: int, flag: str) -> None:
         ObjectiveArguments("contrastive:1,regions:0.5").check(*given)  # type: ignore[arg-type]
     ObjectiveArguments("contrastive:1").check(*given)  # type: ignore[arg-type]
     ObjectiveArguments("contrastive:1,regions:1").check(False, False, 0.0)
-
-
-def test_the_number_of_processes_changes_nothing() -> None:
-    alone = measured(4)
-    for found in run_on_ranks(3, measured, 2):
-        assert found == pytest.approx(alone)
 
 
 def test_ties_and_nan_count_against_the_model() -> None:

@@ -125,8 +125,8 @@ def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
     return best > rival
 
 
-def with_pointing(evaluate: Evaluate, pointing: PointingEvaluator | None) -> Evaluate:
-    """Return an evaluator that also measures `pointing`, if given, on batches with regions."""
+def with_pointing(evaluate: Evaluate, pointing: Evaluate | None) -> Evaluate:
+    """Return an evaluator that also measures `pointing`, if given, on batches with regions or moments."""
     if pointing is None:
         return evaluate
     return lambda model, loader, accelerator: (

@@ -101,6 +101,15 @@ def tokenize_regions(
     return datasets.DatasetDict(found)
 
 
+def tokenize_moments(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+) -> datasets.Dataset:
+    """Add the columns above to clips or sounds with moments; return other rows as they are."""
+    if regions_column(rows) != "moments" or "moments" not in rows.column_names:
+        return rows
+    return tokenize_regions(datasets.DatasetDict(rows=rows), tokenizer, max_seq_length)["rows"]
+
+
 def regions_column(rows: datasets.Dataset) -> str:
     """Return the column that holds the regions of rows: `regions` of images, `moments` of clips and sounds."""
     return "regions" if kind_of(rows.features) == "image" else "moments"

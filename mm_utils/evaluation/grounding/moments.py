@@ -30,6 +30,7 @@ from mm_utils.data.loading.timed_media import Timed
 from mm_utils.data.loading.tokens import caption_key
 from mm_utils.evaluation.grounding.pointing import PointingEvaluator, hits, report_pointing
 from mm_utils.evaluation.metrics import mean_interval
+from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.plots import BLUE, GREEN, MUTED, ORANGE, draw_text, new_figure, save_figure, style_axes, wrap
 
@@ -172,9 +173,20 @@ def _by_fixed_span(true_N2: Tensor) -> dict[str, float]:
     return best
 
 
-def grounding_evaluator(medium: str) -> PointingEvaluator | MomentEvaluator:
-    """Return what measures where phrases are: boxes of images, spans of clips and sounds."""
+def grounding_evaluator(wanted: bool, medium: str) -> PointingEvaluator | MomentEvaluator | None:
+    """Return what measures where phrases are, boxes of images or spans of clips and sounds; None if that is not wanted."""
+    if not wanted:
+        return None
     return PointingEvaluator() if medium == "image" else MomentEvaluator()
+
+
+def with_grounding(evaluate: Evaluate, grounding: Evaluate | None) -> Evaluate:
+    """Return an evaluator that also measures `grounding`, if given, on batches with regions or moments."""
+    if grounding is None:
+        return evaluate
+    return lambda model, loader, accelerator: (
+        evaluate(model, loader, accelerator) | grounding(model, loader, accelerator)
+    )
 
 
 def report_grounding(
@@ -184,7 +196,7 @@ def report_grounding(
     timed: Timed | None,
     folder: Path,
 ) -> None:
-    """Draw `regions.png` or `moments.png` from the last evaluation, which was on `rows`; see the two below."""
+    """Draw `regions.png` or `moments.png` from the last evaluation, which was on `rows`; see `report_pointing` and below."""
     if isinstance(grounding, MomentEvaluator):
         assert timed is not None
         report_moments(accelerator, grounding, rows, timed, folder)

@@ -178,9 +178,10 @@ def test_without_moments_there_are_no_metrics() -> None:
 
 
 def test_the_medium_decides_what_is_measured() -> None:
-    assert isinstance(grounding_evaluator("image"), PointingEvaluator)
+    assert isinstance(grounding_evaluator(True, "image"), PointingEvaluator)
     for medium in ("clip", "sound"):
-        assert isinstance(grounding_evaluator(medium), MomentEvaluator)
+        assert isinstance(grounding_evaluator(True, medium), MomentEvaluator)
+        assert grounding_evaluator(False, medium) is None
 
 
 # -- the loss -----------------------------------------------------------------------------------------------------------

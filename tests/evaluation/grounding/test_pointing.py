@@ -12,13 +12,13 @@ from mm_utils import distributed
 from mm_utils.data.loading.regions import Regions
 from mm_utils.data.loading.tokens import caption_key
 from mm_utils.data.scenes import load_scenes
+from mm_utils.evaluation.grounding.moments import with_grounding
 from mm_utils.evaluation.grounding.pointing import (
     Pointed,
     PointingEvaluator,
     chosen,
     hits,
     report_pointing,
-    with_pointing,
 )
 from mm_utils.objectives import ObjectiveArguments
 from mm_utils.objectives.contrastive import RegionPointing
@@ -184,10 +184,10 @@ def test_without_regions_there_are_no_metrics() -> None:
 
 def test_pointing_is_measured_with_retrieval() -> None:
     pointing: Any = lambda *_: {"pointing_accuracy": 1.0}  # noqa: E731
-    measure = with_pointing(lambda *_: {"recall": 0.5}, pointing)
+    measure = with_grounding(lambda *_: {"recall": 0.5}, pointing)
     assert measure(GridModel(), [], ACCELERATOR) == {"recall": 0.5, "pointing_accuracy": 1.0}  # type: ignore[arg-type]
     alone: Any = lambda *_: {"recall": 0.5}  # noqa: E731
-    assert with_pointing(alone, None) is alone
+    assert with_grounding(alone, None) is alone
 
 
 def test_the_main_process_draws_examples(tmp_path: Path) -> None:

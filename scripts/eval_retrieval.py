@@ -89,7 +89,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
-    grounding = grounding_evaluator(loaders.regions and model.region_head is not None, loaders.medium)
     flops = measure_flops(model, loaders.image_size, loader_args.max_seq_length)
     model = accelerator.prepare(model)
 
@@ -97,7 +96,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
     evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
-    metrics = with_grounding(evaluator, grounding)(accelerator.unwrap_model(model), loader, accelerator)
+    model = accelerator.unwrap_model(model)
+    grounding = grounding_evaluator(loaders.regions and model.region_head is not None, loaders.medium)
+    metrics = with_grounding(evaluator, grounding)(model, loader, accelerator)
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)

@@ -2,7 +2,7 @@
 
 import io
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -215,13 +215,14 @@ def test_rows_without_regions_are_refused(tokenizer: PreTrainedTokenizerFast) ->
 # -- moments ------------------------------------------------------------------------------------------------------------
 
 
-def rows_with_moments(moments: list[Any], seconds: float = 8.0) -> Dataset:
-    """Sounds that last so long, one for each list of moments; their bytes are never read here."""
+def rows_with_moments(moments: list[Any], contents: Sequence[bytes] = (), seconds: Sequence[float] = ()) -> Dataset:
+    """A sound for each list of moments, with their phrases as caption; by default of 8 seconds, and not to be read."""
+    contents, seconds = contents or [b""] * len(moments), seconds or [8.0] * len(moments)
     content = {
         "id": [f"s{place}" for place in range(len(moments))],
-        "image": [{"bytes": b"", "path": None}] * len(moments),
-        "captions": [["picture"]] * len(moments),
-        "seconds": [seconds] * len(moments),
+        "image": [{"bytes": content, "path": None} for content in contents],
+        "captions": [[", then ".join(moment["phrase"] for moment in listed or []) or "picture"] for listed in moments],
+        "seconds": seconds,
         "moments": moments,
     }
     span = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))

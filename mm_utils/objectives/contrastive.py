@@ -191,9 +191,9 @@ class MomentCovering(RegionPointing):
     """Each phrase points at its moment, and covers it from its start to its end: half of either.
 
     The second half is the cross-entropy against the uniform distribution over the span, -sum_c in(c) / sum_k in(k) log p(c).
-    Pointing alone is content with the loudest cell, and its profile over time is a peak from which no span can be read: on
-    sounds of 8 seconds, half and half finds 0.31 of the spans with an overlap (IoU) of 0.7, pointing alone 0.21; by chance it
-    is below 0.1.
+    Pointing alone is content with the loudest cell, and its profile over time is a peak from which no span can be read: in a
+    trial with 24 cells on tracks of 8 seconds, half and half found 0.31 of the spans with an overlap (IoU) of 0.7, pointing
+    alone 0.21.
     """
 
     name = "moments"

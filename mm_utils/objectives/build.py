@@ -112,7 +112,11 @@ class ObjectiveArguments:
     @property
     def reads_regions(self) -> bool:
         """True if batches must hold regions, or moments (`mm_utils.data.loading.regions`)."""
-        return any(_class(name).reads_regions for name in self.weights)
+        return bool(self._reading_regions)
+
+    @property
+    def _reading_regions(self) -> list[str]:
+        return [name for name in self.weights if _class(name).reads_regions]
 
     def highest_scale(self, model: FusionDualEncoderModel) -> float:
         """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
@@ -131,9 +135,8 @@ class ObjectiveArguments:
             "patch_dropout": patch_dropout and "leaves no grid of patches",
         }
         for flag, reason in reasons.items():
-            if self.reads_regions and reason:
-                name = next(name for name in self.weights if _class(name).reads_regions)
-                raise ValueError(f"--objectives asks for {name}, and --{flag} {reason}. Drop one of them.")
+            if reason and (names := self._reading_regions):
+                raise ValueError(f"--objectives asks for {names[0]}, and --{flag} {reason}. Drop one of them.")
 
 
 def build_objective(

@@ -22,9 +22,11 @@ from pathlib import Path
 from mm_utils.arguments import arg, parse_args, to_dict
 from mm_utils.data.benchmarks.named import RETRIEVAL, find_benchmark
 from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
+from mm_utils.data.loading.regions import has_regions, tokenize_moments
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.sources.source import DataArguments
+from mm_utils.evaluation.grounding.moments import grounding_evaluator, report_grounding, with_grounding
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, caption_probes
 from mm_utils.evaluation.retrieval_report import report_retrieval
 from mm_utils.model.build import load_model
@@ -78,9 +80,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         else:
             split, rows = load_split(data_args, args.split or "validation")
         rows = tokenize_captions(rows, processor.tokenizer, loader_args.max_seq_length)
+        rows = tokenize_moments(rows, processor.tokenizer, loader_args.max_seq_length)
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    loaders = make_loaders(loader_args, accelerator.device, processor)
+    loaders = make_loaders(loader_args, accelerator.device, processor, has_regions(rows))
     captions = sum(map(len, rows["captions"]))
     logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium, f"{captions:,}")
 
@@ -91,12 +94,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 4. Evaluate.
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
-    evaluator = RetrievalEvaluator(eval_args, probes)
+    evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
-    metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
+    model = accelerator.unwrap_model(model)
+    grounding = grounding_evaluator(loaders.regions and model.region_head is not None, loaders.medium)
+    metrics = with_grounding(evaluator, grounding)(model, loader, accelerator)
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
+    if args.output_dir:
+        report_grounding(accelerator, grounding, rows, loaders.timed, Path(args.output_dir))
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
     record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium)

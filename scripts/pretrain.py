@@ -29,9 +29,9 @@ from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.data.streaming.stream import StreamingArguments
 from mm_utils.data.training_data import open_data
+from mm_utils.evaluation.grounding.moments import grounding_evaluator, report_grounding, with_grounding
 from mm_utils.evaluation.interpolation import InterpolationArguments, choose_between, copy_weights
-from mm_utils.evaluation.pointing import PointingEvaluator, report_pointing, with_pointing
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, order_probes
 from mm_utils.evaluation.train_recall import with_train_recall
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
@@ -100,9 +100,9 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     cache_teacher(objective_args.teacher_name_or_path, data, objective, run.accelerator)
 
     # 4. Train.
-    probes = word_order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
-    evaluator, pointing = RetrievalEvaluator(eval_args, probes, fits=True), PointingEvaluator() if regions else None
-    evaluate = with_train_recall(with_pointing(evaluator, pointing), data, args.seed)
+    probes = order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
+    evaluator, grounding = RetrievalEvaluator(eval_args, probes, fits=True), grounding_evaluator(regions, data.medium)
+    evaluate = with_train_recall(with_grounding(evaluator, grounding), data, args.seed)
     watchers = TemperatureClamp(highest_scale), CollapseWarning(optimizer_args.warmup_ratio, highest_scale)
     callbacks = [*default_callbacks(run, objective, data, flops), *watchers, *callbacks]
     trainer = Trainer(args, optimizer_args, run.accelerator, objective, optimizer, data, evaluate, callbacks)
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         rest = data.evaluation("validation"), run.accelerator, "mean_recall", run.output_dir
         found = choose_between(interpolation_args, start, model, evaluate, *rest, save=save)
         metrics = {f"eval_{name}": value for name, value in found.items()}
-    report_pointing(run.accelerator, pointing, data.splits["validation"], run.output_dir)
+    report_grounding(run.accelerator, grounding, data.splits["validation"], data.loaders.timed, run.output_dir)
     finish_run(run, model, data, evaluator, metrics, argv)
     return metrics
 

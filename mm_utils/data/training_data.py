@@ -123,7 +123,7 @@ def open_data(
         schedule: the arguments that decide the order and the size of batches.
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
             `seconds` of its window.
-        regions: read the regions of images too.
+        regions: read the regions of images, or the moments of clips and sounds, too.
 
     Raises:
         ValueError: if the source cannot be read, with file, line or column and what to do.
@@ -143,6 +143,10 @@ def open_data(
         processor = _processor(make_processor, captions, splits, loader_args)
         length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
         splits = tokenize_pairs(splits, processor.tokenizer, length, workers, regions=regions)
+    if not regions and "moments" in splits["validation"].column_names:
+        logger.info(
+            "The rows have moments that no term reads; add moments:0.5 to --objectives to learn when something is."
+        )
     return make_data(accelerator, splits, stream, processor, loader_args, schedule, regions, total)
 
 

@@ -5,8 +5,9 @@ image tokens, 4 layers of width 512 and fp32, an image takes 2.4 MB, against 1 k
 these, then encodes the other images again, in shares of the same size: memory is bounded, and scores do not depend on it.
 
 The rank of a query is 1 + the number of wrong items that score at least as high as its best right item. Ties and NaN
-count against the model. A caption that is equal to one of another image is wrong for that image, and ties with the right one; where
-no captions are equal, a perfect model has a recall@1 of 1.0 in both directions, also with five captions per image.
+count against the model. Right are an image's own captions and those that are equal to one of them but for case and spacing, as
+in the losses: no model can tell such captions apart, and they are true of both images. So a perfect model has a recall@1 of 1.0
+in both directions, also with five captions per image.
 
 Shape letters: M images and T captions of the split, Q queries, N items, K candidates, R right items among the first ten,
 L tokens, E embedding width.
@@ -66,10 +67,38 @@ class Texts:
 
 
 class Keyed(NamedTuple):
-    """Unit embeddings `[N, E]`, and for each the id of its image, `[N]`."""
+    """Unit embeddings `[N, E]`, for each the id of its image, `[N]`, and the keys of its captions, `[N, C]`, -1 where fewer.
+
+    Captions are None where none is equal to one of another image.
+    """
 
     embeds: Tensor
     key: Tensor
+    captions: Tensor | None = None
+
+    def take(self, part: slice | Tensor) -> "Keyed":
+        """Return some of the rows."""
+        return Keyed(self.embeds[part], self.key[part], None if self.captions is None else self.captions[part])
+
+
+def right_items(queries: Keyed, items: Keyed, item_QK: Tensor | None = None) -> Tensor:
+    """Return which items are right for each query, bool `[Q, N]`; of candidates, which of these, `[Q, K]`."""
+
+    def among(value_N: Tensor) -> Tensor:
+        return value_N if item_QK is None else value_N[item_QK]
+
+    right = queries.key[:, None] == among(items.key)
+    if queries.captions is not None and items.captions is not None:
+        for own_Q in queries.captions.unbind(1):  # on one of the two sides there is but one
+            for key_N in items.captions.unbind(1):
+                right |= own_Q[:, None] == among(key_N)
+    return right
+
+
+def count_right(queries: Keyed, items: Keyed) -> Tensor:
+    """Return the number of right items of each query, `[Q]`."""
+    starts = range(0, len(queries.key), BLOCK)
+    return torch.cat([right_items(queries.take(slice(low, low + BLOCK)), items).sum(1) for low in starts])
 
 
 @dataclass
@@ -89,12 +118,29 @@ class Embeddings:
     keys_values: KeysValues | None = None  # of this rank's first images, one tensor per layer of the fusion head
     batches_held: int = 0  # number of batches whose images are in `keys_values`, the same on all ranks
     batches: int = 0  # number of batches of the loader
+    # The same number for equal captions; None if none is equal to one of another image, or if such ones count as wrong.
+    text_key_T: Tensor | None = None
 
     @property
     def directions(self) -> dict[str, tuple[Keyed, Keyed]]:
         """Queries and items of each direction of retrieval."""
-        images, captions = Keyed(self.image_ME, self.image_key_M), Keyed(self.text_TE, self.caption_key_T)
+        if self.text_key_T is None:
+            images, captions = Keyed(self.image_ME, self.image_key_M), Keyed(self.text_TE, self.caption_key_T)
+        else:
+            images = Keyed(self.image_ME, self.image_key_M, self._captions_of_images(self.text_key_T))
+            captions = Keyed(self.text_TE, self.caption_key_T, self.text_key_T[:, None])
         return {"text_to_image": (captions, images), "image_to_text": (images, captions)}
+
+    def _captions_of_images(self, text_key_T: Tensor) -> Tensor:
+        """Return the keys of each image's captions, `[M, C]`, -1 where it has fewer."""
+        sorted_M, order_M = self.image_key_M.sort()
+        owner_T = order_M[torch.searchsorted(sorted_M, self.caption_key_T)]
+        owner_T, order_T = owner_T.sort(stable=True)
+        count_M = owner_T.bincount(minlength=len(order_M))
+        place_T = torch.arange(len(owner_T), device=owner_T.device) - (count_M.cumsum(0) - count_M)[owner_T]
+        keys_MC = text_key_T.new_full((len(order_M), int(count_M.max())), -1)
+        keys_MC[owner_T, place_T] = text_key_T[order_T]
+        return keys_MC
 
 
 # -- embedding a split ------------------------------------------------------------------------------------------------
@@ -115,7 +161,7 @@ def embed_split(
     """
     width, device = model.config.projection_dim, accelerator.device
     images, texts = [torch.empty(0, width, device=device)], [torch.empty(0, width, device=device)]
-    keys, caption_keys, rows = ([torch.empty(0, dtype=torch.long, device=device)] for _ in range(3))
+    keys, caption_keys, text_keys, rows = ([torch.empty(0, dtype=torch.long, device=device)] for _ in range(4))
     no_token = torch.empty(0, 1, dtype=torch.long, device=device)
     tokens = [Texts(no_token, no_token)]
     languages: list[str | None] = []
@@ -135,6 +181,7 @@ def embed_split(
         texts.append(text_tE.float())
         key_t = batch["ids"][:, 0]
         caption_keys.append(key_t)
+        text_keys.append(batch["ids"][:, 1])
         keys.append(torch.empty_like(batch["rows"]).scatter_(0, batch["caption_image"], key_t))
         rows.append(batch["rows"])
         tokens.append(Texts(batch["input_ids"], batch["attention_mask"]))
@@ -146,11 +193,12 @@ def embed_split(
         raise ValueError(f"no image of the evaluation split could be decoded; the first reasons are: {reasons}")
     first = sum(sizes[: distributed.rank()])
     batches_held = min(distributed.gather_sizes(len(cache.batches), device))
+    key_T, text_key_T = (distributed.gather(torch.cat(each), caption_sizes) for each in (caption_keys, text_keys))
     return Embeddings(
         distributed.gather(torch.cat(images), sizes),
         distributed.gather(torch.cat(texts), caption_sizes),
         distributed.gather(torch.cat(keys), sizes),
-        distributed.gather(torch.cat(caption_keys), caption_sizes),
+        key_T,
         distributed.gather(torch.cat(rows), sizes),
         Texts.cat(tokens).gather(caption_sizes),
         range(first, first + sizes[distributed.rank()]),
@@ -159,7 +207,14 @@ def embed_split(
         cache.joined(batches_held),
         batches_held,
         batches,
+        text_key_T if _repeat(text_key_T, key_T) else None,
     )
+
+
+def _repeat(text_key_T: Tensor, key_T: Tensor) -> bool:
+    """Return whether a caption of one image is equal to one of another."""
+    of_images = torch.stack([text_key_T, key_T]).unique(dim=1)[0]
+    return len(of_images.unique()) < len(of_images)
 
 
 @torch.no_grad()
@@ -245,7 +300,7 @@ def cosine_places(queries: Keyed, items: Keyed) -> Places:
 
     def block_places(part: slice) -> tuple[Tensor, ...]:
         score_QN = queries.embeds[part] @ items.embeds.T
-        right_QN = queries.key[part, None] == items.key
+        right_QN = right_items(queries.take(part), items)
         return best_rank(score_QN, right_QN), listed_places(score_QN, right_QN), right_QN.sum(1)
 
     return Places(*_by_block(len(queries.embeds), block_places))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mm_utils.evaluation.embeddings import LISTED, Embeddings, Keyed, Places, cosine_places
+from mm_utils.evaluation.embeddings import LISTED, Embeddings, Places, cosine_places
 from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
@@ -83,13 +83,20 @@ def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) 
 
     `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints.
     Of single languages, re-ranking is measured from text to image only: a language's captions alone would be other candidates.
+    Where captions of different images are equal, `text_to_image_recall_own@1` and so on count only an image's own ones as right,
+    as other code does: 1 / n is then the best that a caption of n images can reach.
     """
     metrics: dict[str, float] = {}
     for direction, ranks in directions.items():
         metrics |= summarise_places(ranks.cosine, f"{direction}_")
     recalls = [metrics[f"{direction}_recall@{k}"] for direction in directions for k in CUTOFFS]
     metrics["mean_recall"] = sum(recalls) / len(recalls)
-    metrics["text_to_image_chance@1"] = 1 / len(split.image_ME)
+    right_T = directions["text_to_image"].cosine.right_Q
+    metrics["text_to_image_chance@1"] = right_T.double().mean().item() / len(split.image_ME)
+    if split.text_key_T is not None:
+        for direction, (queries, items) in split.directions.items():
+            own = cosine_places(queries._replace(captions=None), items)
+            metrics |= _recalls(own.rank_Q, f"{direction}_recall_own")
     metrics |= _text_recalls_by_language(split, directions["text_to_image"].cosine_Q, "text_to_image_")
     metrics |= _image_recalls_by_language(split)
     reranked = {direction: ranks.reranked for direction, ranks in directions.items() if ranks.reranked is not None}
@@ -125,10 +132,10 @@ def _text_recalls_by_language(split: Embeddings, rank_T: Tensor, prefix: str) ->
 def _image_recalls_by_language(split: Embeddings) -> dict[str, float]:
     """Rank each language's captions for its images: T x M similarities once more."""
     found: dict[str, float] = {}
+    images, captions = split.directions["image_to_text"]
     for language, is_in_T in split.languages.items():
-        texts = Keyed(split.text_TE[is_in_T], split.caption_key_T[is_in_T])
-        has_text_M = torch.isin(split.image_key_M, texts.key)
-        places = cosine_places(Keyed(split.image_ME[has_text_M], split.image_key_M[has_text_M]), texts)
+        texts = captions.take(is_in_T)
+        places = cosine_places(images.take(torch.isin(images.key, texts.key)), texts)
         found |= _recalls(places.rank_Q, f"image_to_text_recall_{language}")
     return found
 

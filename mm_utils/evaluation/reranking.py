@@ -32,6 +32,7 @@ from mm_utils.evaluation.embeddings import (
     cosine_places,
     image_shares,
     listed_places,
+    right_items,
     size_in_bytes,
     top_candidates,
 )
@@ -160,7 +161,7 @@ def rank_directions(
         if candidates is None or scores is None or weight_FV is None:
             continue
         found = candidates[direction]
-        right_QK = items.key[found.item] == queries.key[:, None]
+        right_QK = right_items(queries, items, found.item)
         score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.key)
         ranked.reranked_scores, place_QK = score_QK.sort(1, descending=True)
         ranked.reranked_items = found.item.gather(1, place_QK)

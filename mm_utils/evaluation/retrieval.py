@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
+from mm_utils.data.media import kind_of
 from mm_utils.distributed import full_tensor
-from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
+from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics
-from mm_utils.evaluation.probes.altered import altered_captions
+from mm_utils.evaluation.probes.altered import altered_captions, event_order
 from mm_utils.evaluation.probes.measure import Probes, probe_cosines, tokenize_probes, word_order
 from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (
@@ -98,6 +99,8 @@ class RetrievalEvaluator:
         probes: of `caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
         fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.rerank_weights`), and write
             them into the model's config, unless the arguments give them.
+        own_captions: count only an image's own captions as right, as published figures of benchmarks do; else also captions
+            of other images that are equal to one of them.
 
     Attributes:
         split: embeddings of the last evaluation.
@@ -105,8 +108,15 @@ class RetrievalEvaluator:
         scores: its pair scores; None without a head.
     """
 
-    def __init__(self, args: EvaluationArguments | None = None, probes: Probes | None = None, fits: bool = False):
+    def __init__(
+        self,
+        args: EvaluationArguments | None = None,
+        probes: Probes | None = None,
+        fits: bool = False,
+        own_captions: bool = False,
+    ):
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
+        self.own_captions = own_captions
         self.fits = fits and self.args.rerank_weights == "fitted"
         self.split: Embeddings | None = None
         self.directions: dict[str, DirectionRanks] = {}
@@ -120,6 +130,8 @@ class RetrievalEvaluator:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
         room = min(1e9 * self.args.rerank_cache_gb, free / 2) if reranks else 0
         self.split = split = embed_split(model, loader, accelerator, room)
+        if self.own_captions:
+            split.text_key_T = None
         if split.skipped:
             logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
         scale = full_tensor(model.logit_scale.detach()).float().exp().item()
@@ -171,9 +183,7 @@ class RetrievalEvaluator:
     ) -> Tensor:
         """Write the weights fitted on the split into the model's config; return those of each fold, `[F, V]`."""
         listed = [
-            Listed(
-                scale * found.cosine, scores(found.pair), items.key[found.item] == queries.key[:, None], queries.key
-            )
+            Listed(scale * found.cosine, scores(found.pair), right_items(queries, items, found.item), queries.key)
             for found, (queries, items) in zip(candidates.values(), split.directions.values(), strict=True)
         ]
         of_fold = [fit_weights([one.of_fold(1 - fold) for one in listed]) for fold in range(FOLDS)]
@@ -185,9 +195,12 @@ class RetrievalEvaluator:
         return weight_FV
 
 
-def word_order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Return the probes of word order that scenes have, tokenised; of other rows none."""
-    return tokenize_probes(word_order(rows), tokenizer, max_seq_length)
+def order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
+    """Return the probes of order, tokenised: that of words, which scenes have, and that of events in clips and sounds."""
+    probes = word_order(rows)
+    if kind_of(rows.features) != "image":
+        probes += altered_captions(rows, {"event_order": event_order})
+    return tokenize_probes(probes, tokenizer, max_seq_length)
 
 
 def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:

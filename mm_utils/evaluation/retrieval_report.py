@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
 from mm_utils.data.media import kind_of
+from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
@@ -170,7 +171,8 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
     """
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
     assert split is not None
-    examples, count, kind = [], len(split.text_TE), kind_of(rows.features)
+    (texts, images), examples = split.directions["text_to_image"], []
+    count, kind = len(split.text_TE), kind_of(rows.features)
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
         own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
         if ranks.reranked_items is not None and ranks.reranked_scores is not None:
@@ -186,7 +188,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
                 row["captions"][query - first],
                 [picture(rows[int(split.rows_M[place])]["image"], kind, 256) for place in found.tolist()],
                 scores.tolist(),
-                (split.image_key_M[found] == own).tolist(),
+                right_items(texts.take(slice(query, query + 1)), images, found[None])[0].tolist(),
                 f"{note} of {len(split.image_ME):,}",
             )
         )

@@ -15,6 +15,7 @@ from mm_utils.objectives.contrastive import (
     Contrastive,
     Distillation,
     InfoNCE,
+    MomentCovering,
     PairwiseSigmoid,
     RegionPointing,
     SelfDistillation,
@@ -25,7 +26,10 @@ from mm_utils.objectives.matching import Matching
 from mm_utils.objectives.terms import Term
 
 CONTRASTIVE = (InfoNCE, PairwiseSigmoid)
-OTHERS = (Matching, MaskedLanguageModelling, Captioning, RegionPointing, SelfDistillation, Distillation)
+OTHERS = (
+    *(Matching, MaskedLanguageModelling, Captioning),
+    *(RegionPointing, MomentCovering, SelfDistillation, Distillation),
+)
 NAMES = [term.name for term in (*CONTRASTIVE, *OTHERS)]
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
@@ -38,8 +42,9 @@ class ObjectiveArguments:
     objectives: str = arg(
         "contrastive:1,captioning:1",
         "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
-        "captioning (it predicts words); regions (phrases point into their boxes); self_distillation (soft targets of "
-        "averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); or module.Class, a term of your own.",
+        "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
+        "sounds); self_distillation (soft targets of averaged weights, needs --ema_decay); distillation (those of "
+        "--teacher_name_or_path); or module.Class, a term of your own.",
     )
     teacher_name_or_path: str | None = arg(
         None,
@@ -106,8 +111,12 @@ class ObjectiveArguments:
 
     @property
     def reads_regions(self) -> bool:
-        """True if batches must hold regions (`mm_utils.data.loading.regions`)."""
-        return RegionPointing.name in self.weights
+        """True if batches must hold regions, or moments (`mm_utils.data.loading.regions`)."""
+        return bool(self._reading_regions)
+
+    @property
+    def _reading_regions(self) -> list[str]:
+        return [name for name in self.weights if _class(name).reads_regions]
 
     def highest_scale(self, model: FusionDualEncoderModel) -> float:
         """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
@@ -121,13 +130,13 @@ class ObjectiveArguments:
                 "has them never at hand. Drop one of them."
             )
         reasons = {
-            "streaming": streaming and "reads no boxes",
-            "cache_features": cache_features and "keeps no boxes",
+            "streaming": streaming and "reads no regions",
+            "cache_features": cache_features and "keeps no regions",
             "patch_dropout": patch_dropout and "leaves no grid of patches",
         }
         for flag, reason in reasons.items():
-            if self.reads_regions and reason:
-                raise ValueError(f"--objectives asks for regions, and --{flag} {reason}. Drop one of them.")
+            if reason and (names := self._reading_regions):
+                raise ValueError(f"--objectives asks for {names[0]}, and --{flag} {reason}. Drop one of them.")
 
 
 def build_objective(
@@ -167,9 +176,13 @@ def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedT
     if name == MaskedLanguageModelling.name:
         assert tokenizer is not None
         return MaskedLanguageModelling(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
-    known = {term.name: term for term in (*CONTRASTIVE, Captioning, RegionPointing, SelfDistillation, Distillation)}
-    found = known.get(name) or _own_term(name)
+    found = _class(name)
     return found(seed, args.widths) if issubclass(found, Contrastive) else found(seed)
+
+
+def _class(name: str) -> type[Term]:
+    known: dict[str, type[Term]] = {term.name: term for term in (*CONTRASTIVE, *OTHERS)}
+    return known.get(name) or _own_term(name)
 
 
 def _own_term(path: str) -> type[Term]:

@@ -102,6 +102,7 @@ class Term:
         heads: the optional parts of the model that this term trains.
         pairs_per_image: how many pairs the fusion head scores for each image.
         reads_taps: True if `embed` reads `EncodedBatch.taps`.
+        reads_regions: True if batches must hold regions, or moments (`mm_utils.data.loading.regions`).
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.
         seed: the run's random seed.
@@ -111,6 +112,7 @@ class Term:
     heads: ClassVar[tuple[str, ...]] = ()
     pairs_per_image: ClassVar[int] = 0
     reads_taps: ClassVar[bool] = False
+    reads_regions: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0):

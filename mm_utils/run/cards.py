@@ -13,7 +13,7 @@ from mm_utils.data.loading.tokens import languages_of
 from mm_utils.data.tasks import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.data.words.language_codes import iso_languages
-from mm_utils.evaluation.embeddings import Embeddings
+from mm_utils.evaluation.embeddings import Embeddings, count_right
 from mm_utils.evaluation.metrics import CUTOFFS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
@@ -136,6 +136,10 @@ def _retrieval_glance(
             text += f" (by chance {chance(split, direction, 1):.3f})" if split is not None else ""
             text += f"; {_with_interval(after, images)} with the fusion head" if after is not None else ""
             rows.append((title, text))
+    if "eval_moment_iou0.5" in metrics:
+        share, low, high, fixed = (metrics[f"eval_moment_iou0.5{part}"] for part in ("", "_low", "_high", "_fixed"))
+        text = f"{share:.3f} ({low:.2f} to {high:.2f}) of the phrases, with an overlap (IoU) of at least 0.5"
+        rows.append(("finds the span of a phrase", f"{text}; the best fixed span: {fixed:.3f}"))
     return rows
 
 
@@ -170,12 +174,16 @@ def _class_in(folder: Path) -> str:
 def chance(split: Embeddings, direction: str, k: int) -> float:
     """Return the recall at k of items in random order: the mean share of queries with a right one among the first k."""
     images, texts = len(split.image_key_M), len(split.caption_key_T)
-    if direction == "text_to_image":
+    if split.text_key_T is not None:
+        counts = count_right(*split.directions[direction]).tolist()
+    elif direction == "text_to_image":
         return min(1.0, k / images)
-    counts = split.caption_key_T.unique(return_counts=True)[1].tolist()
+    else:
+        counts = split.caption_key_T.unique(return_counts=True)[1].tolist()
+    items = images if direction == "text_to_image" else texts
     return (
-        sum(1 - math.comb(texts - count, k) / math.comb(texts, k) for count in counts) / len(counts)
-        if texts > k
+        sum(1 - math.comb(items - count, k) / math.comb(items, k) for count in counts) / len(counts)
+        if items > k
         else 1.0
     )
 

@@ -143,6 +143,9 @@ def _retrieval_summary(
     if "eval_text_to_image_chance@1" in metrics:
         lines.append(f"  {f'text to {data.medium}, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
+    if "eval_moment_iou0.5" in metrics:
+        share, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
+        lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{share:.3f}   the best fixed span: {fixed:.3f}")
     lines += _alpha(metrics)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
@@ -152,6 +155,7 @@ def _retrieval_summary(
         "retrieval.png": "what some captions find",
         "embedding_sizes.png": "recall over the bytes of an embedding",
         "regions.png": "where some phrases point",
+        "moments.png": "when some phrases are said to be",
         "wise_ft.png": "weights between the start and the end",
         "metrics.jsonl": "every figure that was logged",
         "config.yaml": "the arguments, to run it again",

@@ -40,6 +40,7 @@ _OWN = (
         "training.png",
         "retrieval.png",
         "regions.png",
+        "moments.png",
         "embedding_sizes.*",
         "confusion.png",
         "classes.csv",

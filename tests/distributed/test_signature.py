@@ -8,19 +8,24 @@ and bias included. The last objective also has widths of embeddings (Matryoshka)
 
 import json
 import os
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset, List, Value
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict, List, Value
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
+from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry, make_loaders
+from mm_utils.data.loading.regions import tokenize_pairs
 from mm_utils.data.loading.tokens import NEGATIVE_IDS, global_order, tokenize_splits
+from mm_utils.data.media.riff import write_wav
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.model.build import ModelArguments, build_model, load_model
@@ -32,6 +37,7 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
+from tests.data.loading.test_regions import rows_with_moments
 from tests.model.stock_folders import write_stock
 from tests.test_distributed import run_on_ranks
 
@@ -43,6 +49,7 @@ OBJECTIVES = (
     "contrastive,matching",
     "sigmoid,matching,masked_lm:0.5,captioning:0.5,self_distillation:0.4",
 )
+MOMENTS = "contrastive:0.5,moments:0.5"
 STEPS, STOP, BATCH = 6, 3, 16
 GOES_ON = {1: 4, 2: 1, 4: 2}  # number of processes: that of the run it goes on from
 TOLERANCE = 1e-5
@@ -77,14 +84,7 @@ class Watched:
             yield batch
 
 
-def runs_on_this_rank(
-    root: Path,
-    resumed: bool,
-    model_args: ModelArguments,
-    objectives: Sequence[str] = OBJECTIVES,
-    numbers_of_parts: Sequence[int] = PARTS,
-) -> dict[tuple[str, int], list[list[str]]]:
-    """Every objective in every number of parts: which images each step showed this rank."""
+def accelerator_of_this_rank() -> Accelerator:
     world = distributed.world_size()
     os.environ |= {
         "RANK": str(distributed.rank()),
@@ -93,7 +93,18 @@ def runs_on_this_rank(
     }
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    accelerator = make_accelerator()
+    return make_accelerator()
+
+
+def runs_on_this_rank(
+    root: Path,
+    resumed: bool,
+    model_args: ModelArguments,
+    objectives: Sequence[str] = OBJECTIVES,
+    numbers_of_parts: Sequence[int] = PARTS,
+) -> dict[tuple[str, int], list[list[str]]]:
+    """Every objective in every number of parts: which images each step showed this rank."""
+    world, accelerator = distributed.world_size(), accelerator_of_this_rank()
     with accelerator.main_process_first():
         pairs = load_pairs(DataArguments(max_train_samples=256))
         processor = load_processor(model_args, iterate_captions(pairs["train"]))
@@ -114,6 +125,26 @@ def runs_on_this_rank(
             folder = folder_of(root, world, objective, parts, resumed)
             seen[objective, parts] = train(model_args, objective, parts, folder, start, processor, seen_rows, loaders)
     return seen
+
+
+def sounds_on_this_rank(root: Path, model_args: ModelArguments, objective: str) -> None:
+    """Sounds of 0.6 to 1.3 seconds with up to three moments, in windows of one second."""
+    accelerator, rng = accelerator_of_this_rank(), random.Random(0)
+    contents: list[bytes] = []
+    seconds, moments = [rng.randint(6, 13) / 10 for _ in range(24)], []
+    for number, length in enumerate(seconds):
+        samples = np.random.default_rng(number).integers(-9999, 9999, round(16000 * length), np.int16)
+        contents.append(write_wav(samples, 16000))
+        ends = [sorted(rng.uniform(0, length) for _ in range(2)) for _ in range(number % 4)]
+        moments.append([{"span": span, "phrase": f"a {rng.choice(['low', 'high'])} beep"} for span in ends])
+    with accelerator.main_process_first():
+        rows = rows_with_moments(moments, contents, seconds)
+        processor = load_processor(model_args, iterate_captions(rows), "sound", 1.0)
+        rows = tokenize_pairs(DatasetDict(train=rows), processor.tokenizer, 64, regions=True)["train"]
+    loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), accelerator.device, processor, regions=True)
+    for parts in (1, 2):
+        folder = folder_of(root, distributed.world_size(), objective, parts, False)
+        train(model_args, objective, parts, folder, None, processor, rows, loaders)
 
 
 def train(
@@ -138,7 +169,7 @@ def train(
         ema_decay=0.9 if "self_distillation" in objective else 0.0,
     )
     torch.manual_seed(args.seed)
-    model = build_model(model_args, processor.tokenizer)
+    model = build_model(model_args, processor.tokenizer, medium=loaders.medium)
     widths = "8,16" if "self_distillation" in objective else None
     objectives = ObjectiveArguments(objective, matryoshka_dims=widths)
     trained = build_objective(model, objectives, args.seed, processor.tokenizer)
@@ -216,4 +247,22 @@ def test_hardware_only_changes_the_speed_of_a_stock_model(kind: str, objective: 
     assert error(began["logit_scale"], right["logit_scale"]) > 10 * TOLERANCE
     for world, parts in ((1, 2), (2, 1), (2, 2)):
         for name, value in weights_of(folder_of(tmp_path, world, objective, parts, False)).items():
+            assert error(value, right[name]) < TOLERANCE, f"{name} on {world} processes in {parts} parts"
+
+
+@pytest.mark.slow
+def test_hardware_only_changes_the_speed_of_moments_in_sounds(tmp_path: Path) -> None:
+    """Some sounds have no moment, windows cut others, and the temperature is that of all."""
+    sound = {"model_type": "convnext", "num_channels": 1, "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2,
+             "patch_size": 4, "image_size": [40, 32], "initializer_range": 0.08, "layer_scale_init_value": 1.0}  # fmt: skip
+    for name, config in (("vision", sound), ("text", TEXT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    configs = {f"{name}_config": str(tmp_path / f"{name}.json") for name in ("vision", "text")}
+    for world in (1, 2):
+        run_on_ranks(world, sounds_on_this_rank, tmp_path, ModelArguments(**configs), MOMENTS)
+    right = weights_of(folder_of(tmp_path, 1, MOMENTS, 1, False))
+    log = (folder_of(tmp_path, 1, MOMENTS, 1, False) / "metrics.jsonl").read_text()
+    assert "moments_loss" in log
+    for world, parts in ((1, 2), (2, 1), (2, 2)):
+        for name, value in weights_of(folder_of(tmp_path, world, MOMENTS, parts, False)).items():
             assert error(value, right[name]) < TOLERANCE, f"{name} on {world} processes in {parts} parts"

@@ -20,7 +20,7 @@ from mm_utils.evaluation.embeddings import Embeddings, Places, Texts, embed_spli
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, summarise_places, wilson_interval
 from mm_utils.evaluation.probes.measure import Probes
 from mm_utils.evaluation.reranking import rank_directions
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, word_order_probes
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, order_probes
 from mm_utils.model.processor import train_tokenizer
 from tests.test_distributed import run_on_ranks
 from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, in_languages, lists_by_sorting, split_of
@@ -125,6 +125,56 @@ def test_both_copies_of_an_image_are_right() -> None:
     split = split_with_scores([[0.2, 0.9, 0.1], [0.9, 0.2, 0.1], [0.0, 0.1, 0.5]], [0, 1, 2])
     split.image_key_M[1] = split.caption_key_T[1] = split.image_key_M[0]
     assert metrics_of(split)["text_to_image_recall@1"] == 1
+
+
+def test_equal_captions_of_other_images_are_right() -> None:
+    """Two images share a caption, by another letter case; one of them has another caption, which is its own."""
+    image = normalize(torch.tensor([[1.0, 0.1], [1.0, 0.0], [0.0, 1.0]]), dim=1)
+    split = split_of(image, image[[0, 0, 1, 2]], [0, 1, 1, 2])
+    found = metrics_of(split)
+    assert (found["text_to_image_recall@1"], found["image_to_text_recall@1"]) == (0.75, 2 / 3)
+    assert found["text_to_image_chance@1"] == pytest.approx(1 / 3)
+    split.text_key_T = torch.tensor([5, 5, 6, 7])
+    found = metrics_of(split)
+    assert found["text_to_image_recall@1"] == found["image_to_text_recall@1"] == found["image_to_text_ndcg@10"] == 1
+    assert (found["text_to_image_recall_own@1"], found["image_to_text_recall_own@1"]) == (0.75, 2 / 3)
+    assert found["text_to_image_chance@1"] == pytest.approx((2 + 2 + 1 + 1) / 4 / 3)
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 8), st.integers(0, 2**20), st.integers(1, 9))
+@settings(max_examples=40)
+def test_equal_captions_equal_the_definition(images: int, captions: int, kinds: int, seed: int, block: int) -> None:
+    split = random_split(images, captions, 3, seed, 2)
+    split.text_key_T = torch.randint(kinds, (len(split.text_TE),), generator=torch.Generator().manual_seed(seed))
+    texts_of = [split.text_key_T[split.caption_key_T == key].tolist() for key in split.image_key_M]
+    right = torch.tensor([[key in keys for keys in texts_of] for key in split.text_key_T.tolist()])
+    scores = split.text_TE @ split.image_ME.T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embeddings, "BLOCK", block)
+        found = metrics_of(split)
+        counts = {name: embeddings.count_right(*sides).tolist() for name, sides in split.directions.items()}
+    for direction, cosine, is_right in zip(DIRECTIONS, (scores, scores.T), (right, right.T), strict=True):
+        for name, value in figures_of_lists(lists_by_sorting(cosine, is_right)).items():
+            assert found[f"{direction}_{name}"] == pytest.approx(value), name
+        assert counts[direction] == is_right.sum(1).tolist()
+
+
+def test_equal_captions_are_known_from_their_keys() -> None:
+    """Those of one image do not count; all batches are read, on any number of processes."""
+    model = TruthfulModel()
+    assert embed_split(model, model.batches(4), ACCELERATOR).text_key_T is None  # type: ignore[arg-type]
+    for found in [equal_captions_of(5), *run_on_ranks(2, equal_captions_of, 5)]:
+        assert found == [text % 5 for text in range(len(model.owner))]
+
+
+def equal_captions_of(kinds: int) -> list[int]:
+    model = TruthfulModel()
+    batches = model.batches(4)
+    for batch in batches:
+        batch["ids"][:, 1] %= kinds
+    found = embed_split(model, batches, ACCELERATOR).text_key_T  # type: ignore[arg-type]
+    assert found is not None
+    return found.tolist()
 
 
 def test_a_right_item_of_nan_leaves_no_gain() -> None:
@@ -331,14 +381,14 @@ def test_the_number_of_processes_changes_nothing(world: int) -> None:
 def test_scenes_have_probes(tmp_path: Any) -> None:
     rows = load_scenes(num_train=1, num_eval=6, cache_dir=tmp_path)["validation"]
     tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
-    probes = word_order_probes(rows, tokenizer, 64)
+    probes = order_probes(rows, tokenizer, 64)
     texts = probes.texts
     ids = [row[mask.bool()].tolist() for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)]
     assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
     for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
-        assert len(word_order_probes(others, tokenizer, 64).row_P) == 0
+        assert len(order_probes(others, tokenizer, 64).row_P) == 0
     # Captions cut to their common beginning are no probe.
-    assert len(word_order_probes(rows, tokenizer, 3).row_P) == 0
+    assert len(order_probes(rows, tokenizer, 3).row_P) == 0
 
 
 def test_loading_for_training_keeps_the_probes(monkeypatch: Any, tmp_path: Any) -> None:

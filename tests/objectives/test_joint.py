@@ -38,6 +38,7 @@ TERMS = {
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
     "regions": "contrastive:1,regions:0.5",
+    "moments": "contrastive:1,moments:0.5",
     "self_distillation": "contrastive:0.6,self_distillation:0.4",
     "distillation": "contrastive:1,distillation:0.5",
     "own": "contrastive:1,tests.objectives.test_joint.Uniformity:0.3",
@@ -84,7 +85,7 @@ def tiny_objective(kind: str) -> JointObjective:
     widths = "3,8" if "widths" in kind else None
     args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
     model = tiny_model(
-        fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions"} else 0
+        fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions", "moments"} else 0
     )
     objective = build_objective(model, args, 3, tiny_tokenizer())
     model.double()

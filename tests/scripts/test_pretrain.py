@@ -191,7 +191,7 @@ def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path, monkeypatch):
     """Besides the newest; ties go to the earlier one."""
     values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0])
     monkeypatch.setattr(
-        pretrain, "with_pointing", lambda evaluator, _: lambda *given: evaluator(*given) | {"quality": next(values)}
+        pretrain, "with_grounding", lambda evaluator, _: lambda *given: evaluator(*given) | {"quality": next(values)}
     )
     flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "0", "--save_best_limit", "2"]
     kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]

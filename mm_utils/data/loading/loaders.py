@@ -24,6 +24,7 @@ from mm_utils.data.loading.dataset import (
     blank,
 )
 from mm_utils.data.loading.order import EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.loading.regions import regions_column
 from mm_utils.data.loading.timed_media import Sounds, Timed, medium_of, timed_of
 from mm_utils.data.loading.tokens import NEGATIVE_IDS, tokenizer_digest
 from mm_utils.data.loading.workers import (
@@ -201,7 +202,8 @@ class Loaders:
         if rows is not None:
             found["images"] = image_digest(rows)
             if self.regions:
-                found["regions"] = column_digest(rows, "regions")
+                column = regions_column(rows)
+                found[column] = column_digest(rows, column)
             if "negatives" in rows.column_names:
                 found["negatives"] = column_digest(rows, "negatives")
         return found

@@ -1,12 +1,16 @@
 """Regions of an image, a box with a phrase each: tokenised once, followed into the square.
 
+A moment of a clip or a sound, a span with a phrase, is a region on the time axis: x is time, in seconds of the stored medium, y
+is one wide, and the square is the window of time that an example shows. So what regions have, moments have too.
+
 `tokenize_regions` adds columns for the r regions of a row; `Collator` makes a batch of b images with at most K regions:
 
 ==========================  ===========================  ===========================================================
 name                        in a row                     in a batch
 ==========================  ===========================  ===========================================================
 ``region_boxes``            4r numbers: x, y, width,     `[b, K, 4]` float32: left, top, right, bottom in the square,
-                            height of each, in pixels    each in [0, 1]
+                            height of each, in pixels;   each in [0, 1]
+                            or start, 0, seconds, 1
 ``region_input_ids``        a list of ids per phrase     `[b, K, L]` int64
 ``region_attention_mask``                                `[b, K, L]` int64; all zeros where there is no region
 ``region_keys``             a key per phrase             `[b, K]` int64, the same for equal phrases
@@ -31,6 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.data.loading.augment import Window
 from mm_utils.data.loading.column_cache import Columns, add_columns, fingerprint_of
 from mm_utils.data.loading.tokens import caption_key, encode_captions, pad_captions, tokenize_splits, tokenizer_content
+from mm_utils.data.media import kind_of
 
 MAX_REGIONS = 8
 """Largest number of regions per image in a training step; of more, a random choice takes part."""
@@ -38,6 +43,13 @@ MAX_REGIONS = 8
 MIN_VISIBLE_SHARE = 0.5
 """Smallest share of a region's area that must be in the square."""
 
+SLACK = 0.1
+"""Seconds by which a moment may end after its medium, as codecs cut the ends of sounds; it is cut there, too."""
+
+_MEANING = {
+    "regions": "box (x, y, width, height in pixels) and phrase",
+    "moments": "span (start and end in seconds) and phrase",
+}
 _FEATURES = datasets.Features(
     {
         "region_boxes": [Value("float64")],
@@ -55,7 +67,7 @@ def tokenize_pairs(
     num_proc: int | None = None,
     regions: bool = False,
 ) -> datasets.DatasetDict:
-    """Tokenise the captions of all splits and, with `regions`, the phrases of their regions."""
+    """Tokenise the captions of all splits and, with `regions`, the phrases of their regions or moments."""
     found = tokenize_splits(pairs, tokenizer, max_seq_length, num_proc)
     return tokenize_regions(found, tokenizer, max_seq_length, num_proc) if regions else found
 
@@ -68,23 +80,39 @@ def tokenize_regions(
     Phrases are tokenised like captions.
 
     Raises:
-        ValueError: if a split has no column `regions`, if the training split has no region, or if a region is not a box
-            and a phrase.
+        ValueError: if a split has no column `regions` (`moments` for clips and sounds), if the training split has none, or
+            if one is not a box, or a span, and a phrase.
     """
     found = {}
     for name, rows in pairs.items():
-        if "regions" not in rows.column_names:
+        column = regions_column(rows)
+        if column not in rows.column_names:
             raise ValueError(
-                f"the {name} split has no column regions; it has {', '.join(rows.column_names)}. Take regions out of "
-                "--objectives, or give every image a list of box (x, y, width, height in pixels) and phrase."
+                f"the {name} split has no column {column}; it has {', '.join(rows.column_names)}. Take {column} out of "
+                f"--objectives, or give every row a list of {_MEANING[column]}."
             )
-        cache = Hasher.hash(("regions", fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
+        cache = Hasher.hash((column, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
         compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
-        options = {"title": "Tokenising regions", "num_proc": num_proc, "features": _FEATURES}
-        found[name] = add_columns(rows, ("id", "regions"), compute, cache, **options)
+        options = {"title": f"Tokenising {column}", "num_proc": num_proc, "features": _FEATURES}
+        read = ("id", column) if column == "regions" else ("id", column, "seconds")
+        found[name] = add_columns(rows, read, compute, cache, **options)
     if "train" in found and not has_regions(found["train"]):
-        raise ValueError("no image of the train split has a region. Take regions out of --objectives.")
+        raise ValueError(f"no row of the train split has {column}. Take {column} out of --objectives.")
     return datasets.DatasetDict(found)
+
+
+def tokenize_moments(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+) -> datasets.Dataset:
+    """Add the columns above to clips or sounds with moments; return other rows as they are."""
+    if regions_column(rows) != "moments" or "moments" not in rows.column_names:
+        return rows
+    return tokenize_regions(datasets.DatasetDict(rows=rows), tokenizer, max_seq_length)["rows"]
+
+
+def regions_column(rows: datasets.Dataset) -> str:
+    """Return the column that holds the regions of rows: `regions` of images, `moments` of clips and sounds."""
+    return "regions" if kind_of(rows.features) == "image" else "moments"
 
 
 def has_regions(rows: datasets.Dataset) -> bool:
@@ -97,9 +125,13 @@ def has_regions(rows: datasets.Dataset) -> bool:
 def _tokenize(
     rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
-    is_wanted = [True] * len(rows["id"]) if wanted is None else wanted
-    both = zip(rows["id"], rows["regions"], is_wanted, strict=True)
-    regions = [_checked(image_id, listed or []) if reads else [] for image_id, listed, reads in both]
+    count = len(rows["id"])
+    is_wanted = [True] * count if wanted is None else wanted
+    if "moments" in rows:
+        checked = map(_checked_moments, rows["id"], rows["moments"], rows["seconds"], is_wanted)
+    else:
+        checked = map(_checked_regions, rows["id"], rows["regions"], is_wanted)
+    regions = list(checked)
     phrases = [phrase for row in regions for _, phrase in row]
     tokens = iter(encode_captions(tokenizer, phrases, None, max_seq_length))
     return {
@@ -109,10 +141,10 @@ def _tokenize(
     }
 
 
-def _checked(image_id: str, regions: Any) -> list[tuple[list[float], str]]:
+def _checked_regions(image_id: str, regions: Any, is_wanted: bool) -> list[tuple[list[float], str]]:
     """Return box and phrase of each region; unprepared sources may hold anything."""
     found = []
-    for region in regions if isinstance(regions, list) else [regions]:
+    for region in _listed(regions) if is_wanted else []:
         try:
             x, y, width, height = map(float, region["box"])
             phrase = region["phrase"]
@@ -128,15 +160,40 @@ def _checked(image_id: str, regions: Any) -> list[tuple[list[float], str]]:
     return found
 
 
+def _checked_moments(medium_id: str, moments: Any, seconds: float, is_wanted: bool) -> list[tuple[list[float], str]]:
+    """Return the box (start, 0, length, 1) and the phrase of each moment of a medium that lasts `seconds`."""
+    found = []
+    for moment in _listed(moments) if is_wanted else []:
+        problem = "a moment is a span (start and end in seconds) and a phrase"
+        try:
+            start, end = map(float, moment["span"])
+            phrase, is_moment = moment["phrase"], 0 <= start < end and bool(moment["phrase"].strip())
+        except (TypeError, ValueError, KeyError, AttributeError):
+            is_moment = False
+        if is_moment and (end > seconds + SLACK or start >= seconds):
+            is_moment, problem = False, f"it ends after the medium, which lasts {seconds:g} seconds"
+        if not is_moment:
+            raise ValueError(
+                f"{medium_id} has the moment {moment}; {problem}. Correct it, or let scripts/prepare_data.py set such "
+                "rows aside."
+            )
+        found.append(([start, 0.0, min(end, seconds) - start, 1.0], phrase))
+    return found
+
+
+def _listed(values: Any) -> list[Any]:
+    return values or [] if isinstance(values, list) or not values else [values]
+
+
 def visible_regions(
     row: dict[str, Any], size: tuple[float, float], window: Window, rng: random.Random | None = None
 ) -> dict[str, Any]:
-    """Return the regions that a row's square shows, as fields of an example.
+    """Return the regions that a row's square, or its window of time, shows, as fields of an example.
 
     Args:
         row: the row's columns of `tokenize_regions`.
-        size: width and height of the stored image, in whose pixels the boxes are.
-        window: the part of the image that the square shows.
+        size: width and height of the stored image, in whose pixels the boxes are; (seconds, 1) of a clip or a sound.
+        window: the part of the image that the square shows; one of time may go on after the medium's end.
         rng: draws `MAX_REGIONS` if there are more; None keeps all.
     """
     boxes = np.asarray(row["region_boxes"], np.float64).reshape(-1, 4)

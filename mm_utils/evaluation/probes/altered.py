@@ -1,4 +1,4 @@
-"""Alter true captions by a few words, so that they become false: probes of attributes, of objects and of places.
+"""Alter true captions by a few words, so that they become false: attributes, objects, places, the order of events.
 
 The kinds are those of SugarCrepe (arXiv 2306.14610) and ARO (arXiv 2210.01936), by rules instead of a language model:
 
@@ -7,6 +7,7 @@ The kinds are those of SugarCrepe (arXiv 2306.14610) and ARO (arXiv 2210.01936),
     replace_attribute  a red ball                  >  a green ball
     replace_noun       a red ball                  >  a red house
     replace_spatial    a ball above a cube         >  a ball below a cube
+    event_order        a dog barks, then it rains  >  it rains, then a dog barks
 
 Nothing tags the words. A noun is a word behind an article, a number or a known attribute, in front of a punctuation mark, a
 known preposition or a word like it (`mm_utils.evaluation.probes.words`); capitalised words are names and stay. This leaves out
@@ -21,7 +22,7 @@ than English have no probes.
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -50,6 +51,14 @@ _SENSES = {
 }
 _NO_NOUNS = NO_NOUNS | (_SENSES.keys() - NOUNS_TOO)
 _OPPOSITES = {word: other for pair in SPATIAL for word, other in (pair, pair[::-1])}
+_EVENTS = re.compile(r"(first,? )?([^.:;!?]+?)(( after that)?[.!]?)", re.IGNORECASE)  # one sentence
+_THEN = re.compile(
+    r",? and then,? |, (?:then|after that|afterwards),? | (?:then|after that) (?=(?:an?|the|some|someone|another) )"
+    r"|,? (?:and |(?:is|are) )?followed by ",
+    re.IGNORECASE,
+)
+_NOT_THEN = re.compile(r"\b(?:now and|since|by|back|even|until|if .*) then\b", re.IGNORECASE)
+_AND = re.compile(",? and ")
 _PLACE = re.compile(rf"\b(?:{'|'.join(sorted(_OPPOSITES, key=len, reverse=True))})\b")
 
 
@@ -202,8 +211,30 @@ def replace_spatial(caption: Caption, drawing: Drawing) -> str | None:
     return caption.text[: match.start()] + _OPPOSITES[match[0]] + caption.text[match.end() :]
 
 
-KINDS: dict[str, Callable[[Caption, Drawing], str | None]] = {
-    each.__name__: each for each in (swap_attributes, swap_nouns, replace_attribute, replace_noun, replace_spatial)
+def event_order(caption: Caption, drawing: Drawing) -> str | None:
+    """Exchange the first and the last of the events that a sentence tells in their order: then, after that, followed by.
+
+    "Before" is none of these words: in captions of images it mostly says where something is.
+    """
+    whole = _EVENTS.fullmatch(caption.text)
+    if whole is None or _NOT_THEN.search(caption.text):
+        return None
+    first, text, end, is_suffix = whole.groups(default="")
+    joint, most = (_AND, 1) if is_suffix else (_THEN, 0)  # a dog barks, and it rains after that
+    events, joints = joint.split(text, most), joint.findall(text)
+    if len(events) < 2 or events[0].lower() == events[-1].lower():
+        return None
+    if text[0].isupper() and not first:
+        events[0] = events[0][0].lower() + events[0][1:]
+        events[-1] = events[-1][0].upper() + events[-1][1:]
+    events[0], events[-1] = events[-1], events[0]
+    return first + "".join(map("".join, zip(events, [*joints[: len(events) - 1], end], strict=True)))
+
+
+Alter = Callable[[Caption, Drawing], str | None]
+KINDS: dict[str, Alter] = {
+    each.__name__: each
+    for each in (swap_attributes, swap_nouns, replace_attribute, replace_noun, replace_spatial, event_order)
 }
 
 
@@ -233,7 +264,7 @@ def _vowel(word: str) -> bool:
 # -- of a split -----------------------------------------------------------------------------------------------------------
 
 
-def altered_captions(rows: datasets.Dataset) -> list[Probe]:
+def altered_captions(rows: datasets.Dataset, kinds: Mapping[str, Alter] = KINDS) -> list[Probe]:
     """Return at most one probe of each kind for an image: the first English caption that can be altered so.
 
     Of more than `MOST_IMAGES` rows, and of more than `MOST_PROBES` probes of a kind, that many are taken, evenly spread. The
@@ -245,11 +276,11 @@ def altered_captions(rows: datasets.Dataset) -> list[Probe]:
         row: _english(values) for row, values in zip(wanted, rows.select_columns(columns).select(wanted), strict=True)
     }
     vocabulary = Vocabulary(caption for captions in read.values() for caption, _ in captions)
-    found: dict[str, list[Probe]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[Probe]] = {kind: [] for kind in kinds}
     for row, captions in read.items():
         others = frozenset(token for caption, _ in captions for token in caption.tokens)
         texts = {caption.text for caption, _ in captions}
-        for kind, alter in KINDS.items():
+        for kind, alter in kinds.items():
             for caption, language in captions:
                 false = alter(caption, Drawing(random.Random(f"{kind} {caption.text}"), vocabulary, others))
                 if false is not None and false not in texts:

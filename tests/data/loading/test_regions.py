@@ -2,11 +2,12 @@
 
 import io
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
@@ -21,8 +22,9 @@ from mm_utils.data.loading.augment import Window
 from mm_utils.data.loading.dataset import Collator, EvaluationTransform, Pairs, TrainingTransform, Transform
 from mm_utils.data.loading.loaders import LoaderArguments, Loaders
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
-from mm_utils.data.loading.regions import MAX_REGIONS, boxes_in, has_regions, tokenize_regions
+from mm_utils.data.loading.regions import MAX_REGIONS, SLACK, boxes_in, has_regions, tokenize_regions, visible_regions
 from mm_utils.data.loading.tokens import caption_key, encode_captions, tokenize_captions
+from mm_utils.data.media import FEATURES as MEDIA
 from mm_utils.data.scenes import load_scenes
 from tests.data.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal, evaluation_pairs, training_pairs
 
@@ -204,10 +206,86 @@ def test_an_invalid_region_is_named(region: dict[str, Any], tokenizer: PreTraine
 
 def test_rows_without_regions_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = rows_with([[], None])
-    with pytest.raises(ValueError, match="no image of the train split has a region"):
+    with pytest.raises(ValueError, match="no row of the train split has regions"):
         tokenized(rows, tokenizer)
     with pytest.raises(ValueError, match="the train split has no column regions; it has id, image"):
         tokenized(rows.remove_columns(["regions"]), tokenizer)
+
+
+# -- moments ------------------------------------------------------------------------------------------------------------
+
+
+def rows_with_moments(moments: list[Any], contents: Sequence[bytes] = (), seconds: Sequence[float] = ()) -> Dataset:
+    """A sound for each list of moments, with their phrases as caption; by default of 8 seconds, and not to be read."""
+    contents, seconds = contents or [b""] * len(moments), seconds or [8.0] * len(moments)
+    content = {
+        "id": [f"s{place}" for place in range(len(moments))],
+        "image": [{"bytes": content, "path": None} for content in contents],
+        "captions": [[", then ".join(moment["phrase"] for moment in listed or []) or "picture"] for listed in moments],
+        "seconds": seconds,
+        "moments": moments,
+    }
+    span = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))
+    stored = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    table = pa.table({name: pa.array(column, type={"moments": span, "image": stored}.get(name))
+                      for name, column in content.items()})  # fmt: skip
+    features = Features.from_arrow_schema(table.schema)
+    features["image"] = MEDIA["sound"]
+    return Dataset(table.cast(features.arrow_schema))
+
+
+def a_moment(start: float, end: float, phrase: str = "picture one") -> dict[str, Any]:
+    return {"span": [start, end], "phrase": phrase}
+
+
+def test_moments_are_regions_on_the_time_axis(tokenizer: PreTrainedTokenizerFast) -> None:
+    listed = [[a_moment(1.5, 2), a_moment(3, 8 + SLACK / 2, "picture two")], None, []]
+    found = tokenized(rows_with_moments(listed), tokenizer)
+    assert found["region_boxes"][0] == [1.5, 0, 0.5, 1, 3, 0, 5, 1]  # the second ends with the sound
+    assert found["region_input_ids"][0] == encode_captions(tokenizer, ["picture one", "picture two"], None, 16)
+    assert list(map(len, found["region_keys"])) == [2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("moment", "problem"),
+    [
+        (a_moment(2, 2), "is a span"),
+        (a_moment(-1, 2), "is a span"),
+        (a_moment(1, float("nan")), "is a span"),
+        (a_moment(1, 2, " "), "is a span"),
+        ({"span": [1.0], "phrase": "x"}, "is a span"),
+        (a_moment(1, 8.2), "ends after the medium, which lasts 8 seconds"),
+        (a_moment(8.01, 8.05), "ends after the medium"),
+    ],
+)
+def test_an_invalid_moment_is_named(moment: dict[str, Any], problem: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=rf"s1 has the moment \{{'span'.*phrase'.*{problem}.*Correct it, or let"):
+        tokenized(rows_with_moments([[a_moment(1, 2)], [moment]]), tokenizer)
+
+
+def test_rows_without_moments_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"no row of the train split has moments\. Take moments out"):
+        tokenized(rows_with_moments([[], None]), tokenizer)
+    with pytest.raises(ValueError, match=r"no column moments; it has .* list of span"):
+        tokenized(rows_with_moments([None]).remove_columns(["moments"]), tokenizer)
+
+
+@given(st.floats(0.5, 20), st.floats(0, 1), st.floats(0.02, 1), st.floats(0, 1), st.floats(0.1, 3))
+def test_moments_follow_into_the_window(seconds: float, at: float, share: float, begin: float, length: float) -> None:
+    """Seconds stay seconds, half a moment must be seen, and none reaches beyond the medium's end."""
+    end = at * (1 - share) * seconds + share * seconds
+    box = [at * (1 - share) * seconds, 0, end - at * (1 - share) * seconds, 1]
+    left = begin * max(0.0, 1 - length)  # a window longer than the medium begins with it
+    row = {"region_boxes": box, "region_input_ids": [[1]], "region_keys": [7]}
+    found = visible_regions(row, (seconds, 1.0), Window(left, 0.0, left + length, 1.0))
+    shown = [max(box[0], left * seconds), min(end, (left + length) * seconds)]
+    seen = (shown[1] - shown[0]) / box[2]
+    if abs(seen - 0.5) > 1e-6:
+        assert len(found["region_keys"]) == (seen > 0.5)
+    for start, top, stop, bottom in found["region_boxes"].tolist():
+        assert (top, bottom) == (0, 1)
+        assert [(left + length * edge) * seconds for edge in (start, stop)] == pytest.approx(shown, abs=1e-5)
+        assert (left + length * stop) <= 1 + 1e-6
 
 
 # -- batches ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from mm_utils.data.loading.augment import center_square
 from mm_utils.data.loading.regions import Regions, regions_of
 from mm_utils.data.loading.tokens import caption_key
 from mm_utils.evaluation.metrics import mean_interval
-from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
 
@@ -123,15 +122,6 @@ def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
     heat_Rn = heat_Rhw.flatten(1)
     best, rival = (heat_Rn.masked_fill(~mask, -torch.inf).amax(1) for mask in (inside_Rn, ~inside_Rn))
     return best > rival
-
-
-def with_pointing(evaluate: Evaluate, pointing: PointingEvaluator | None) -> Evaluate:
-    """Return an evaluator that also measures `pointing`, if given, on batches with regions."""
-    if pointing is None:
-        return evaluate
-    return lambda model, loader, accelerator: (
-        evaluate(model, loader, accelerator) | pointing(model, loader, accelerator)
-    )
 
 
 def report_pointing(

@@ -12,18 +12,17 @@ from mm_utils import distributed
 from mm_utils.data.loading.regions import Regions
 from mm_utils.data.loading.tokens import caption_key
 from mm_utils.data.scenes import load_scenes
-from mm_utils.evaluation.pointing import (
+from mm_utils.evaluation.grounding.moments import with_grounding
+from mm_utils.evaluation.grounding.pointing import (
     Pointed,
     PointingEvaluator,
     chosen,
     hits,
     report_pointing,
-    with_pointing,
 )
 from mm_utils.objectives import ObjectiveArguments
 from mm_utils.objectives.contrastive import RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
-from tests.test_distributed import run_on_ranks
 from tests.truthful_model import ACCELERATOR, MAIN_PROCESS
 
 IMAGES, SLOTS, CELLS = 11, 3, 4
@@ -167,12 +166,6 @@ def test_settings_without_regions_are_refused(at: int, flag: str) -> None:
     ObjectiveArguments("contrastive:1,regions:1").check(False, False, 0.0)
 
 
-def test_the_number_of_processes_changes_nothing() -> None:
-    alone = measured(4)
-    for found in run_on_ranks(3, measured, 2):
-        assert found == pytest.approx(alone)
-
-
 def test_ties_and_nan_count_against_the_model() -> None:
     heat, box = torch.zeros(4, 2, 2), torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
     heat[1, 0, 0] = 1.0
@@ -191,10 +184,10 @@ def test_without_regions_there_are_no_metrics() -> None:
 
 def test_pointing_is_measured_with_retrieval() -> None:
     pointing: Any = lambda *_: {"pointing_accuracy": 1.0}  # noqa: E731
-    measure = with_pointing(lambda *_: {"recall": 0.5}, pointing)
+    measure = with_grounding(lambda *_: {"recall": 0.5}, pointing)
     assert measure(GridModel(), [], ACCELERATOR) == {"recall": 0.5, "pointing_accuracy": 1.0}  # type: ignore[arg-type]
     alone: Any = lambda *_: {"recall": 0.5}  # noqa: E731
-    assert with_pointing(alone, None) is alone
+    assert with_grounding(alone, None) is alone
 
 
 def test_the_main_process_draws_examples(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Where phrases are: pointing into images, spans of clips and sounds."""

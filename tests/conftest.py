@@ -42,7 +42,7 @@ def _end_with_the_tests() -> None:
 
 os.register_at_fork(after_in_child=_end_with_the_tests)
 
-LONGEST = ("test_signature.py", "test_feature_cache.py", "test_watchdog.py", "test_pretrain.py", "test_checkpoints.py")
+LONGEST = ("test_signature.py", "test_feature_cache.py", "test_graphs.py", "test_pretrain.py", "test_checkpoints.py")
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 70, 220), "yellow": (235, 205, 40)}
 SHAPES = ("circle", "square")

@@ -105,10 +105,10 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/model/test_flops.py` counts."""
-    for script in ("pretrain", "eval_retrieval"):
-        if f"scripts.{script}" in sys.modules:
+    for user in ("scripts.pretrain", "scripts.eval_retrieval", "benchmarks.rivals.contestants"):
+        if user in sys.modules:
             count = sys.modules["mm_utils.model.flops"].measure_flops
-            monkeypatch.setattr(sys.modules[f"scripts.{script}"], "measure_flops", partial(_counted, count))
+            monkeypatch.setattr(sys.modules[user], "measure_flops", partial(_counted, count))
 
 
 _COUNTS: dict[Any, Any] = {}

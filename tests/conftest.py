@@ -7,12 +7,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests and their processes share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -40,7 +42,7 @@ def _end_with_the_tests() -> None:
 
 os.register_at_fork(after_in_child=_end_with_the_tests)
 
-LONGEST = ("test_signature.py", "test_feature_cache.py", "test_watchdog.py", "test_pretrain.py", "test_checkpoints.py")
+LONGEST = ("test_signature.py", "test_feature_cache.py", "test_graphs.py", "test_pretrain.py", "test_checkpoints.py")
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 70, 220), "yellow": (235, 205, 40)}
 SHAPES = ("circle", "square")
@@ -98,6 +100,26 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():
             monkeypatch.setattr(sys.modules[f"mm_utils.{module}"], name, lambda *given: given[-1].touch())
+
+
+@pytest.fixture(autouse=True)
+def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/model/test_flops.py` counts."""
+    for user in ("scripts.pretrain", "scripts.eval_retrieval", "benchmarks.rivals.contestants"):
+        if user in sys.modules:
+            count = sys.modules["mm_utils.model.flops"].measure_flops
+            monkeypatch.setattr(sys.modules[user], "measure_flops", partial(_counted, count))
+
+
+_COUNTS: dict[Any, Any] = {}
+
+
+def _counted(count: Callable[..., Any], model: Any, *args: Any) -> Any:
+    parameters = tuple((name, each.shape, each.requires_grad) for name, each in model.named_parameters())
+    key = (str(model.config), model.dtype, parameters, args)
+    if key not in _COUNTS:
+        _COUNTS[key] = count(model, *args)
+    return _COUNTS[key]
 
 
 @pytest.fixture

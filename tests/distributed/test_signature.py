@@ -10,6 +10,7 @@ import json
 import os
 import random
 from collections.abc import Iterator, Sequence
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,10 +101,9 @@ def runs_on_this_rank(
     root: Path,
     resumed: bool,
     model_args: ModelArguments,
-    objectives: Sequence[str] = OBJECTIVES,
-    numbers_of_parts: Sequence[int] = PARTS,
+    cases: Sequence[tuple[str, int]],
 ) -> dict[tuple[str, int], list[list[str]]]:
-    """Every objective in every number of parts: which images each step showed this rank."""
+    """Objectives in numbers of parts: which images each step showed this rank."""
     world, accelerator = distributed.world_size(), accelerator_of_this_rank()
     with accelerator.main_process_first():
         pairs = load_pairs(DataArguments(max_train_samples=256))
@@ -116,14 +116,11 @@ def runs_on_this_rank(
     no_workers = LoaderArguments(dataloader_num_workers=0)
     loaders = Loaders(no_workers, accelerator.device, pad_token_id, *image_geometry(processor))
     seen = {}
-    for objective in objectives:
+    for objective, parts in cases:
         seen_rows = rows if "self_distillation" in objective else rows.remove_columns(["negatives", NEGATIVE_IDS])
-        for parts in numbers_of_parts:
-            start = (
-                folder_of(root, GOES_ON[world], objective, parts, False) / f"checkpoint-{STOP}" if resumed else None
-            )
-            folder = folder_of(root, world, objective, parts, resumed)
-            seen[objective, parts] = train(model_args, objective, parts, folder, start, processor, seen_rows, loaders)
+        start = earlier_run(root, GOES_ON[world], objective, parts) / f"checkpoint-{STOP}" if resumed else None
+        folder = folder_of(root, world, objective, parts, resumed)
+        seen[objective, parts] = train(model_args, objective, parts, folder, start, processor, seen_rows, loaders)
     return seen
 
 
@@ -198,6 +195,12 @@ def folder_of(root: Path, world: int, objective: str, parts: int, resumed: bool)
     return root / f"{world}-{objective}-{parts}{'-resumed' if resumed else ''}"
 
 
+def earlier_run(root: Path, world: int, objective: str, parts: int) -> Path:
+    """A straight run, in as many parts where there is one."""
+    same = folder_of(root, world, objective, parts, False)
+    return same if same.exists() else min(root.glob(f"{world}-{objective}-?"))
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return FusionDualEncoderModel.from_pretrained(folder).state_dict()
 
@@ -208,15 +211,45 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found - right).norm()) / max(float(right.norm()), farthest)
 
 
-def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
+Cases = dict[tuple[int, bool], list[tuple[str, int]]]
+"""Objectives in numbers of parts, by the number of processes and whether the run is a continued one."""
+
+
+def every_case() -> Cases:
+    return {(world, resumed): list(product(OBJECTIVES, PARTS)) for resumed in (False, True) for world in WORLDS}
+
+
+def quick_cases() -> Cases:
+    """Of objective, processes, parts and interruption, every two values meet; every run that goes on has one to go on from."""
+    cases = {key: {(objective, 1) for objective in OBJECTIVES if key == (1, False)} for key in every_case()}
+    for number, objective in enumerate(OBJECTIVES):
+        for place, world in enumerate(WORLDS):
+            parts = PARTS[(number + place) % len(PARTS)]
+            cases[world, False].add((objective, parts))
+            if (number + place) % 2:
+                cases[world, True].add((objective, parts))
+    return {key: sorted(found) for key, found in cases.items()}
+
+
+def test_the_quick_cases_have_every_pair_of_values() -> None:
+    def pairs(cases: Cases) -> set[Any]:
+        flat = [(*key, *case) for key, found in cases.items() for case in found]
+        return {(*places, *(case[place] for place in places)) for places in combinations(range(4), 2) for case in flat}
+
+    assert pairs(quick_cases()) == pairs(every_case())
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(quick_cases(), id="quick"), pytest.param(every_case(), id="every", marks=pytest.mark.slow)]
+)
+def test_hardware_only_changes_the_speed(cases: Cases, tmp_path: Path) -> None:
     for name, config in (("vision", VISION), ("text", TEXT)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     configs = {f"{name}_config": str(tmp_path / f"{name}.json") for name in ("vision", "text")}
     model_args = ModelArguments(**configs, patch_dropout=0.25)
     seen = {
-        (world, resumed): run_on_ranks(world, runs_on_this_rank, tmp_path, resumed, model_args)
-        for resumed in (False, True)
-        for world in WORLDS
+        (world, resumed): run_on_ranks(world, runs_on_this_rank, tmp_path, resumed, model_args, given)
+        for (world, resumed), given in cases.items()
     }
     for objective in OBJECTIVES:
         reference = folder_of(tmp_path, 1, objective, 1, False)
@@ -226,7 +259,7 @@ def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
         assert len(rows) == STEPS
         assert len(set(rows[0])) == BATCH
         for (world, resumed), by_rank in seen.items():
-            for parts in PARTS:
+            for parts in [parts for other, parts in cases[world, resumed] if other == objective]:
                 case = f"{objective}, {world} processes, {parts} parts, {'resumed' if resumed else 'straight'}"
                 steps = zip(*(shares[objective, parts] for shares in by_rank), strict=True)
                 together = [sorted(image_id for share in step for image_id in share) for step in steps]
@@ -237,17 +270,24 @@ def test_hardware_only_changes_the_speed(tmp_path: Path) -> None:
                     assert error(found[name], value) < TOLERANCE, f"{name} after {case}"
 
 
-@pytest.mark.parametrize(("kind", "objective"), [("clip", "contrastive,matching"), ("siglip", "sigmoid,matching")])
-def test_hardware_only_changes_the_speed_of_a_stock_model(kind: str, objective: str, tmp_path: Path) -> None:
-    stock = write_stock(tmp_path / kind, kind)
-    for world in (1, 2):
-        run_on_ranks(world, runs_on_this_rank, tmp_path, False, ModelArguments(stock), (objective,), (1, 2))
+STOCK = {"clip": "contrastive,matching", "siglip": "sigmoid,matching"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "parts"),
+    [("clip", 2, 2), ("siglip", 2, 1), *(pytest.param(kind, 1, 2, marks=pytest.mark.slow) for kind in STOCK),
+     pytest.param("clip", 2, 1, marks=pytest.mark.slow), pytest.param("siglip", 2, 2, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_hardware_only_changes_the_speed_of_a_stock_model(kind: str, world: int, parts: int, tmp_path: Path) -> None:
+    stock, objective = write_stock(tmp_path / kind, kind), STOCK[kind]
+    for processes, number in ((1, 1), (world, parts)):
+        cases = [(objective, number)]
+        run_on_ranks(processes, runs_on_this_rank, tmp_path, False, ModelArguments(stock), cases)
     right = weights_of(folder_of(tmp_path, 1, objective, 1, False))
     began = load_model(stock).state_dict()
     assert error(began["logit_scale"], right["logit_scale"]) > 10 * TOLERANCE
-    for world, parts in ((1, 2), (2, 1), (2, 2)):
-        for name, value in weights_of(folder_of(tmp_path, world, objective, parts, False)).items():
-            assert error(value, right[name]) < TOLERANCE, f"{name} on {world} processes in {parts} parts"
+    for name, value in weights_of(folder_of(tmp_path, world, objective, parts, False)).items():
+        assert error(value, right[name]) < TOLERANCE, f"{name} on {world} processes in {parts} parts"
 
 
 @pytest.mark.slow

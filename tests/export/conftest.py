@@ -1,11 +1,15 @@
 """A tiny model with a head that counts, and its export, made once."""
 
 import json
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from mm_utils.export.comparison import Figures
 from mm_utils.model.build import ModelArguments, build_model
@@ -42,10 +46,21 @@ def save_tiny(folder: Path, **head: Any) -> Path:
     return folder
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+    """A folder and what `make(folder)` returns, made by one of the processes of a session for all."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    returned = folder.with_suffix(".pickle")
+    with FileLock(folder.with_suffix(".lock")):
+        if not returned.exists():
+            returned.write_bytes(pickle.dumps(make(folder)))
+    return folder, pickle.loads(returned.read_bytes())
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the model."""
-    return save_tiny(tmp_path_factory.mktemp("to_export") / "model")
+    return once(tmp_path_factory, "model", save_tiny)[0]
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +69,11 @@ def model(folder: Path) -> FusionDualEncoderModel:
 
 
 @pytest.fixture(scope="session")
-def exported(folder: Path, corpus: Path) -> tuple[Path, dict[str, Figures]]:
+def exported(folder: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Figures]]:
     """The folder of an export in all precisions, and its figures."""
-    flags = ["--model_name_or_path", str(folder), "--output_dir", str(folder.parent / "onnx")]
-    return folder.parent / "onnx", export.main([*flags, "--precision", "fp32,fp16,int8", "--train_file", str(corpus)])
+
+    def make(output: Path) -> dict[str, Figures]:
+        flags = ["--model_name_or_path", str(folder), "--output_dir", str(output), "--train_file", str(corpus)]
+        return export.main([*flags, "--precision", "fp32,fp16,int8"])
+
+    return once(tmp_path_factory, "exported", make)

@@ -185,7 +185,7 @@ def test_sigkill_at_every_point_of_five_saves(fault: Record, tmp_path: Path) -> 
     assert points > 80
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_sigkill_at_any_time_while_saving(times: int, fault: Record, tmp_path: Path) -> None:
     status, (hit, wrong) = alone(kill_at_random, tmp_path, times)
     for number in range(hit):

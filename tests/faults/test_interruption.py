@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,15 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
+CASES = [*((place, signal.SIGTERM) for place in PLACES), (PLACES[1], signal.SIGINT), (PLACES[3], signal.SIGUSR1)]
+OTHERS = [case for case in product(PLACES, (signal.SIGINT, signal.SIGUSR1)) if case not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
 def test_a_signal_loses_no_step(
     place: tuple[str, int], number: signal.Signals, straight: Path, tmp_path: Path, fault: Record
 ) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,9 @@ def test_a_repeated_fault_ends_the_run(
     """With one line that names the batch."""
     fault("loading", "a worker ends at the same image again and again, or hangs")
     monkeypatch.setattr(loader_workers, "TIMEOUT", 2)
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
+    )  # as long, torch waits for each worker
     at_row(5, deed, monkeypatch)
     rows = tokenize_captions(rows_of(10), tokenizer, 16)
     with pytest.raises(ValueError, match=f"^{message}") as caught:
@@ -266,8 +270,9 @@ def test_an_exception_in_a_worker_is_raised(
         raise kind("of its own")
 
     at_row(5, fail, monkeypatch)
-    with pytest.raises(kind, match="of its own"):
+    with pytest.raises(kind, match="of its own") as caught:
         list(loaders(2).evaluation(tokenize_captions(rows_of(10), tokenizer, 16), 2))
+    traceback.clear_frames(caught.tb)  # left to the garbage collector, torch waits 5 seconds for each worker
 
 
 # -- files --------------------------------------------------------------------------------------------------------------

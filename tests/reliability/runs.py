@@ -7,10 +7,11 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.test_distributed import PRELOADED
 
 LONG = 60.0  # seconds after which a test's process ends whatever happens
 Script = Callable[[], None]
+Disturb = Callable[[list[int], Path], None]
 
 
 class FakeTrainer:
@@ -72,37 +74,70 @@ class Ended:
         return [line for line in self.text.splitlines() if re.search(r"ERROR|WARNING", line)]
 
 
-def launch(world: int, script: Script, disturb: Callable[[list[int], Path], None] | None = None) -> list[Ended]:
+def launch(world: int, script: Script, disturb: Disturb | None = None) -> list[Ended]:
     """Run a module's function in processes; `disturb` is called with their pids and folder."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "mm_utils.run.start"])
-    port = free_port()
+    return launch_together([(world, script, disturb)])[0]
+
+
+def launch_together(runs: Sequence[tuple[int, Script, Disturb | None]]) -> list[list[Ended]]:
+    """Call `launch` of all at the same time: most of theirs is spent waiting."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        processes = [context.Process(target=_process, args=(rank, world, port, name, script)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        while not all(
-            (folder / f"{rank}.err").exists() for rank in range(world)
-        ):  # the fork server imports a lot first
+        started = [Run(Path(name, str(number)), *run) for number, run in enumerate(runs)]
+        while not all(run.is_up() for run in started):  # the fork server imports a lot first
             time.sleep(0.05)
         start = time.monotonic()
-        if disturb is not None:
-            disturb([process.pid or 0 for process in processes], folder)
-        ends: dict[int, float] = {}
-        while len(ends) < world and time.monotonic() - start < LONG:
+        disturbing = [
+            Thread(target=run.disturb, args=([p.pid or 0 for p in run.processes], run.folder)) for run in started
+        ]
+        for thread in disturbing:
+            thread.start()
+        while any(thread.is_alive() for thread in disturbing) or (
+            not all(run.is_over() for run in started) and time.monotonic() - start < LONG
+        ):
             time.sleep(0.05)
-            stopped = [rank for rank, process in enumerate(processes) if _is_stopped(process.pid or 0)]
-            for rank, process in enumerate(processes):
-                if rank not in ends and (process.exitcode is not None or (rank in stopped and len(ends) == world - 1)):
-                    ends[rank] = time.monotonic() - start
-        for process in processes:
+            for run in started:
+                run.note_ends(time.monotonic() - start)
+        return [run.end() for run in started]
+
+
+class Run:
+    """Processes without a launcher: started at once, watched by whoever asks."""
+
+    def __init__(self, folder: Path, world: int, script: Script, disturb: Disturb | None):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "mm_utils.run.start"])
+        folder.mkdir()
+        port = free_port()
+        self.folder, self.disturb, self.ends = folder, disturb or (lambda *_: None), dict[int, float]()
+        self.processes = [
+            context.Process(target=_process, args=(rank, world, port, str(folder), script)) for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def is_up(self) -> bool:
+        return all((self.folder / f"{rank}.err").exists() for rank in range(len(self.processes)))
+
+    def is_over(self) -> bool:
+        return len(self.ends) == len(self.processes)
+
+    def note_ends(self, now: float) -> None:
+        """A process that is stopped has ended when all others have."""
+        stopped = [rank for rank, process in enumerate(self.processes) if _is_stopped(process.pid or 0)]
+        for rank, process in enumerate(self.processes):
+            all_others_ended = len(self.ends) == len(self.processes) - 1
+            if rank not in self.ends and (process.exitcode is not None or (rank in stopped and all_others_ended)):
+                self.ends[rank] = now
+
+    def end(self) -> list[Ended]:
+        for process in self.processes:
             if process.is_alive():
                 process.kill()
             process.join()
+        texts = [(self.folder / f"{rank}.err").read_text() for rank in range(len(self.processes))]
         return [
-            Ended(process.exitcode, (folder / f"{rank}.err").read_text(), ends.get(rank, LONG))
-            for rank, process in enumerate(processes)
+            Ended(process.exitcode, text, self.ends.get(rank, LONG))
+            for rank, (process, text) in enumerate(zip(self.processes, texts, strict=True))
         ]
 
 
@@ -147,10 +182,10 @@ def steps(count: int, timeout: float = 30.0, warn_after: float = 10.0) -> Iterat
 
 def endless() -> None:
     for _ in steps(10**6, timeout=4.0, warn_after=1.5):
-        pass
+        time.sleep(0.002)  # others want the core, too
 
 
-def after_step(step: int, send: signal.Signals, rank: int) -> Callable[[list[int], Path], None]:
+def after_step(step: int, send: signal.Signals, rank: int) -> Disturb:
     """Send a signal to a process once it has done a step."""
 
     def disturb(pids: list[int], folder: Path) -> None:

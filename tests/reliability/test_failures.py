@@ -9,7 +9,7 @@ import torch
 
 from mm_utils import distributed
 from mm_utils.reliability import failures
-from tests.reliability.runs import after_step, endless, launch, steps
+from tests.reliability.runs import Ended, after_step, endless, launch, launch_together, steps
 from tests.test_distributed import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -62,9 +62,15 @@ def test_an_error_of_all_processes_is_reported_by_one() -> None:
     assert sum("ERROR --seed is wrong." in ended.text for ended in endings) == 1
 
 
+@pytest.fixture(scope="module")
+def killed() -> list[list[Ended]]:
+    """Two runs of three processes: in each, another one is killed."""
+    return launch_together([(3, endless, after_step(5, signal.SIGKILL, rank)) for rank in range(2)])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_process_is_named(rank: int) -> None:
-    endings = launch(3, endless, after_step(5, signal.SIGKILL, rank))
+def test_a_killed_process_is_named(rank: int, killed: list[list[Ended]]) -> None:
+    endings = killed[rank]
     left = [ended for other, ended in enumerate(endings) if other != rank]
     assert endings[rank].status == -9
     assert [ended.status for ended in left] == [1, 1]

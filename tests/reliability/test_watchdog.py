@@ -14,7 +14,18 @@ from mm_utils import distributed
 from mm_utils.reliability import failures, watchdog
 from mm_utils.reliability.failures import Status
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection, laggards, slow_ranks
-from tests.reliability.runs import LONG, FakeTrainer, Script, after_step, endless, launch, steps, use_ranks
+from tests.reliability.runs import (
+    LONG,
+    Ended,
+    FakeTrainer,
+    Script,
+    after_step,
+    endless,
+    launch,
+    launch_together,
+    steps,
+    use_ranks,
+)
 from tests.test_distributed import run_on_ranks
 
 
@@ -37,9 +48,15 @@ def test_a_healthy_run_logs_nothing() -> None:
         assert (ended.status, ended.text) == (0, "")
 
 
+@pytest.fixture(scope="module")
+def stopped() -> list[list[Ended]]:
+    """Three runs of three processes: in each, another one is stopped."""
+    return launch_together([(3, endless, after_step(5, signal.SIGSTOP, rank)) for rank in range(3)])
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_stopped_process_is_named_and_ends_the_run(rank: int) -> None:
-    endings = launch(3, endless, after_step(5, signal.SIGSTOP, rank))
+def test_a_stopped_process_is_named_and_ends_the_run(rank: int, stopped: list[list[Ended]]) -> None:
+    endings = stopped[rank]
     left = [ended for other, ended in enumerate(endings) if other != rank]
     assert [ended.status for ended in left] == [1, 1]
     assert max(ended.seconds for ended in left) < 25
@@ -63,20 +80,6 @@ def hangs_in_a_step() -> None:
             time.sleep(LONG)
 
 
-@pytest.mark.parametrize(("world", "hang", "phase"), [(3, hangs_in_its_data, "data"), (2, hangs_in_a_step, "step")])
-def test_a_hang_is_named_with_its_stack_and_ends_the_run(world: int, hang: Script, phase: str) -> None:
-    """In a step both ranks of two are as far; the one outside of the collective hangs."""
-    endings = launch(world, hang)
-    assert [ended.status for ended in endings] == [1] * world
-    assert max(ended.seconds for ended in endings) < 25
-    assert any("No progress: process 1 (host" in line for line in endings[0].lines)
-    assert re.findall(r"Stack of process (\d)", endings[0].text) == ["1"]
-    assert f"in {hang.__name__}\n      time.sleep(LONG)" in endings[0].text
-    for ended in endings:
-        assert re.search(rf"Stopped, because process 1 .* has been in '{phase}' of step 6 for \d+ s", ended.lines[-1])
-        assert f"in {hang.__name__}; the others wait in" in ended.lines[-1]
-
-
 def hangs_in_an_evaluation() -> None:
     watchdog.SLOW_PHASE_TIMEOUT = 6.0
     for step, phase, trainer in steps(10**6, timeout=3.0, warn_after=1.0):
@@ -91,25 +94,55 @@ def hangs_before_the_first_step() -> None:
         time.sleep(LONG if distributed.rank() == 1 else 0)
 
 
-@pytest.mark.parametrize(
-    ("hang", "place"),
-    [(hangs_in_an_evaluation, "'evaluation' of step 6"), (hangs_before_the_first_step, "'start' of step 0")],
-)
-def test_a_hang_in_a_slow_phase_ends_the_run_later(hang: Script, place: str) -> None:
-    endings = launch(2, hang)
-    assert [ended.status for ended in endings] == [1, 1]
-    for ended in endings:
-        assert re.search(rf"process 1 .* has been in {place} for [6-9] s.* give more than 6", ended.lines[-1])
-
-
 def slow_for_a_while() -> None:
     for step, phase, _ in steps(8, timeout=30.0, warn_after=1.5):
         if (step, phase, distributed.rank()) == (5, "data", 1):
             time.sleep(4)
 
 
-def test_a_slow_process_is_named_and_the_run_continues() -> None:
-    endings = launch(2, slow_for_a_while)
+HANGS = {
+    hangs_in_its_data: 3,
+    hangs_in_a_step: 2,
+    hangs_in_an_evaluation: 2,
+    hangs_before_the_first_step: 2,
+    slow_for_a_while: 2,
+}
+"""Number of processes, of which the second one hangs."""
+
+
+@pytest.fixture(scope="module")
+def hung() -> dict[Script, list[Ended]]:
+    return dict(zip(HANGS, launch_together([(world, hang, None) for hang, world in HANGS.items()]), strict=True))
+
+
+@pytest.mark.parametrize(("hang", "phase"), [(hangs_in_its_data, "data"), (hangs_in_a_step, "step")])
+def test_a_hang_is_named_with_its_stack_and_ends_the_run(
+    hang: Script, phase: str, hung: dict[Script, list[Ended]]
+) -> None:
+    """In a step both ranks of two are as far; the one outside of the collective hangs."""
+    endings = hung[hang]
+    assert [ended.status for ended in endings] == [1] * HANGS[hang]
+    assert max(ended.seconds for ended in endings) < 25
+    assert any("No progress: process 1 (host" in line for line in endings[0].lines)
+    assert re.findall(r"Stack of process (\d)", endings[0].text) == ["1"]
+    assert f"in {hang.__name__}\n      time.sleep(LONG)" in endings[0].text
+    for ended in endings:
+        assert re.search(rf"Stopped, because process 1 .* has been in '{phase}' of step 6 for \d+ s", ended.lines[-1])
+        assert f"in {hang.__name__}; the others wait in" in ended.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("hang", "place"),
+    [(hangs_in_an_evaluation, "'evaluation' of step 6"), (hangs_before_the_first_step, "'start' of step 0")],
+)
+def test_a_hang_in_a_slow_phase_ends_the_run_later(hang: Script, place: str, hung: dict[Script, list[Ended]]) -> None:
+    assert [ended.status for ended in hung[hang]] == [1, 1]
+    for ended in hung[hang]:
+        assert re.search(rf"process 1 .* has been in {place} for [6-9] s.* give more than 6", ended.lines[-1])
+
+
+def test_a_slow_process_is_named_and_the_run_continues(hung: dict[Script, list[Ended]]) -> None:
+    endings = hung[slow_for_a_while]
     assert [ended.status for ended in endings] == [0, 0]
     assert len(endings[0].lines) == 1
     assert "process 1 (host" in endings[0].lines[0]

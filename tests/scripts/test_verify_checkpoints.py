@@ -1,7 +1,7 @@
 """The script that reads a run's checkpoints and says which are whole."""
 
 import logging
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 from mm_utils.distributed import RunError
 from scripts import verify_checkpoints
 from tests.checkpointing.test_files import flip, saved
+from tests.faults.tiny_run import alone
 
 
 def test_damage_is_told_by_checkpoint_and_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -30,8 +31,13 @@ def test_the_exit_status_names_the_result(damaged: bool, status: int, tmp_path: 
     path = saved(tmp_path, 1)
     if damaged:
         flip(path / "model.safetensors")
-    words = [sys.executable, verify_checkpoints.__file__, "--output_dir", str(tmp_path)]
-    assert subprocess.run(words, capture_output=True, check=False).returncode == status
+    words = [verify_checkpoints.__file__, "--output_dir", str(tmp_path)]
+    assert alone(runs_as_the_main_program, words)[0] == status
+
+
+def runs_as_the_main_program(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def test_a_folder_without_checkpoints_is_a_mistake(tmp_path: Path) -> None:

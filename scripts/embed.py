@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     elif args.images:
         kind = data_args.allow_outside_root, loaders.medium
         found = list_folder(args.images, *kind) if accelerator.process_index == 0 else None
-        [found] = broadcast_object_list([found])
-        listing = folder_listing(args.images, *found, loaders.medium)
+        [(names, skipped)] = broadcast_object_list([found])
+        listing = folder_listing(args.images, names, skipped, loaders.medium)
     else:
         with accelerator.main_process_first():
             pairs = load_pairs(data_args, need_train=False)

@@ -14,7 +14,7 @@ import torch
 from datasets import Features, Sequence, Value
 from datasets import Image as ImageColumn
 from PIL import Image
-from transformers import TrainerCallback, VisionTextDualEncoderProcessor
+from transformers import TrainerCallback, ProcessorMixin
 
 from benchmarks.rivals.reliability.trials import BATCH, CASES, SEED, Case, Run
 from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, newest_checkpoint, step_of, verify
@@ -125,7 +125,7 @@ class Ours:
         trainer.train(find_checkpoint("latest", run.folder) if run.resume else None)
         run.ended(trainer.state.global_step, model)
 
-    def _model(self, run: Run) -> tuple[FusionDualEncoderModel, VisionTextDualEncoderProcessor]:
+    def _model(self, run: Run) -> tuple[FusionDualEncoderModel, ProcessorMixin]:
         wide = {"hidden_size": WIDTH, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
         inner = max(64, run.parameters // (2 * WIDTH * BLOCKS))
         dropout = run.case.dropout
@@ -146,7 +146,7 @@ class Ours:
         return build_model(model_args, processor.tokenizer), processor
 
     def _loader(
-        self, run: Run, args: TrainingArguments, processor: VisionTextDualEncoderProcessor, start: int, stop: int
+        self, run: Run, args: TrainingArguments, processor: ProcessorMixin, start: int, stop: int
     ) -> DeviceLoader:
         case = run.case
         other_order = case.sampler == "random"

@@ -25,7 +25,7 @@ from mm_utils.data.loading.dataset import (
 )
 from mm_utils.data.loading.order import EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.loading.regions import regions_column
-from mm_utils.data.loading.timed_media import Sounds, Timed, medium_of, timed_of
+from mm_utils.data.loading.timed_media import Sounds, Timed, check_window, medium_of, timed_of
 from mm_utils.data.loading.tokens import NEGATIVE_IDS, tokenizer_digest
 from mm_utils.data.loading.workers import (
     RestartingLoader,
@@ -72,9 +72,10 @@ class LoaderArguments:
 
     medium_seconds: float | None = arg(
         None,
-        "Length of what is shown of a clip or a sound; default: whole clips, and the longest sound, at most 10 s.",
+        "Length of what a new model is shown of a clip or a sound; default: whole clips, and the longest sound, at most 10 "
+        "s. Some sound towers have their own.",
     )
-    clip_frames: int | None = arg(None, "Frames of a clip that are shown, at equal distances; default 8.")
+    clip_frames: int | None = arg(None, "Frames of a clip that a new model is shown, at equal distances; default 8.")
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:
@@ -313,9 +314,10 @@ def make_loaders(
     """Return the loaders of a model's media, whose kind, size and window its processor knows.
 
     Raises:
-        ValueError: if a flag of images is given for sounds.
+        ValueError: if a flag asks for another window than the model's, or of images for sounds.
     """
     timed = timed_of(processor, arguments.min_crop_area)
+    check_window(timed, arguments.medium_seconds, arguments.clip_frames)
     sounds = isinstance(timed, Sounds)
     unused = () if timed is None else ("fixed_crop", "color_jitter", "horizontal_flip") if sounds else ("fixed_crop",)
     for name in unused:

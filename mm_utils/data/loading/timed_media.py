@@ -181,25 +181,30 @@ def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
 def settle_window(
     processor: ProcessorMixin, medium: str, seconds: float | None, frames: int | None, default: float | None
 ) -> None:
-    """Write the window of a model into its processor, which is saved with it.
+    """Write the window of a new model into its processor, which is saved with it; what is there stays.
 
     Args:
-        seconds, frames: as the flags say; None keeps what the processor has, or takes a default.
+        seconds, frames: as the flags say, or None.
         default: `default_seconds` of the training data.
-
-    Raises:
-        ValueError: if flags are given that the medium has no use for.
     """
-    if medium != "clip" and frames is not None:
-        raise ValueError(f"--clip_frames is {frames}; these are {medium}s. Drop it.")
     if medium == "image":
-        if seconds is not None:
-            raise ValueError(f"--medium_seconds is {seconds}; images do not last. Drop it.")
         return
     owner: Any = processor.feature_extractor if medium == "sound" else processor.image_processor  # type: ignore[attr-defined]
-    owner.window_seconds = seconds or getattr(owner, "window_seconds", default)
+    owner.window_seconds = getattr(owner, "window_seconds", None) or seconds or default
     if medium == "clip":
-        owner.clip_frames = frames or getattr(owner, "clip_frames", CLIP_FRAMES)
+        owner.clip_frames = getattr(owner, "clip_frames", None) or frames or CLIP_FRAMES
+
+
+def check_window(timed: Timed | None, seconds: float | None, frames: int | None) -> None:
+    """Raise ValueError if flags ask for another window than the model's."""
+    if seconds is not None and seconds != (known := getattr(timed, "seconds", None)):
+        why = (
+            "images do not last" if timed is None else f"the model takes {f'{known:g} s' if known else 'whole clips'}"
+        )
+        raise ValueError(f"--medium_seconds is {seconds}; {why}. Drop it.")
+    if frames is not None and frames != (known := getattr(timed, "frames", None)):
+        why = f"the model takes {known}" if known else f"these are {'images' if timed is None else 'sounds'}"
+        raise ValueError(f"--clip_frames is {frames}; {why}. Drop it.")
 
 
 def timed_of(processor: ProcessorMixin, min_crop_area: float) -> Timed | None:
@@ -211,4 +216,6 @@ def timed_of(processor: ProcessorMixin, min_crop_area: float) -> Timed | None:
         extractor: Any = processor.feature_extractor  # type: ignore[attr-defined]
         return Sounds(LogMel.of(extractor), extractor.window_seconds)
     images: Any = processor.image_processor  # type: ignore[attr-defined]
-    return Clips(images.clip_frames, images.crop_size["height"], images.window_seconds, min_crop_area)
+    return Clips(
+        images.clip_frames, images.crop_size["height"], getattr(images, "window_seconds", None), min_crop_area
+    )

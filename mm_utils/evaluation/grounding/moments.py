@@ -133,7 +133,8 @@ def moment_metrics(row_N: Tensor, columns_N5: Tensor) -> dict[str, float]:
         return {}
     true_N2, found_N2, is_hit_N = columns_N5[:, :2], columns_N5[:, 2:4], columns_N5[:, 4]
     others, fixed = _by_other_spans(true_N2), _by_fixed_span(true_N2)
-    metrics, overlap_N = {}, overlaps(found_N2, true_N2)
+    metrics: dict[str, float] = {}
+    overlap_N = overlaps(found_N2, true_N2)
     for name, measure in MEASURES.items():
         metrics |= _with_interval(name, measure(overlap_N), row_N)
         metrics |= {f"{name}_chance": others[name], f"{name}_fixed": fixed[name]}
@@ -233,7 +234,7 @@ def _draw_profile(ax: Axes, example: Found, row: dict, timed: Timed) -> None:
     ax.stairs(example.profile.numpy(), edges, fill=True, color=BLUE, alpha=0.5)
     top = 1.15 * example.profile.nan_to_num().max().item() + 1e-6
     ax.axvspan(*true, color=MUTED, alpha=0.25, linewidth=0)
-    ax.hlines(top, *found, color=GREEN if overlap >= 0.5 else ORANGE, linewidth=4)
+    ax.hlines(top, found[0], found[1], color=GREEN if overlap >= 0.5 else ORANGE, linewidth=4)
     ax.set(xlim=(begin, begin + length), ylim=(0, 1.1 * top), yticks=[])
     title = f"{wrap(phrases[example.key], 44, 1)}\n{true[0]:.1f} to {true[1]:.1f} s; found {found[0]:.1f} to {found[1]:.1f} s"
     draw_text(ax, begin, 1.14 * top, title, va="bottom", fontsize=6.5)

@@ -18,7 +18,7 @@ from transformers import ClapFeatureExtractor
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.loading.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
-from mm_utils.data.loading.timed_media import Clips, Sounds, default_seconds, medium_of, settle_window, timed_of
+from mm_utils.data.loading.timed_media import Clips, Sounds, default_seconds, medium_of, settle_window
 from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.riff import write_avi, write_wav
@@ -155,24 +155,32 @@ def processor(kind: str) -> Any:
     return SimpleNamespace(image_processor=images, tokenizer=tokenizer)
 
 
+def made(owner: Any, **flags: Any) -> Any:
+    return make_loaders(LoaderArguments(dataloader_num_workers="0", **flags), CPU, owner).timed
+
+
 def test_the_processor_knows_the_window() -> None:
     sound, clip, image = processor("sound"), processor("clip"), processor("image")
     rows = rows_of("sound", [counting(900), counting(2500)], [0.9, 2.5])
     settle_window(sound, "sound", None, None, default_seconds("sound", rows))
-    assert sound.feature_extractor.window_seconds == 2.5
-    settle_window(sound, "sound", None, None, 7.0)  # of a trained model, on other data
-    assert sound.feature_extractor.window_seconds == 2.5
-    settle_window(sound, "sound", 1.5, None, 7.0)
-    assert timed_of(sound, 1.0).shape == (1500,)  # type: ignore[union-attr]
+    assert made(sound).shape == (2500,)
+    settle_window(sound, "sound", 1.5, None, 7.0)  # of a trained model, on other data
+    assert made(sound, medium_seconds=2.5).shape == (2500,)
     settle_window(clip, "clip", None, 5, default_seconds("clip", rows))
-    assert timed_of(clip, 1.0).shape == (5, 3, 16, 16)  # type: ignore[union-attr]
+    assert made(clip).shape == (5, 3, 16, 16)
     settle_window(image, "image", None, None, None)
-    assert timed_of(image, 1.0) is None
+    assert made(image) is None
     assert [medium_of(each) for each in (image, clip, sound)] == ["image", "clip", "sound"]
-    with pytest.raises(ValueError, match="--medium_seconds is 2; images do not last"):
-        settle_window(image, "image", 2, None, None)
-    with pytest.raises(ValueError, match="--clip_frames is 4; these are sounds"):
-        settle_window(sound, "sound", None, 4, None)
+    for owner, flags, message in (
+        (image, {"medium_seconds": 2.0}, "--medium_seconds is 2.0; images do not last"),
+        (image, {"clip_frames": 2}, "--clip_frames is 2; these are images"),
+        (sound, {"medium_seconds": 1.5}, "--medium_seconds is 1.5; the model takes 2.5 s"),
+        (sound, {"clip_frames": 4}, "--clip_frames is 4; these are sounds"),
+        (clip, {"clip_frames": 4}, "--clip_frames is 4; the model takes 5"),
+        (clip, {"medium_seconds": 4.0}, "--medium_seconds is 4.0; the model takes whole clips"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(owner, **flags)
 
 
 def test_batches_on_the_device_are_what_the_tower_takes() -> None:

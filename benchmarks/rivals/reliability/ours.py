@@ -14,7 +14,7 @@ import torch
 from datasets import Features, Sequence, Value
 from datasets import Image as ImageColumn
 from PIL import Image
-from transformers import TrainerCallback, ProcessorMixin
+from transformers import ProcessorMixin, TrainerCallback
 
 from benchmarks.rivals.reliability.trials import BATCH, CASES, SEED, Case, Run
 from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, newest_checkpoint, step_of, verify

@@ -7,6 +7,7 @@ import pytest
 from mm_utils.distributed import RunError
 from scripts import export
 from tests.export.conftest import save_tiny
+from tests.search.test_media import save_model
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,16 @@ def test_a_part_that_cannot_be_traced_leaves_nothing(flags: list[str], monkeypat
     ):
         export.main(flags)
     assert {path.name for path in Path(flags[-1]).parent.iterdir()} == {"model"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("medium", ["clip", "sound"])
+def test_media_are_exported_in_the_plain_layout_alone(medium: str, tmp_path: Path) -> None:
+    flags = ["--model_name_or_path", str(save_model(tmp_path / "model", medium)), "--reranker", "no", "--output_dir"]
+    with pytest.raises(ValueError, match=f"it is for images, and this model reads {medium}s"):
+        export.main([*flags, str(tmp_path / "js"), "--layout", "transformers.js"])
+    figures = export.main([*flags, str(tmp_path / "onnx")])  # differs by at most 1e-5, or fails
+    assert set(figures["fp32"].differences) == {"image", "text"}
+    files = {path.name for path in (tmp_path / "onnx").iterdir()}
+    assert "without_torch.py" not in files
+    assert {"vision_model.onnx", "text_model.onnx", "preprocessor_config.json", "README.md"} <= files

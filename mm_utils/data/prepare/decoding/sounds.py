@@ -8,6 +8,7 @@ import struct
 
 import numpy as np
 from PIL import Image
+from scipy.signal import resample_poly
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.prepare.decoding.containers import (
@@ -34,7 +35,6 @@ _WAV_TYPES = {
     (_FLOATS, 32): "<f4",
     (_FLOATS, 64): "<f8",
 }
-_BAND = 0.96  # share of the lower rate's band that passes unchanged
 _CELLS, _WINDOW, _FLOOR, _SILENCE = 32, 512, 40.0, 30.0  # of a picture: cells a side, samples, dB, dB
 
 
@@ -75,27 +75,8 @@ def read_sound(
         raise Fault("medium_unreadable", "it holds samples that are not finite")
     if abs(samples).max() <= _SILENT:
         raise Fault("silent", f"{len(samples) / own:.2f} s without a sound")
-    changed = resample(samples, own, rate)
+    changed = samples if own == rate else resample_poly(samples, rate, own)
     return (changed * 32768).round().clip(-32768, 32767).astype(np.int16), own
-
-
-def resample(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Return a sound `[n]` at another rate, by its spectrum; no sample moves in time.
-
-    What the lower rate cannot hold is cut off, smoothly over the last 4 % of its band.
-    """
-    if rate == wanted:
-        return samples
-    common = math.gcd(rate, wanted)
-    step, wanted_step = rate // common, wanted // common
-    margin = rate // 50  # of silence, as the spectrum joins the end to the beginning
-    blocks = -(-(len(samples) + margin) // step)
-    spectrum = np.fft.rfft(samples, blocks * step)
-    kept = min(blocks * step, blocks * wanted_step) // 2 + 1
-    frequencies = np.linspace(0, 1, kept)
-    gains = np.cos(np.clip((frequencies - _BAND) / (1 - _BAND), 0, 1) * np.pi) / 2 + 0.5
-    changed = np.fft.irfft(spectrum[:kept] * gains, blocks * wanted_step) * (wanted_step / step)
-    return changed[: max(1, round(len(samples) * wanted / rate))]
 
 
 def loudness_picture(samples: np.ndarray, rate: int) -> Image.Image:

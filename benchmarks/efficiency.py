@@ -3,7 +3,7 @@
 The embedded scenes: gradient caching, and batch sizes that grow:
     python -m benchmarks.efficiency --target 0.6 --output_file efficiency.jsonl
 Closed-form start and cached features, between two pretrained encoders:
-    python -m benchmarks.efficiency --grid benchmarks/ablation_efficiency_pretrained.yaml --target 0.3 \\
+    python -m benchmarks.efficiency --grid benchmarks/ablation_efficiency_pretrained.yaml --target 0.45 \\
         --flags "train_file=pairs.jsonl vision_model_name_or_path=mobilenet_v2 text_model_name_or_path=all-MiniLM-L6-v2"
 
 Every variant of the grid is trained with every seed, as by `benchmarks/ablate.py`; finished runs are not repeated. The time is read

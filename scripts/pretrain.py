@@ -26,15 +26,15 @@ from mm_utils.arguments import parse_args, to_dict
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.loading.loaders import LoaderArguments
+from mm_utils.data.several_media.mixture import MediaArguments, open_media
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.data.streaming.stream import StreamingArguments
-from mm_utils.data.training_data import open_data
-from mm_utils.evaluation.grounding.moments import grounding_evaluator, report_grounding, with_grounding
+from mm_utils.evaluation.grounding.moments import grounding_evaluator, report_grounding
 from mm_utils.evaluation.interpolation import InterpolationArguments, choose_between, copy_weights
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, order_probes
-from mm_utils.evaluation.train_recall import with_train_recall
+from mm_utils.evaluation.retrieval import EvaluationArguments
+from mm_utils.evaluation.several_media.per_medium import evaluate_media, make_evaluators
 from mm_utils.model.adapt import LoraArguments
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.build import ModelArguments
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
@@ -44,6 +44,7 @@ from mm_utils.run.callbacks import default_callbacks
 from mm_utils.run.checks import check_model
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_run
+from mm_utils.run.per_medium import build_media
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
@@ -59,15 +60,16 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     parsed = parse_args(
-        *(DataArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments),
+        *(DataArguments, MediaArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments),
         *(ModelArguments, LoraArguments, ProjectionStartArguments, ObjectiveArguments, OptimizerArguments),
         *(TrainingArguments, EvaluationArguments, InterpolationArguments, HubArguments, RunArguments),
         argv=argv,
         doc=__doc__,
     )
-    data_args, stream_args, loader_args, cache_args, *others = parsed
+    data_args, media_args, stream_args, loader_args, cache_args, *others = parsed
     model_args, lora_args, start_args, objective_args, optimizer_args, *others = others
     args, eval_args, interpolation_args, hub_args, run_args = others
+    media_args.check(to_dict(*parsed))
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
     interpolation_args.check(model_args, bool(start_args.closed_form_images) and not stream_args.streaming)
@@ -79,13 +81,12 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
     regions, make_processor = objective_args.reads_regions, partial(load_processor, model_args)
-    data = open_data(run.accelerator, data_args, stream_args, loader_args, args, make_processor, regions)
-    tokenizer = data.processor.tokenizer
+    data = open_media(run.accelerator, data_args, media_args, stream_args, loader_args, args, make_processor, regions)
 
     # 3. Model, objective, optimizer.
-    model = build_model(model_args, tokenizer, lora_args, data.medium)
+    model = build_media(model_args, data.processor.tokenizer, lora_args, list(data.media))
     known = interpolation_args.known_weights(model)  # before the objective adds new ones
-    objective = build_objective(model, objective_args, args.seed, tokenizer)
+    objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer)
     highest_scale = objective_args.highest_scale(model)  # before a checkpoint is loaded
     has_baseline, is_pretrained = start_args.has_baseline(model_args, data), model_args.pretrained
     optimizer = build_optimizer(
@@ -100,9 +101,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     cache_teacher(objective_args.teacher_name_or_path, data, objective, run.accelerator)
 
     # 4. Train.
-    probes = order_probes(data.splits["validation"], tokenizer, data.max_seq_length)
-    evaluator, grounding = RetrievalEvaluator(eval_args, probes, fits=True), grounding_evaluator(regions, data.medium)
-    evaluate = with_train_recall(with_grounding(evaluator, grounding), data, args.seed)
+    evaluators, grounding = make_evaluators(eval_args, data), grounding_evaluator(regions, data.medium)
+    evaluate = evaluate_media(evaluators, data, args.seed, grounding)
     watchers = TemperatureClamp(highest_scale), CollapseWarning(optimizer_args.warmup_ratio, highest_scale)
     callbacks = [*default_callbacks(run, objective, data, flops), *watchers, *callbacks]
     trainer = Trainer(args, optimizer_args, run.accelerator, objective, optimizer, data, evaluate, callbacks)
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         found = choose_between(interpolation_args, start, model, evaluate, *rest, save=save)
         metrics = {f"eval_{name}": value for name, value in found.items()}
     report_grounding(run.accelerator, grounding, data.splits["validation"], data.loaders.timed, run.output_dir)
-    finish_run(run, model, data, evaluator, metrics, argv)
+    finish_run(run, model, data, evaluators, metrics, argv)
     return metrics
 
 

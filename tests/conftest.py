@@ -96,7 +96,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run; fixtures of a whole module, and launched runs, do draw."""
-    drawn = {"run.finish": ("plot_training", "draw_examples"), "evaluation.sizes.recall_over_bytes": ("draw_sizes",)}
+    drawn = {
+        "run.finish": ("plot_training",),
+        "run.per_medium": ("draw_examples",),
+        "evaluation.sizes.recall_over_bytes": ("draw_sizes",),
+    }
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():
             monkeypatch.setattr(sys.modules[f"mm_utils.{module}"], name, lambda *given: given[-1].touch())

@@ -32,6 +32,7 @@ DATA_FLOORS = [
     {"loading"},
     {"streaming"},
     {"training_data"},
+    {"several_media"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 DATA_FLOOR_OF = {name: floor for floor, names in enumerate(DATA_FLOORS) for name in names}
@@ -55,7 +56,7 @@ ROAD = [
     "training/step.py",
     "checkpointing/state.py",
 ]
-MAX_ROAD_LINES = 5100  # of which the modelling file, which travels alone, has 1,550
+MAX_ROAD_LINES = 5200  # of which the modelling file, which travels alone, has 1,550
 
 
 def modules() -> dict[str, Path]:

@@ -53,6 +53,7 @@ class TrainingData:
         eval_batch_size: images per process and forward pass in evaluation.
         total_rows: the rows of every split before `--max_train_samples` and `--max_eval_samples`.
         features: the training rows with the stored output of frozen towers, in place of `splits["train"]`.
+        name: what `--dataset_name` calls them, if it names several data sets.
     """
 
     splits: DatasetDict
@@ -63,6 +64,12 @@ class TrainingData:
     eval_batch_size: int
     total_rows: dict[str, int] = field(default_factory=dict)
     features: datasets.Dataset | None = None
+    name: str | None = None
+
+    @property
+    def media(self) -> dict[str, "TrainingData"]:
+        """The data of each medium of the run; here there is one. `mm_utils.data.several_media` has several."""
+        return {self.medium: self}
 
     @property
     def medium(self) -> str:

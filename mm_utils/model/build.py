@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,25 @@ class ModelArguments:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
             value = getattr(self, name)
-            if value not in presets and not Path(value).is_file():
+            names = [value] if Path(value).is_file() else value.split(",")  # of several media
+            if not all(each.strip() in presets or Path(each.strip()).is_file() for each in names):
                 raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
+
+    def of(self, at: int) -> "ModelArguments":
+        """Return the arguments of one medium of several, from 0: names are separated by commas. Below 0, return all.
+
+        Raises:
+            ValueError: if there are several names, and none for it.
+        """
+        if at < 0:
+            return self
+        own: dict[str, Any] = {}
+        for flag in ("vision_model_name_or_path", "vision_config"):
+            names = str(getattr(self, flag) or "").split(",")
+            if 1 < len(names) <= at:
+                raise ValueError(f"--{flag} is {getattr(self, flag)}; give one for each of the data sets.")
+            own[flag] = names[at % len(names)].strip() or getattr(ModelArguments, flag)
+        return replace(self, **own)
 
     @property
     def pretrained(self) -> bool:

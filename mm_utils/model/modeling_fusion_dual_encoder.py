@@ -52,6 +52,8 @@ DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
+MEDIA_FOLDER = "media"  # of a model's folder; it has a folder for each further kind of media, with its processor
+_SHARED = ("text_config", "media", "auto_map", "architectures", "_name_or_path")
 KeysValues = tuple[Tensor, ...]
 """The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
 `[2, B, heads, N, D / heads]`. If image tokens attend to the text too, the tokens `[1, B, N, D]` that enter at each block."""
@@ -92,12 +94,14 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             to; None if padding is masked.
         classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
             `FusionDualEncoderForClassification`.
+        media: of each further kind of media, the fields in which its own config differs, see `of`.
     """
 
     model_type = "fusion-dual-encoder"
     sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012
     has_no_defaults_at_init = True
     medium = "image"
+    media = None  # type: dict[str, dict[str, Any]] | None  # other models' files say nothing of it
 
     def __init__(
         self,
@@ -177,6 +181,10 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
+
+    def of(self, medium: str) -> "FusionDualEncoderConfig":
+        """Return the config of the model of one further kind of media alone."""
+        return type(self).from_dict({**self.to_dict(), **(self.media or {})[medium], "media": None})
 
 
 @dataclass
@@ -789,10 +797,28 @@ def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
 # -- dual encoder -----------------------------------------------------------------------------------------------------
 
 
+def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | None = None) -> Any:
+    """Return the tower of media, on this backbone, by default a new one."""
+    tower: Any = backbone if backbone is not None else vision_tower(config.vision_config)
+    _take_images(image_backbone(tower))
+    if config.medium == "clip" and len(input_shape(tower)) == 3:
+        return FramesTower(tower, config.vision_pooling, config.vision_pooled_width)
+    return tower
+
+
+class MediaTower(nn.Module):
+    """The tower of a further kind of media, and its projection, with the names that they have in a model of that kind."""
+
+    def __init__(self, vision_model: nn.Module, visual_projection: nn.Module):
+        super().__init__()
+        self.vision_model, self.visual_projection = vision_model, visual_projection
+
+
 class FusionDualEncoderModel(PreTrainedModel):
     """Two towers with one embedding space, and a fusion head that looks at image and text.
 
-    Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`.
+    Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`. It may have towers of
+    further kinds of media (`add_medium`); `of` gives the model of one kind, everything else works on that of the first.
     """
 
     config_class = FusionDualEncoderConfig
@@ -801,6 +827,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     towers_rest = False  # whether no gradient goes through the towers, though their weights are trained at other times
     processor: Any = None  # of `encode` and `rerank`; by default, that of the folder the model was loaded from
+    _subfolder = ""  # of that folder
     _supports_sdpa = True
     _supports_flash_attn = True
 
@@ -816,11 +843,7 @@ class FusionDualEncoderModel(PreTrainedModel):
                 "The config does not say how wide the backbones' outputs are. Build new models with "
                 "FusionDualEncoderModel.from_backbones(vision_model, text_model), which measures them."
             )
-        tower: Any = vision_model if vision_model is not None else vision_tower(config.vision_config)
-        _take_images(image_backbone(tower))
-        if config.medium == "clip" and len(input_shape(tower)) == 3:
-            tower = FramesTower(tower, config.vision_pooling, config.vision_pooled_width)
-        self.vision_model = tower
+        self.vision_model: Any = _media_tower(config, vision_model)
         self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
         self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
         self.visual_projection: nn.Module = nn.Identity()
@@ -828,6 +851,11 @@ class FusionDualEncoderModel(PreTrainedModel):
         if config.dual_encoder_type not in UNPROJECTED:
             self.visual_projection = nn.Linear(config.vision_pooled_width, config.projection_dim, bias=False)
             self.text_projection = nn.Linear(config.text_width, config.projection_dim, bias=False)
+        self.media = nn.ModuleDict()
+        for medium, own in ((each, config.of(each)) for each in config.media or {}):
+            projection = nn.Linear(own.vision_pooled_width, own.projection_dim, bias=False)
+            self.media[medium] = MediaTower(_media_tower(own), projection)
+        self._of: dict[str, FusionDualEncoderModel] = {}
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
         bias = config.logit_bias_init_value
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
@@ -842,7 +870,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if any(module is part for tower in (self.vision_model, self.text_model) for part in tower.modules()):
+        if any(module is part for tower in self.towers for part in tower.modules()):
             return
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -945,14 +973,70 @@ class FusionDualEncoderModel(PreTrainedModel):
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
         """Set the mode, except for frozen towers and fixed batch norms, which stay in evaluation."""
         super().train(mode)
-        for tower in (self.vision_model, image_backbone(self.vision_model), self.text_model):
+        for tower in itertools.chain(self.towers, map(image_backbone, self.towers)):
             if not is_trained(tower):
                 tower.eval()
-        if self.config.freeze_batch_norm:
-            for module in self.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+        for medium in (None, *self.media):
+            own = self.of(medium)
+            if own.config.freeze_batch_norm:
+                for module in itertools.chain(own.vision_model.modules(), own.text_model.modules()):
+                    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                        module.eval()
         return self
+
+    # -- further kinds of media -------------------------------------------------------------------------------------
+
+    @property
+    def towers(self) -> list[Any]:
+        """The backbones of all media, and that of texts."""
+        return [self.vision_model, self.text_model, *(part.vision_model for part in self.media.values())]
+
+    def add_medium(self, other: "FusionDualEncoderModel") -> None:
+        """Take tower and projection of a model of another kind of media, to be trained with this model's text tower.
+
+        Raises:
+            ValueError: if there is a tower of that kind, a model has a fusion head, or the embeddings differ in width.
+        """
+        medium, own, given = other.config.medium, self.config.to_dict(), other.config.to_dict()
+        if medium == self.config.medium or medium in self.media:
+            raise ValueError(f"The model has a tower for {medium}s already.")
+        if self.fusion is not None or other.fusion is not None:
+            raise ValueError(
+                "A fusion head reads the tower of one kind of media. Build both models with fusion_layers=0."
+            )
+        if own["projection_dim"] != given["projection_dim"]:
+            raise ValueError(
+                f"projection_dim is {own['projection_dim']} and {given['projection_dim']}; give both models the same."
+            )
+        differs = {name: value for name, value in given.items() if value != own.get(name) and name not in _SHARED}
+        self.config.media = {**(self.config.media or {}), medium: {**differs, "medium": medium}}
+        self.media[medium] = MediaTower(other.vision_model, other.visual_projection)
+
+    def of(self, medium: str | None) -> "FusionDualEncoderModel":
+        """Return the model of one kind of media: with its tower and projection, and all else shared; None for the first.
+
+        Raises:
+            ValueError: if there is no tower of that kind.
+        """
+        if medium is None or medium == self.config.medium:
+            return self
+        if medium not in self.media:
+            known = ", ".join(f"{kind}s" for kind in (self.config.medium, *self.media))
+            raise ValueError(f"This model has no tower for {medium}s, only for {known}.")
+        if medium not in self._of:
+            self._of[medium] = copy.copy(self)
+            self._of[medium].config, self._of[medium].processor = self.config.of(medium), None
+        found, part = self._of[medium], self.media[medium]
+        kept = {"config": found.config, "processor": found.processor, "_subfolder": f"{MEDIA_FOLDER}/{medium}"}
+        modules = {**self._modules, **part._modules, "media": nn.ModuleDict()}
+        found.__dict__.update({**self.__dict__, **kept, "_of": {}, "_modules": modules})
+        return found
+
+    def idle_weights(self, medium: str | None) -> list[nn.Parameter]:
+        """Return the parameters of the other media's towers and projections, which a batch of `medium` does not reach."""
+        idle = [self.of(each) for each in (None, *self.media) if self.of(each) is not self.of(medium)]
+        parts = (part for each in idle for part in (each.vision_model, each.visual_projection))
+        return [weight for part in parts for weight in part.parameters()]
 
     def freeze(self, tower: str) -> None:
         """Stop training the `vision` or the `text` backbone; its projection, and layers over frames, are still trained."""
@@ -1233,7 +1317,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     @torch.no_grad()
     def encode(
         self, images: Any = None, texts: Any = None, batch_size: int = 32, *, clips: Any = None, sounds: Any = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Return unit embeddings `[B, E]`, on the CPU, of media or of texts; of both, media first.
 
         The model is set to evaluation mode.
@@ -1251,15 +1335,16 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.eval()
         found: list[list[Tensor]] = []
         for kind, media in zip(MEDIA, (images, clips, sounds), strict=True):
-            inputs = () if media is None else self._inputs(media, kind, batch_size)
-            found.append([self.encode_image(each, with_keys_values=False)[0] for each in inputs])
+            own = self.of(kind) if kind in self.media else self
+            inputs = () if media is None else own._inputs(media, kind, batch_size)
+            found.append([own.encode_image(each, with_keys_values=False)[0] for each in inputs])
         texts = [texts] if isinstance(texts, str) else list(texts or ())
         batches = (texts[start : start + batch_size] for start in range(0, len(texts), batch_size))
         found.append([self.encode_text(*self._tokens(batch), with_states=False)[0] for batch in batches])
         joined = [torch.cat(parts).float().cpu() for parts in found if parts]
         if not joined:
             raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
-        return joined[0] if len(joined) == 1 else (joined[0], joined[1])
+        return joined[0] if len(joined) == 1 else tuple(joined)
 
     @staticmethod
     def similarity(one: Tensor, other: Tensor) -> Tensor:
@@ -1300,7 +1385,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.processor is None:
             if not self.name_or_path:
                 raise ValueError("This model was not loaded from a folder. Set model.processor to its processor.")
-            self.processor = AutoProcessor.from_pretrained(self.name_or_path)
+            self.processor = AutoProcessor.from_pretrained(self.name_or_path, subfolder=self._subfolder)
         return self.processor
 
     def _inputs(self, media: Any, kind: str, batch_size: int) -> Iterator[Tensor]:

@@ -60,7 +60,7 @@ _COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
 
 
 def load_processor(
-    args: ModelArguments, captions: Iterable[str], medium: str = "image", seconds: float | None = None
+    args: ModelArguments, captions: Iterable[str], medium: str = "image", seconds: float | None = None, at: int = -1
 ) -> ProcessorMixin:
     """Load tokenizer and image processor, or, for sounds, feature extractor.
 
@@ -70,10 +70,12 @@ def load_processor(
 
     Args:
         seconds: what is to be heard of a sound; default: 10 s, or what the pretrained tower hears.
+        at: with several media, the place of this one (`ModelArguments.of`).
 
     Raises:
         ValueError: if a part is missing or damaged, or the sound tower cannot hear so much.
     """
+    args = args.of(at)
     if args.model_name_or_path:
         return load_processor_of(args.model_name_or_path)
     if medium == "sound":
@@ -108,10 +110,8 @@ def load_processor_of(name: str) -> ProcessorMixin:
         return processor
     squares: Any = _center_square_processor(processor.image_processor, what=f"the model is {name}")
     if frames := getattr(processor.image_processor, "clip_frames", None):
-        squares.clip_frames, squares.window_seconds = (
-            frames,
-            getattr(processor.image_processor, "window_seconds", None),
-        )
+        squares.clip_frames = frames
+        squares.window_seconds = getattr(processor.image_processor, "window_seconds", None)
     processor.image_processor = squares
     return processor
 

@@ -34,6 +34,7 @@ class Objective(nn.Module):
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
+        medium: the kind of media of the step; None for that of a model with one.
         tower_steps: the step from which the towers stay as they are and the head's terms are trained, and not before; None for
             everything at once. The trainer sets it.
     """
@@ -44,6 +45,7 @@ class Objective(nn.Module):
     seed = 0
     row_ids = "ids"
     pairs_per_image = 0
+    medium: str | None = None
     tower_steps: int | None = None
 
     def __init__(self, model: FusionDualEncoderModel):
@@ -71,6 +73,7 @@ class Objective(nn.Module):
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step: add `row_keys`, from which dropout by row draws, a function of seed, step and row on any rank."""
+        self.medium = batch.get("medium")
         self.model.towers_rest = self.tower_steps is not None and step >= self.tower_steps
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
 
@@ -80,10 +83,10 @@ class Objective(nn.Module):
         return self.tower_steps is None or self.model.towers_rest
 
     def resting_weights(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained in the other part of the run: the towers', or those of the head."""
+        """Return the parameters that other steps train: those of the run's other part, or of other media."""
         model = self.model
         if self.tower_steps is None:
-            return []
+            return [weight for weight in model.idle_weights(self.medium) if weight.requires_grad]
         parts = (
             (model.vision_model, model.text_model)
             if model.towers_rest
@@ -93,8 +96,8 @@ class Objective(nn.Module):
         return [weight for weight in weights if weight.requires_grad]
 
     def zero_of_resting(self) -> Tensor | float:
-        """Return 0, with a gradient for the weights that rest where one is waited for."""
-        if not self.is_wrapped:
+        """Return 0, with a gradient for the weights that rest where one is waited for; with several media, DDP finds them."""
+        if not self.is_wrapped or self.model.media:
             return 0.0
         return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
 
@@ -169,7 +172,7 @@ class JointObjective(Objective):
         with_pairs = for_backward and self.reads_pairs
         teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
         pooled, taps = self._vision_features(batch, with_pairs or self.embeds_taps)
-        image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else ())
+        image_nE, keys_values = self.model.of(self.medium).project_image(pooled, taps if with_pairs else ())
         text_nE, text_states = self._encode_text(batch, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
@@ -263,14 +266,14 @@ class JointObjective(Objective):
         training = self.model.training
         with self.teacher.applied():
             self.model.eval()
-            image_nE, _ = self.model.project_image(self._vision_features(batch, False)[0], ())
+            image_nE, _ = self.model.of(self.medium).project_image(self._vision_features(batch, False)[0], ())
             text_nE, _ = self._encode_text(batch, False)
             self.model.train(training)
         torch.clear_autocast_cache()  # it holds the average's weights in half precision
         return {"teacher_image": image_nE, "teacher_text": text_nE}
 
     def _vision_features(self, batch: Batch, with_taps: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        model = self.model
+        model = self.model.of(self.medium)
         if "vision_pooled" not in batch:
             return model.vision_features(batch["pixel_values"], with_taps)
         taps = range(len(model.fusion.taps)) if with_taps and model.fusion is not None else ()

@@ -9,7 +9,7 @@ from mm_utils.reliability.skipped_samples import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
-from mm_utils.training.callbacks import ProgressBar
+from mm_utils.training.callbacks import LossOfMedium, ProgressBar
 from mm_utils.training.throughput import LoaderAdvice, Throughput
 
 
@@ -27,7 +27,8 @@ def default_callbacks(
     device, args = run.accelerator.device, run.args
     callbacks: list[TrainerCallback] = [
         HangDetection(args.ddp_timeout),
-        Throughput(device, flops, objective.pairs_per_image),
+        Throughput(device, flops if len(data.media) == 1 else None, objective.pairs_per_image),
+        LossOfMedium(),
         StragglerDetection(),
         SkippedSamples(),
         RestartRecord(),

@@ -308,7 +308,7 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
         f"({figures['evaluations']} times), checkpoints {spent['checkpoint']}",
         "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB are there",
         "parameters": f"{figures['parameters']:,}, {figures['trained_parameters']:,} of them trained",
-        "compute": f"{figures['gflops_per_pair']:.3g} GFLOPs a pair",
+        **({"compute": f"{flops:.3g} GFLOPs a pair"} if math.isfinite(flops := figures["gflops_per_pair"]) else {}),
         "disk": f"checkpoints {figures['checkpoints_gb']:.3g} GB ({figures['kept_checkpoints']} at a time), model "
         f"{figures['model_gb']:.3g} GB; {figures['free_disk_gb']:.4g} GB are there",
     }

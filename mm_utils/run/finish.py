@@ -3,7 +3,7 @@
 import csv
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -13,12 +13,12 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.evaluation.reranking import describe_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.evaluation.retrieval_report import draw_examples, report_sizes
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reports.model_card import write_model_card
 from mm_utils.reports.plots import draw_confusion, plot_training
 from mm_utils.run.cards import CLASSIFIER_INPUTS, DIRECTIONS, MEASURED, classification_card, retrieval_card
-from mm_utils.run.commands import commands_after_training, longer_command
+from mm_utils.run.commands import commands_after_training, evaluation_command, longer_command, search_commands
+from mm_utils.run.per_medium import metrics_of, note_of_others, of_medium, write_medium
 from mm_utils.run.start import Run
 from mm_utils.text import no_formula, printable
 
@@ -31,27 +31,32 @@ def finish_run(
     run: Run,
     model: FusionDualEncoderModel,
     data: TrainingData,
-    evaluator: RetrievalEvaluator,
+    evaluators: Mapping[str, RetrievalEvaluator],
     metrics: dict[str, float],
     argv: Sequence[str] | None,
 ) -> None:
     """Draw `training.png` and `retrieval.png`, write the model card, push if asked to, and log a summary.
 
+    The model of each medium but the first is written to `media/`, as a whole one with a card of its own.
+
     Args:
         run: the run.
         model: the trained model.
         data: the data of the run.
-        evaluator: the evaluator of retrieval, after the last evaluation.
+        evaluators: the evaluator of each medium, after the last evaluation.
         metrics: the metrics of the last evaluation.
         argv: the arguments that `main` was called with, None for those of the command line.
     """
     folder = run.output_dir
     if run.accelerator.is_main_process:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
-        if evaluator.split is not None:
-            draw_examples(data.splits["validation"], evaluator, folder / "retrieval.png")
-        report_sizes(run.accelerator, evaluator.split, folder)
-        write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, argv))
+        saved = model if len(data.media) == 1 else FusionDualEncoderModel.from_pretrained(folder)
+        for medium, part in data.media.items():
+            own, split = write_medium(run, saved, data, medium, evaluators[medium]), evaluators[medium].split
+            found = metrics_of(metrics, data, medium)
+            card = retrieval_card(own, saved.of(medium), part, split, found, argv)
+            card.table_note += note_of_others(data, medium)
+            write_model_card(own.output_dir, card)
     pushed = _push(run)
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(_retrieval_summary(run, model, metrics, data, pushed)))
@@ -132,16 +137,14 @@ def _push(run: Run) -> str | None:
 def _retrieval_summary(
     run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], data: TrainingData, pushed: str | None
 ) -> list[str]:
-    folder, settings = run.output_dir, run.settings
-    lines = ["", f"Retrieval on {data.medium}s that were not trained on:"]
-    for direction, name in DIRECTIONS.items():
-        for prefix, label in MEASURED.items():
-            recalls = [metrics.get(f"{prefix}{direction}_recall@{k}") for k in (1, 5, 10)]
-            if None not in recalls:
-                title = f"  {name.replace('image', data.medium)}, {label}:"
-                lines.append(f"{title:<48}R@1 {recalls[0]:.3f}   R@5 {recalls[1]:.3f}   R@10 {recalls[2]:.3f}")
-    if "eval_text_to_image_chance@1" in metrics:
-        lines.append(f"  {f'text to {data.medium}, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
+    folder, lines = run.output_dir, []
+    for medium in data.media:
+        lines += [
+            "",
+            f"Retrieval on {medium}s that were not trained on:",
+            *_recalls(metrics_of(metrics, data, medium), medium),
+        ]
+    lines += [f"  {name.removeprefix('eval_')}: {value:.3f}" for name, value in metrics.items() if "_between_" in name]
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     if "eval_moment_iou0.5" in metrics:
         share, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
@@ -150,6 +153,7 @@ def _retrieval_summary(
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "dual_encoder": "the two towers for stock transformers",
+        "media": "the models of the other media, each whole, with the same text tower",
         "README.md": "the model card, with code to use the model",
         "training.png": "curves",
         "retrieval.png": "what some captions find",
@@ -160,10 +164,30 @@ def _retrieval_summary(
         "metrics.jsonl": "every figure that was logged",
         "config.yaml": "the arguments, to run it again",
     }
-    query = printable(" ".join(data.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
-    flags = {"has_test": "test" in data.splits, "has_fusion": model.fusion is not None}
-    commands = commands_after_training(folder, settings, **flags, query=query)
+    commands = []
+    for medium, part in data.media.items():
+        query = printable(" ".join(part.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
+        own, has_test = of_medium(run, data, medium), "test" in part.splits
+        if medium == data.medium:
+            flags = {"has_test": has_test, "has_fusion": model.fusion is not None}
+            commands += commands_after_training(folder, own.settings, **flags, query=query)
+        else:
+            command = evaluation_command(own.output_dir, own.settings, "test" if has_test else "validation")
+            commands += [*filter(None, [command]), *search_commands(own.output_dir, own.settings, query)]
     return [*lines, *_listing(folder, contents, pushed), "", "Next:", *(f"  {command}" for command in commands)]
+
+
+def _recalls(metrics: dict[str, float], medium: str) -> list[str]:
+    lines = []
+    for direction, name in DIRECTIONS.items():
+        for prefix, label in MEASURED.items():
+            recalls = [metrics.get(f"{prefix}{direction}_recall@{k}") for k in (1, 5, 10)]
+            if None not in recalls:
+                title = f"  {name.replace('image', medium)}, {label}:"
+                lines.append(f"{title:<48}R@1 {recalls[0]:.3f}   R@5 {recalls[1]:.3f}   R@10 {recalls[2]:.3f}")
+    if "eval_text_to_image_chance@1" in metrics:
+        lines.append(f"  {f'text to {medium}, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
+    return lines
 
 
 def _classification_summary(

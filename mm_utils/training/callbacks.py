@@ -121,6 +121,26 @@ class ProgressBar(TrainerCallback):
         self.bar.close()
 
 
+class LossOfMedium(TrainerCallback):
+    """Log the latest loss of each medium, as `sound_loss`, where steps have one of several."""
+
+    losses: dict[str, torch.Tensor]
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Forget an earlier run."""
+        self.losses = {}
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the loss of the step."""
+        if "medium" in kwargs["batch"]:
+            self.losses[f"{kwargs['batch']['medium']}_loss"] = kwargs["report"]["loss"]
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Add the losses."""
+        if "loss" in kwargs["logs"]:
+            kwargs["logs"].update({name: loss.item() for name, loss in self.losses.items()})
+
+
 class TemperatureClamp(TrainerCallback):
     """Keep the inverse temperature between 1 and `maximum` after every step (CLIP, arXiv 2103.00020, uses 100)."""
 

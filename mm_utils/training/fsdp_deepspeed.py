@@ -31,6 +31,9 @@ def configure_backend(accelerator: Accelerator, objective: Objective, global_bat
         _configure_fsdp(accelerator, objective)
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:
         _configure_deepspeed(accelerator, objective, global_batch_size)
+    elif objective.model.media and accelerator.ddp_handler is not None:
+        # DDP else packs gradients in the order in which they came in the first step, so as that step's medium has it.
+        accelerator.ddp_handler.find_unused_parameters = True
 
 
 def _configure_fsdp(accelerator: Accelerator, objective: Objective) -> None:
@@ -53,6 +56,10 @@ def _configure_fsdp(accelerator: Accelerator, objective: Objective) -> None:
 
 def _configure_deepspeed(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
     plugin = accelerator.state.deepspeed_plugin
+    if objective.model.media:
+        raise ValueError(
+            "--dataset_name names several media, and DeepSpeed would move the towers of all in every step. Use DDP or FSDP2."
+        )
     if plugin.zero_stage == 3:
         raise ValueError(
             "zero_stage is 3 in the configuration of accelerate; this shards weights by FSDP2 only. Use "

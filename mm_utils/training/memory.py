@@ -79,6 +79,7 @@ def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
         for name, value in batch.items()
         if name == "pixel_values" or name.startswith(("vision_", "text_"))
     }
+    inputs |= {name: value for name, value in batch.items() if name == "medium"}
     if "text_states" in inputs:
         inputs["text_states"] = ones.new_zeros(pairs, length, batch["text_states"].shape[-1]).to(batch["text_states"])
     if "all_input_ids" in batch:

@@ -48,9 +48,9 @@ class ProjectionStartArguments:
             raise ValueError(f"--closed_form_images is {self.closed_form_images}; give a number of images, or 0.")
 
     def applies(self, model_args: ModelArguments, data: TrainingData) -> bool:
-        """Return whether a run starts from a closed form: towers are pretrained, projections new, the data is no stream."""
+        """Return whether a run starts from a closed form: towers are pretrained, projections new, the data no stream of one medium."""
         rows = len(data.splits["train"]) if "train" in data.splits else 0
-        return model_args.joins_pretrained and min(rows, self.closed_form_images) >= 2 * FOLDS
+        return len(data.media) == 1 and model_args.joins_pretrained and min(rows, self.closed_form_images) >= 2 * FOLDS
 
     def has_baseline(self, model_args: ModelArguments, data: TrainingData) -> bool:
         """Return whether the weights before the first step are a model already."""

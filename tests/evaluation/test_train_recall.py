@@ -16,6 +16,7 @@ from mm_utils.data.loading.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.evaluation.several_media import per_medium
 from mm_utils.evaluation.train_recall import with_train_recall
 from mm_utils.model.build import ModelArguments, build_model
 from scripts import pretrain
@@ -85,7 +86,7 @@ def test_what_is_trained_is_the_same_without_it(
 ) -> None:
     flags = [*tiny_flags, "--eval_steps", "1", "--save_steps", "0", "--output_dir"]
     metrics = pretrain.main([*flags, str(tmp_path / "with")])
-    monkeypatch.setattr(pretrain, "with_train_recall", lambda evaluate, *_: evaluate)
+    monkeypatch.setattr(per_medium, "with_train_recall", lambda evaluate, *_: evaluate)
     without = pretrain.main([*flags, str(tmp_path / "without")])
     assert metrics.keys() - without.keys() == {"eval_train_mean_recall"}
     assert {name: metrics[name] for name in without} == without

@@ -1,0 +1,1 @@
+"""Several data sets in one run, each of a medium of its own."""

@@ -99,7 +99,7 @@ class TrainStep:
         norm = self.accelerator.clip_grad_norm_(
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
         )
-        report["grad_norm"] = torch.as_tensor(norm)
+        report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
         loss, norm = torch.stack([report["loss"].float(), report["grad_norm"].float()]).tolist()  # one wait for a GPU
         # A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights.
         self._moved = self._is_finite(loss, norm, batch, step) and norm != 0

@@ -49,7 +49,7 @@ VISION_PRESETS: dict[str, dict[str, Any]] = {
                    "num_stages": 3, "patch_size": 4, "image_size": [200, 32], "layer_scale_init_value": 1.0,
                    "initializer_range": 0.08},
 }  # fmt: skip
-VISION_PRESETS["clip-tiny"] = VISION_PRESETS["tiny"]  # over every frame
+VISION_PRESETS["clip-tiny"] = {**VISION_PRESETS["tiny"], "image_size": 32}  # over every frame
 TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "bert", "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
              "intermediate_size": 768, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -87,7 +87,7 @@ class ModelArguments:
     vision_config: str = arg(
         "tiny",
         "Vision backbone from scratch: tiny, small, base, or a config.json. Tiny is sound-tiny for sounds, a ConvNeXt over "
-        "log-mel spectrograms, and clip-tiny for clips, tiny over every frame with two layers over time.",
+        "log-mel spectrograms, and clip-tiny for clips, tiny over every frame, of 32 pixels, with two layers over time.",
     )
     text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.")
     tokenizer_name_or_path: str | None = arg(

@@ -1,10 +1,13 @@
 """The table, `reranking.json` and the picture, for a model that looks up its answers."""
 
+import io
 import json
 import logging
 from pathlib import Path
 
+import datasets
 import pytest
+from datasets import Dataset, Features, Value
 from PIL import Image
 
 from mm_utils.evaluation import retrieval_report
@@ -63,12 +66,14 @@ def test_examples_are_in_the_order_that_was_measured(
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
     assert split is not None
     captions = [int((split.caption_key_T == key).sum()) for key in split.image_key_M]
-    images = [Image.new("RGB", (8, 8)) for _ in captions]
-    rows = [{"image": image, "captions": ["a"] * count} for image, count in zip(images, captions, strict=True)]
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    images = [{"bytes": file.getvalue(), "path": None}] * len(captions)
+    features = Features({"image": datasets.Image(decode=False), "captions": datasets.List(Value("string"))})
+    rows = Dataset.from_dict({"image": images, "captions": [["a"] * count for count in captions]}, features)
     drawn: list[RetrievalExample] = []
-    monkeypatch.setattr(retrieval_report, "open_image", lambda image, side: image)
     monkeypatch.setattr(retrieval_report, "draw_retrieval", lambda examples, path: drawn.extend(examples))
-    draw_examples(rows, evaluator, tmp_path / "retrieval.png")  # type: ignore[arg-type]
+    draw_examples(rows, evaluator, tmp_path / "retrieval.png")
     rank_Q = ranks.reranked_Q if top_k else ranks.cosine_Q
     queries = [len(split.text_TE) * place // 6 for place in range(6)]
     assert len(drawn) == 6

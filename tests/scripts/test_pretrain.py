@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
 
 from mm_utils.data import training_data
 from mm_utils.distributed import RunError
+from mm_utils.evaluation.several_media.per_medium import evaluate_media
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import JointObjective
 from scripts import eval_retrieval, pretrain
@@ -190,9 +192,12 @@ def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags,
 def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path, monkeypatch):
     """Besides the newest; ties go to the earlier one."""
     values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0])
-    monkeypatch.setattr(
-        pretrain, "with_grounding", lambda evaluator, _: lambda *given: evaluator(*given) | {"quality": next(values)}
-    )
+
+    def with_quality(*given: Any) -> Any:
+        measure = evaluate_media(*given)
+        return lambda *run: measure(*run) | {"quality": next(values)}
+
+    monkeypatch.setattr(pretrain, "evaluate_media", with_quality)
     flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "0", "--save_best_limit", "2"]
     kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
     pretrain.main([*tiny_flags, *flags, *kept])

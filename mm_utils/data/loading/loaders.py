@@ -75,7 +75,10 @@ class LoaderArguments:
         "Length of what a new model is shown of a clip or a sound; default: whole clips, and the longest sound, at most 10 "
         "s. Some sound towers have their own.",
     )
-    clip_frames: int | None = arg(None, "Frames of a clip that a new model is shown, at equal distances; default 8.")
+    clip_frames: int | None = arg(
+        None,
+        "Frames of a clip that a new model is shown, at equal distances; default 16, or what the video backbone was trained on.",
+    )
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:

@@ -25,7 +25,7 @@ from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.riff import read_avi, read_wav
 
 MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
-CLIP_FRAMES = 8
+CLIP_FRAMES = 16
 
 
 class Timed(ABC):
@@ -201,7 +201,7 @@ def check_window(timed: Timed | None, seconds: float | None, frames: int | None)
         why = (
             "images do not last" if timed is None else f"the model takes {f'{known:g} s' if known else 'whole clips'}"
         )
-        raise ValueError(f"--medium_seconds is {seconds}; {why}. Drop it.")
+        raise ValueError(f"--medium_seconds is {seconds}; {why}. Give that, or drop it.")
     if frames is not None and frames != (known := getattr(timed, "frames", None)):
         why = f"the model takes {known}" if known else f"these are {'images' if timed is None else 'sounds'}"
         raise ValueError(f"--clip_frames is {frames}; {why}. Drop it.")

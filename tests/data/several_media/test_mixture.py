@@ -37,7 +37,7 @@ def open_small(names: str = "images,sounds", share: str | None = "2,1", **loadin
 
 @pytest.fixture(scope="module")
 def data() -> TrainingData:
-    return open_small(medium_seconds=0.4, horizontal_flip=True)
+    return open_small(medium_seconds=1.0, horizontal_flip=True)
 
 
 def test_each_step_has_one_medium_and_its_size(data: TrainingData) -> None:

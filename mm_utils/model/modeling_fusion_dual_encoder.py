@@ -1469,8 +1469,10 @@ def _spread(clip: Any, count: int) -> list[Any]:
     """Return frames of a clip, a path or PIL images, each the middle one of an equal part of it."""
     if isinstance(clip, (list, tuple, range)):
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
-    import av
-
+    try:  # also hides it from what transformers wants installed before it loads any model of this file
+        import av
+    except ImportError as error:
+        raise ImportError(f"{clip} is read by PyAV. pip install av, or pass a list of PIL images.") from error
     with av.open(str(clip)) as container:
         places = _spread(range(sum(1 for _ in container.decode(video=0))), count)
         container.seek(0)
@@ -1499,8 +1501,10 @@ def _heard(sound: Any, extractor: Any) -> Tensor:
     first = int(max(0.0, length - seconds) / 2 * rate)
     samples = samples[first : first + round(seconds * rate)]
     if rate != wanted:
-        from scipy.signal import resample_poly
-
+        try:
+            from scipy.signal import resample_poly
+        except ImportError as error:
+            raise ImportError(f"a sound of {rate} Hz is resampled by scipy to {wanted}. pip install scipy.") from error
         samples = torch.from_numpy(resample_poly(samples.numpy(), wanted, rate))
     samples = (samples * 32768).round().clamp(-32768, 32767) / 32768  # as they are stored
     heard = F.pad(samples, (0, round(seconds * wanted) - len(samples))).numpy()

@@ -131,7 +131,7 @@ def with_batch_norm() -> JointObjective:
     objective = tiny_objective("contrastive")
     objective.model.vision_model.register_module("norm", nn.BatchNorm2d(3, dtype=torch.double))
     objective.model.vision_model.register_forward_pre_hook(
-        lambda module, given, named: ((module.norm(given[0]), *given[1:]), named), with_kwargs=True
+        lambda module, _, named: ((), named | {"pixel_values": module.norm(named["pixel_values"])}), with_kwargs=True
     )
     return objective.train()
 

@@ -1400,7 +1400,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             if kind == "sound":
                 found = torch.cat([_heard(sound, processor.feature_extractor) for sound in batch])
             else:
-                count = getattr(processor.image_processor, "clip_frames", 8)
+                count = getattr(processor.image_processor, "clip_frames", 16)
                 pictures = [frame for clip in batch for frame in _spread(clip, count)] if kind == "clip" else batch
                 read = [load_image(picture).convert("RGB") for picture in pictures]
                 found = processor.image_processor(images=read, return_tensors="pt")["pixel_values"]

@@ -404,7 +404,7 @@ def test_scripts_in_captions_and_names_are_text(visit: Visit) -> None:
 def test_an_injected_script_would_not_run(visit: Visit) -> None:
     """If a text became markup after all, the policy would stop it."""
     visit.tab.evaluate("text => document.querySelector('#status').insertAdjacentHTML('beforeend', text)", EVIL_CAPTION)
-    visit.tab.wait_for_function("document.querySelector('img[onerror]').complete")
+    expect(visit.tab.locator("img[onerror]")).to_have_js_property("complete", True)  # the policy stops `eval`, too
     assert visit.tab.title() == "Search images"
     assert any("Content Security Policy" in complaint for complaint in visit.complaints)
     visit.complaints.clear()

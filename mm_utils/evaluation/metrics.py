@@ -53,6 +53,12 @@ def mean_interval(value_Q: Tensor, image_key_Q: Tensor) -> tuple[float, float]:
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
 
 
+def mean_with_interval(name: str, value_N: Tensor, group_N: Tensor) -> dict[str, float]:
+    """Return a mean of shares as `name`, and the ends of its interval of `mean_interval`, within 0 and 1, as `_low` and `_high`."""
+    mean, half = mean_interval(value_N, group_N)
+    return {name: mean, f"{name}_low": max(0.0, mean - half), f"{name}_high": min(1.0, mean + half)}
+
+
 # -- recall, nDCG, MRR --------------------------------------------------------------------------------------------------
 
 

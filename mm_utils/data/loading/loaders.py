@@ -40,6 +40,13 @@ _MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of w
 _SHOWN = 8  # images of a batch in a message
 MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
 
+UNUSED = {
+    "image": ("medium_seconds", "clip_frames"),
+    "clip": ("fixed_crop",),
+    "sound": ("clip_frames", "fixed_crop", "color_jitter", "horizontal_flip"),
+}
+"""Flags of loading that mean nothing for a medium."""
+
 
 @dataclass
 class LoaderArguments:
@@ -321,10 +328,9 @@ def make_loaders(
     """
     timed = timed_of(processor, arguments.min_crop_area)
     check_window(timed, arguments.medium_seconds, arguments.clip_frames)
-    sounds = isinstance(timed, Sounds)
-    unused = () if timed is None else ("fixed_crop", "color_jitter", "horizontal_flip") if sounds else ("fixed_crop",)
-    for name in unused:
+    medium = medium_of(processor)
+    for name in UNUSED[medium]:
         if getattr(arguments, name):
-            raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium_of(processor)}s. Drop it.")
-    geometry = (0, [], []) if sounds else image_geometry(processor)
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium}s. Drop it.")
+    geometry = (0, [], []) if medium == "sound" else image_geometry(processor)
     return Loaders(arguments, device, processor.tokenizer.pad_token_id, *geometry, regions=regions, timed=timed)

@@ -18,7 +18,7 @@ from transformers import ProcessorMixin
 
 from mm_utils.arguments import arg
 from mm_utils.data.loading.dataset import Batch
-from mm_utils.data.loading.loaders import LoaderArguments
+from mm_utils.data.loading.loaders import UNUSED, LoaderArguments
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.several_media.turns import Turns
@@ -28,12 +28,6 @@ from mm_utils.data.training_data import Schedule, TrainingData, open_data
 
 logger = logging.getLogger(__name__)
 
-_UNUSED = {
-    "image": ("medium_seconds", "clip_frames"),
-    "clip": ("fixed_crop",),
-    "sound": ("clip_frames", "fixed_crop", "color_jitter", "horizontal_flip"),
-}
-"""Flags of loading that mean nothing for a medium; they are for the others."""
 SCENES = "scenes"  # the data set without a name, among others
 _TERMS = ("contrastive", "sigmoid")  # of the embeddings alone
 _SINGLE = {
@@ -206,7 +200,7 @@ def open_media(
         workers = loader_args.num_workers and max(1, loader_args.num_workers * shares[medium] // sum(shares.values()))
         sizes, eval_size = turns.batch_sizes(medium, schedule.batch_sizes), schedule.per_device_eval_batch_size
         own: Any = SimpleNamespace(seed=schedule.seed, per_device_eval_batch_size=eval_size, batch_sizes=sizes)
-        unused = {flag: getattr(LoaderArguments, flag) for flag in _UNUSED[medium]}
+        unused = {flag: getattr(LoaderArguments, flag) for flag in UNUSED[medium]}
         loading = replace(loader_args, dataloader_num_workers=str(workers), **unused)
         make = partial(processor_of, at=at)
         parts[medium] = open_data(accelerator, args, stream_args, loading, own, make, regions)

@@ -22,14 +22,12 @@ import torch
 from accelerate import Accelerator
 from matplotlib.axes import Axes
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.data.loading.regions import regions_of
 from mm_utils.data.loading.timed_media import Timed
 from mm_utils.data.loading.tokens import caption_key
-from mm_utils.evaluation.grounding.pointing import PointingEvaluator, hits, report_pointing
-from mm_utils.evaluation.metrics import mean_interval
+from mm_utils.evaluation.grounding.pointing import PointingEvaluator, grounded, hits, report_pointing
+from mm_utils.evaluation.metrics import mean_with_interval
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.plots import BLUE, GREEN, MUTED, ORANGE, draw_text, new_figure, save_figure, style_axes, wrap
@@ -73,14 +71,7 @@ class MomentEvaluator:
         rows = [torch.empty(0, dtype=torch.long, device=device)]
         columns = [torch.empty(0, 5, dtype=torch.double, device=device)]
         scale = distributed.full_tensor(model.logit_scale.detach()).float().exp()
-        for batch in tqdm(loader, desc="Moments", leave=False, disable=not accelerator.is_main_process, delay=2):
-            if not len(batch["rows"]):
-                continue
-            moments, count = regions_of(batch)
-            with accelerator.autocast():
-                _, taps = model.vision_features(batch["pixel_values"], with_taps=True)
-                cells_bhTE = model.cell_embeds(taps).float()
-                phrase_RE = model.encode_text(moments.input_ids, moments.attention_mask)[0].float()
+        for batch, moments, count, _, cells_bhTE, phrase_RE in grounded(model, loader, accelerator, "Moments"):
             cosine_R1T = torch.einsum("re,rhte->rht", phrase_RE, cells_bhTE[moments.image])
             profile_RT = (scale * cosine_R1T[:, 0]).softmax(1)
             true_R2, found_R2 = moments.boxes[:, ::2].double(), fit_span(profile_RT).double()
@@ -136,22 +127,17 @@ def moment_metrics(row_N: Tensor, columns_N5: Tensor) -> dict[str, float]:
     metrics: dict[str, float] = {}
     overlap_N = overlaps(found_N2, true_N2)
     for name, measure in MEASURES.items():
-        metrics |= _with_interval(name, measure(overlap_N), row_N)
+        metrics |= mean_with_interval(name, measure(overlap_N), row_N)
         metrics |= {f"{name}_chance": others[name], f"{name}_fixed": fixed[name]}
     points = torch.arange(GRID + 1, device=true_N2.device) / GRID
     is_in_NG = (true_N2[:, :1] <= points) & (points <= true_N2[:, 1:])
     return {
         **metrics,
-        **_with_interval("moment_pointing", is_hit_N, row_N),
+        **mean_with_interval("moment_pointing", is_hit_N, row_N),
         "moment_pointing_chance": (true_N2[:, 1] - true_N2[:, 0]).mean().item(),
         "moment_pointing_fixed": is_in_NG.double().mean(0).max().item(),
         "moment_phrases": len(row_N),
     }
-
-
-def _with_interval(name: str, value_N: Tensor, row_N: Tensor) -> dict[str, float]:
-    mean, half = mean_interval(value_N, row_N)
-    return {name: mean, f"{name}_low": max(0.0, mean - half), f"{name}_high": min(1.0, mean + half)}
 
 
 def _by_other_spans(true_N2: Tensor) -> dict[str, float]:

@@ -8,9 +8,9 @@ NaN count against the model.
 Shape letters: R regions of a batch, N of the split, h x w cells, E embedding width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import torch
@@ -25,7 +25,7 @@ from mm_utils.data.images import open_image
 from mm_utils.data.loading.augment import center_square
 from mm_utils.data.loading.regions import Regions, regions_of
 from mm_utils.data.loading.tokens import caption_key
-from mm_utils.evaluation.metrics import mean_interval
+from mm_utils.evaluation.metrics import mean_with_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
 
@@ -58,15 +58,9 @@ class PointingEvaluator:
         self.examples, device = [], accelerator.device
         found = [torch.empty(0, 4, dtype=torch.long, device=device)]
         areas = [torch.empty(0, dtype=torch.double, device=device)]
-        for batch in tqdm(loader, desc="Pointing", leave=False, disable=not accelerator.is_main_process, delay=2):
-            if not len(batch["rows"]):
-                continue
-            regions, count = regions_of(batch)
+        for batch, regions, count, taps, cells_bhwE, phrase_RE in grounded(model, loader, accelerator, "Pointing"):
             with accelerator.autocast():
-                _, taps = model.vision_features(batch["pixel_values"], with_taps=True)
-                cells_bhwE = model.cell_embeds(taps).float()
                 box_RE = model.region_embeds(taps, regions.boxes, regions.image).float()
-                phrase_RE = model.encode_text(regions.input_ids, regions.attention_mask)[0].float()
             heat_Rhw = torch.einsum("re,rhwe->rhw", phrase_RE, cells_bhwE[regions.image])
             is_hit_R, row_R = hits(heat_Rhw, regions.boxes), batch["rows"][regions.image]
             columns = (row_R, is_hit_R, *chosen(box_RE @ phrase_RE.T, regions))
@@ -77,6 +71,21 @@ class PointingEvaluator:
             self.examples += map(Pointed, *lists, heat_Rhw[shown].cpu())
         sizes = distributed.gather_sizes(sum(map(len, found)), device)
         return region_metrics(distributed.gather(torch.cat(found), sizes), distributed.gather(torch.cat(areas), sizes))
+
+
+def grounded(
+    model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator, title: str
+) -> Iterator[tuple[dict[str, Any], Regions, int, tuple[Tensor, ...], Tensor, Tensor]]:
+    """Give each batch that has rows, its regions and their number, the taps, cells `[b, h, w, E]` and phrases `[R, E]`."""
+    for batch in tqdm(loader, desc=title, leave=False, disable=not accelerator.is_main_process, delay=2):
+        if not len(batch["rows"]):
+            continue
+        regions, count = regions_of(batch)
+        with accelerator.autocast():
+            _, taps = model.vision_features(batch["pixel_values"], with_taps=True)
+            cells_bhwE = model.cell_embeds(taps).float()
+            phrase_RE = model.encode_text(regions.input_ids, regions.attention_mask)[0].float()
+        yield batch, regions, count, taps, cells_bhwE, phrase_RE
 
 
 def region_metrics(found_N4: Tensor, area_N: Tensor) -> dict[str, float]:
@@ -91,11 +100,8 @@ def region_metrics(found_N4: Tensor, area_N: Tensor) -> dict[str, float]:
     if not len(found_N4):
         return {}
     row_N, is_hit_N, is_chosen_N, phrases_N = found_N4.unbind(1)
-    accuracy, half = mean_interval(is_hit_N, row_N)
     metrics = {
-        "pointing_accuracy": accuracy,
-        "pointing_accuracy_low": max(0.0, accuracy - half),
-        "pointing_accuracy_high": min(1.0, accuracy + half),
+        **mean_with_interval("pointing_accuracy", is_hit_N, row_N),
         "pointing_chance": area_N.mean().item(),
     }
     several = phrases_N > 1

@@ -71,7 +71,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def use_channels_last(tower: nn.Module) -> None:
-    """Lay convolutions of images out as they run fastest; those over frames, of five dimensions, cannot be."""
+    """Lay convolutions out as they run fastest, unless they have five dimensions, over frames."""
     if all(parameter.dim() <= 4 for parameter in tower.parameters()):
         tower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 

@@ -1,4 +1,4 @@
-"""Load tokenizer and image processor or feature extractor, or train a WordPiece tokenizer on captions.
+"""Load or make what turns captions and media into inputs of a model.
 
 The same captions give the same tokenizer. A feature extractor carries `window_seconds`, what the model hears of a sound at once.
 That is all that the tower hears, where this is fixed, so that its time axis is that of the window.
@@ -87,7 +87,7 @@ def load_processor(
 
 
 def _own_frames(args: ModelArguments) -> int | None:
-    """Return how many frames the video backbone reads, or None for an image backbone, which reads any number."""
+    """Return how many frames a video backbone reads; None for others, which read any number."""
     name = args.vision_model_name_or_path
     if name:
         config = load_config(f"--vision_model_name_or_path is {name}", name, args.trust_remote_code).to_dict()

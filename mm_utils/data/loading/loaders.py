@@ -23,7 +23,7 @@ from mm_utils.data.loading.dataset import (
     TrainingTransform,
     blank,
 )
-from mm_utils.data.loading.order import EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.loading.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.loading.regions import regions_column
 from mm_utils.data.loading.timed_media import Sounds, Timed, check_window, medium_of, timed_of
 from mm_utils.data.loading.tokens import NEGATIVE_IDS, tokenizer_digest
@@ -177,6 +177,7 @@ class Loaders:
         image_size, mean, std: the image processor's.
         regions: whether batches have the regions of their images, see `mm_utils.data.loading.regions`.
         timed: how clips or sounds are read; None for images.
+        division: how training batches are dealt to the ranks.
     """
 
     arguments: LoaderArguments
@@ -187,6 +188,7 @@ class Loaders:
     std: Sequence[float]
     regions: bool = False
     timed: Timed | None = None
+    division: Division = EQUAL_SHARES
     _measured: int | None = field(default=None, init=False)
 
     @property
@@ -232,7 +234,10 @@ class Loaders:
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
         self.check_medium(rows)
-        pairs, batches = TrainingPairs(rows, self.training_transform(order.seed)), RankBatches(order, start, stop)
+        pairs, batches = (
+            TrainingPairs(rows, self.training_transform(order.seed)),
+            RankBatches(order, start, stop, self.division),
+        )
         kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names, self.timed
         collate = Collator(self.pad_token_id, self.image_size, True, *kinds)
         has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2

@@ -264,24 +264,47 @@ def scramble(bits: np.ndarray) -> np.ndarray:
     return bits ^ (bits >> np.uint64(31))
 
 
+@dataclass(frozen=True)
+class Division:
+    """How the rows of a global batch are dealt to the ranks, which changes nothing that is learnt.
+
+    Attributes:
+        weights: the share of each rank, in any unit, 0 for none; None for equal shares.
+    """
+
+    weights: tuple[float, ...] | None = None
+
+    def of_rank(self, draws: list[Draw], rank: int, world_size: int) -> list[Draw]:
+        """Return the rows of one rank; every row is of one."""
+        if self.weights is None:
+            return draws[rank::world_size]
+        low, high = (sum(self.weights[:end]) / sum(self.weights) for end in (rank, rank + 1))
+        return draws[round(low * len(draws)) : round(high * len(draws))]
+
+
+EQUAL_SHARES = Division()
+
+
 class RankBatches(Sampler[list[Draw]]):
     """This rank's share of the global batches of steps `start` to `stop`, for a `DataLoader`."""
 
-    def __init__(self, order: GlobalOrder, start: int, stop: int):
-        self.order, self.start, self.stop = order, start, stop
+    def __init__(self, order: GlobalOrder, start: int, stop: int, division: Division = EQUAL_SHARES):
+        self.order, self.start, self.stop, self.division = order, start, stop, division
 
     def __iter__(self) -> Iterator[list[Draw]]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> list[Draw]:
-        return self.order.batch(self.start + number)[distributed.rank() :: distributed.world_size()]
+        return self.division.of_rank(
+            self.order.batch(self.start + number), distributed.rank(), distributed.world_size()
+        )
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def after(self, number: int) -> "RankBatches":
         """Return the batches from the `number`-th on."""
-        return RankBatches(self.order, self.start + number, self.stop)
+        return RankBatches(self.order, self.start + number, self.stop, self.division)
 
     def name(self, number: int) -> str:
         """Return the name of the `number`-th batch in messages."""

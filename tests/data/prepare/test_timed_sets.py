@@ -102,7 +102,9 @@ def test_prepared_clips_open_as_clips(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "b.jsonl").write_text(json.dumps({"video": "b.gif", "caption": "a bar"}) + "\n")
     names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
-    output = prepare(tmp_path, "--sources", *names, "--clip_fps", "5", "--image_size", "32", "--validation_fraction", "0")
+    output = prepare(
+        tmp_path, "--sources", *names, "--clip_fps", "5", "--image_size", "32", "--validation_fraction", "0"
+    )
     pairs = open_prepared(str(output), "a title")
     first = next(row for rows in pairs.values() for row in rows if row["id"] == "a.jsonl/a")
     frames, fps = read_avi(first["image"]["bytes"])

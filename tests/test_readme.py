@@ -27,7 +27,9 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/**/*.md"), *ROOT.glob("mm_utils/**/*.md")]
 )
 CONFIGS = sorted(
-    [*ROOT.glob("recipes/*.yaml"), *ROOT.glob("accelerate_configs/*.yaml"), *ROOT.glob("benchmarks/*.yaml")]
+    path
+    for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers")
+    for path in ROOT.glob(f"{folder}/*.yaml")
 )
 SOURCES = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/[a-z]*.py")])
 PROGRAMS = [path for path in SOURCES if "run_script(main)" in path.read_text(encoding="utf-8")]
@@ -46,6 +48,7 @@ FOREIGN = {
         "--warmup_steps",
     ),
     *("--signal", "--data-binary", "--shm-size", "--target", "--no-deps", "--rdzv_backend", "--faults_report"),
+    *("--nodes", "--batch", "--prefix", "--requeue", "--kill-on-bad-exit"),
 }
 REMOVED = {
     "--classes_file",
@@ -111,6 +114,11 @@ def understand(line: str) -> Command:
     elif words[0] == "torchrun":
         given = torchrun_parser().parse_args(words[1:])
         words, distributed = ["python", given.training_script, *given.training_script_args], True
+    elif "launchers/slurm.sbatch" in words:
+        words, distributed = ["python", *words[words.index("launchers/slurm.sbatch") + 1 :]], True
+    elif words[0] == "kubectl":
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml")), line
+        return Command(line, None, [])
     if words[:3] == ["python", "-m", "pytest"]:
         assert all((ROOT / word.split("::")[0]).exists() for word in words[3:] if word.startswith("tests")), line
         return Command(line, None, [])
@@ -207,7 +215,7 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 @pytest.mark.parametrize("path", [*PAGES, *CONFIGS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_and_modules_that_are_named_exist(path):
     text = path.read_text(encoding="utf-8")
-    folders = "mm_utils|scripts|benchmarks|tests|docs|recipes|accelerate_configs"
+    folders = "mm_utils|scripts|benchmarks|tests|docs|recipes|accelerate_configs|launchers"
     for name in re.findall(rf"`((?:{folders})/[\w./*-]*)", text):
         assert [*ROOT.glob(name.rstrip("/"))], name
     for name in re.findall(rf"(?<![\w/])((?:{folders})(?:\.[a-z_]\w+)+)(?![\w/])", text):

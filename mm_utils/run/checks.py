@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _MAY_DIFFER = {"output_dir", "dataloader_num_workers", "preprocessing_num_workers", "image_root"}
 _LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun"}
 _LAUNCHER_MODULES = {"accelerate.commands.launch", "accelerate.commands.accelerate_cli", "torch.distributed.run"}
+_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
@@ -125,6 +126,53 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
         f"{title}; that is a {config.model_type}, and a whole model has both encoders of scripts/pretrain.py. To train one "
         f"from it, give scripts/pretrain.py {flags}."
     )
+
+
+# -- launchers --------------------------------------------------------------------------------------------------------
+
+
+def check_launcher() -> None:
+    """Refuse a launcher whose processes would each train alone.
+
+    Raises:
+        RunError: if Horovod started this process.
+    """
+    if not {"HOROVOD_RANK", "HOROVOD_SIZE"}.isdisjoint(os.environ):
+        raise distributed.RunError(
+            "The launcher is horovodrun, whose last release (0.28.1 of 2023) builds against no PyTorch of today; its "
+            "processes would each train alone. Use accelerate launch or torchrun, or Ray: docs/launchers.md."
+        )
+
+
+def report_launch(device: torch.device) -> None:
+    """Log what the launcher leaves unused, and what will end the run when a machine joins; called on the main process."""
+    seen = torch.cuda.device_count() if device.type == "cuda" else 0
+    used = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+    if seen > used:
+        logger.info(
+            "%d of the %d GPUs of this machine train, one per process; accelerate_configs/multi_gpu.yaml starts a process "
+            "for each.",
+            used,
+            seen,
+        )
+    nodes = _launched_nodes()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and len({*nodes.split(":")}) > 1:
+        logger.warning(
+            "--nnodes is %s and %s is not set; a machine that joins ends all others (torch 2.15 and before). Set it to 1 for "
+            "torchrun on every machine.",
+            nodes,
+            _SHARED_STORE,
+        )
+
+
+def _launched_nodes() -> str:
+    """Return torchrun's --nnodes, `N` or `MIN:MAX`, as its command line or its environment gives it; empty if unknown."""
+    words = _command(os.getppid())
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == "--nnodes":
+            return value or following
+    return os.environ.get("PET_NNODES", "")
 
 
 # -- parent and child processes -----------------------------------------------------------------------------------------

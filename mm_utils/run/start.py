@@ -124,9 +124,10 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
     """Return the accelerator with processes, device and precision as `accelerate launch` set them; set up logging.
 
     Raises:
-        RunError: if the processes do not see each other.
+        RunError: if the processes do not see each other, or the launcher is one that they cannot be started by.
         ValueError: if the device does not support the precision, or the launcher is gone.
     """
+    checks.check_launcher()
     checks.end_with_launcher()
     checks.fork_without_tokenizer_threads()
     checks.check_precision()
@@ -158,6 +159,8 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
     elif device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; the losses turn it off
     logger.info("%d x %s, mixed precision %s", accelerator.num_processes, device, accelerator.mixed_precision)
+    if accelerator.is_main_process:
+        checks.report_launch(accelerator.device)
     return accelerator
 
 

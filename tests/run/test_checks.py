@@ -18,11 +18,80 @@ from accelerate import PartialState
 
 from mm_utils import distributed
 from mm_utils.run import checks
+from mm_utils.run.start import make_accelerator
 from tests.run.processes import PATIENCE, fork, is_alive, read_report, wait_until
 from tests.test_distributed import run_on_ranks
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl and /proc are of Linux")
 ROOT = Path(__file__).parents[2]
+
+
+# -- launchers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_RANK", "HOROVOD_SIZE"])
+def test_horovod_is_refused_with_what_to_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.check_launcher()
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(distributed.RunError, match=r"horovodrun.* Use accelerate launch or torchrun, or Ray"):
+        make_accelerator()
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({}, "1 of the 4 GPUs of this machine train"),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "8"}, "2 of the 4 GPUs of this machine train"),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, None),
+        ({"WORLD_SIZE": "8"}, None),  # a launcher that does not say how many are here
+    ],
+)
+def test_gpus_that_do_not_train_are_reported(
+    variables: dict[str, str], line: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO, "mm_utils"):
+        checks.report_launch(torch.device("cpu"))
+        assert not caplog.messages
+        checks.report_launch(torch.device("cuda"))
+    assert [message.partition(",")[0] for message in caplog.messages] == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "shared", "warned"),
+    [
+        (["--nnodes=1:4", "pretrain.py"], None, "True", "1:4"),
+        (["--nnodes", "2:3", "pretrain.py", "--nnodes", "1"], None, "True", "2:3"),
+        (["pretrain.py"], "1:2", "True", "1:2"),
+        (["--nnodes=1:4", "pretrain.py"], None, "False", None),  # the variable is set
+        (["--nnodes=4", "pretrain.py"], "1:2", "True", None),
+        (["--nnodes=4:4", "pretrain.py"], None, "True", None),
+        (["pretrain.py"], None, None, None),
+    ],
+)
+def test_an_elastic_launch_that_would_end_is_reported(
+    words: list[str],
+    given: str | None,
+    shared: str | None,
+    warned: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(checks, "_command", lambda _: ["/usr/bin/python", "/usr/bin/torchrun", *words])
+    for name, value in (("PET_NNODES", given), ("TORCHELASTIC_USE_AGENT_STORE", shared)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    checks.report_launch(torch.device("cpu"))
+    assert len(caplog.messages) == (warned is not None)
+    if warned:
+        assert caplog.messages[0].startswith(
+            f"--nnodes is {warned} and TORCH_DISABLE_SHARE_RDZV_TCP_STORE is not set;"
+        )
 
 
 # -- ranks that differ --------------------------------------------------------------------------------------------------

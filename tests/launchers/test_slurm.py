@@ -1,0 +1,164 @@
+"""The Slurm script: what it starts, whom it passes USR1 to, and when it goes back into the queue.
+
+`srun`, `scancel` and `scontrol` are stand-ins for one job, whose machines are processes here.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from tests.launchers.agents import HELD, PATIENCE, STEPS, environment, history, wait_until
+from tests.launchers.test_elastic import kill
+from tests.test_readme import Command, parse
+
+SCRIPT = Path(__file__).parents[2] / "launchers/slurm.sbatch"
+STAND_INS = {
+    # One process per machine; the status is the highest one, as srun's.
+    "srun": 'while [[ $1 = --* ]]; do shift; done\nfor _ in $(seq "$SLURM_NNODES"); do "$@" & echo $! >> "$JOB/step"; done\n'
+    'status=0; for pid in $(cat "$JOB/step"); do wait "$pid" || status=$?; done; exit $status',
+    "scancel": 'echo "$*" >> "$JOB/scancel"\nwhile read -r pid; do kill -USR1 "$pid"; done < "$JOB/step"',
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; echo other; else echo "$*" >> "$JOB/scontrol"; fi',
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    """Submit the script with arguments; the stand-ins write into `tmp_path`."""
+    started: list[subprocess.Popen[bytes]] = []
+    (tmp_path / "bin").mkdir()
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+
+    for name, text in STAND_INS.items():
+        write(name, text)
+
+    def submit(*arguments: str, torchrun: str | None = None, nodes: int = 2, restarts: int = 0) -> Any:
+        if torchrun is not None:
+            write("torchrun", torchrun)
+        (tmp_path / "step").unlink(missing_ok=True)
+        variables = environment() | {"JOB": str(tmp_path), "SLURM_JOB_ID": "4321", "SLURM_NNODES": str(nodes)}
+        variables |= {
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_GPUS_ON_NODE": "1",
+            "SLURM_RESTART_COUNT": str(restarts),
+        }
+        variables["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{variables['PATH']}"
+        with open(tmp_path / "log", "a") as log:
+            started.append(
+                subprocess.Popen(
+                    ["bash", str(SCRIPT), *arguments], env=variables, cwd=tmp_path, stdout=log, stderr=log
+                )
+            )
+        return started[-1]
+
+    yield submit
+    for each in started:
+        kill(each)
+
+
+def requeued(folder: Path) -> bool:
+    path = folder / "scontrol"
+    return path.exists() and path.read_text() == "requeue 4321\n"
+
+
+def machines(folder: Path) -> int:
+    path = folder / "step"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_the_script_is_bash() -> None:
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+    lines = SCRIPT.read_text().splitlines()
+    first_command = lines.index("set -u")
+    assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")], "Slurm would not read them"
+    assert "#SBATCH --signal=B:USR1@300" in lines
+    assert {"#SBATCH --requeue", "#SBATCH --ntasks-per-node=1", "#SBATCH --open-mode=append"} <= set(lines)
+
+
+def test_the_commands_in_its_comments_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = re.findall(r"^#   (sbatch .*)$", SCRIPT.read_text(), re.MULTILINE)
+    assert len(found) == 2
+    for line in found:
+        words = shlex.split(line)
+        assert words[:5:2] == ["sbatch", words[2], "scripts/pretrain.py"] or words[3] == "launchers/slurm.sbatch"
+        script = words.index("scripts/pretrain.py")
+        parse(
+            Command(line, "scripts.pretrain", [*words[script + 1 :], "--resume_from_checkpoint", "latest"]),
+            monkeypatch,
+        )
+
+
+def test_one_torchrun_a_machine(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCH_ELASTIC_SHUTDOWN_TIMEOUT ACCELERATE_MIXED_PRECISION"
+    note = (
+        f'printf "%q " "$@" > "$JOB/arguments.$$"; for each in {seen}; do echo "${{!each}}"; done > "$JOB/environment"'
+    )
+    arguments = ("--dataset_name", "data/a b", "--output_dir", "out")
+    assert job("scripts/pretrain.py", *arguments, torchrun=note).wait(30) == 0
+    files = list(tmp_path.glob("arguments.*"))
+    assert len(files) == 2
+    [line] = {path.read_text() for path in files}
+    given = get_args_parser().parse_args(shlex.split(line))
+    assert (given.nnodes, given.nproc_per_node, given.rdzv_backend) == ("2", "1", "c10d")
+    assert (given.rdzv_endpoint, given.rdzv_id) == ("localhost:24321", "4321.0")
+    assert "SIGUSR1" in given.signals_to_handle.split(",")
+    assert "SIGTERM" in given.signals_to_handle.split(",")
+    assert given.training_script == "scripts/pretrain.py"
+    assert given.training_script_args == [*arguments, "--resume_from_checkpoint", "latest"]
+    assert (tmp_path / "environment").read_text().split() == ["1", "240", "no"]
+    parse(Command(line, "scripts.pretrain", given.training_script_args), monkeypatch)
+    assert not requeued(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "asked", "status", "again"),
+    [
+        ("trap 'sleep 0.2; exit 1' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done", True, 1, True),
+        ("trap 'sleep 0.2; exit 0' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done", True, 0, False),
+        ("exit 1", False, 1, False),
+        ("exit 138", False, 138, True),
+        ("exit 0", False, 0, False),
+    ],
+    ids=["saved", "done meanwhile", "failed", "stopped without torchrun", "done"],
+)
+def test_when_the_job_is_requeued(
+    torchrun: str, asked: bool, status: int, again: bool, job: Any, tmp_path: Path
+) -> None:
+    process = job("scripts/pretrain.py", torchrun=torchrun)
+    if asked:
+        assert wait_until(lambda: len(list(tmp_path.glob("up.*"))) == 2)
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == status
+    assert requeued(tmp_path) == again
+    assert (tmp_path / "scancel").exists() == asked
+    if asked:
+        assert (tmp_path / "scancel").read_text() == "--signal=USR1 4321\n"
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_run_is_saved_requeued_and_resumed(job: Any, tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    first = job("-m", "tests.launchers.agents", str(tmp_path))
+    assert wait_until(lambda: len(history(tmp_path)) == HELD), (tmp_path / "log").read_text()
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait(PATIENCE) == 1
+    assert requeued(tmp_path)
+    assert (tmp_path / f"run/checkpoint-{HELD}").is_dir(), "the step is saved that USR1 came in"
+
+    (tmp_path / "hold").unlink()
+    second = job("-m", "tests.launchers.agents", str(tmp_path), restarts=1)
+    assert second.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
+    assert [note.step for note in history(tmp_path)] == list(range(1, STEPS + 1)), "no step is lost or done twice"
+    assert {note.world for note in history(tmp_path)} == {2}

@@ -38,7 +38,7 @@ def torchrun_arguments(document: dict[str, Any]) -> Any:
     return get_args_parser().parse_args(command[1:])
 
 
-def document(kind: str) -> dict[str, Any]:
+def document_of(kind: str) -> dict[str, Any]:
     [match] = [each.values[0] for each in DOCUMENTS if each.values[0]["kind"] == kind]
     return match
 
@@ -84,16 +84,16 @@ def test_every_pod_has_shared_memory_and_an_output_volume(document: dict[str, An
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
 def test_torchrun_and_the_script_take_their_arguments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = torchrun_arguments(document(kind))
+    given = torchrun_arguments(document_of(kind))
     assert given.training_script == "scripts/pretrain.py"
     parse(Command(kind, "scripts.pretrain", given.training_script_args), monkeypatch)
     assert given.training_script_args[-1] == "--resume_from_checkpoint=latest"
-    [variables] = found(document(kind), "env")
+    [variables] = found(document_of(kind), "env")
     assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(LONGEST_SAVE)} in variables
 
 
 def test_the_machines_of_a_job_set_meet() -> None:
-    job_set, given = document("JobSet"), torchrun_arguments(document("JobSet"))
+    job_set, given = document_of("JobSet"), torchrun_arguments(document_of("JobSet"))
     [workers] = job_set["spec"]["replicatedJobs"]
     name, job = job_set["metadata"]["name"], workers["template"]["spec"]
     assert given.rdzv_endpoint == f"{name}-{workers['name']}-0-0.{name}:29500"
@@ -103,9 +103,9 @@ def test_the_machines_of_a_job_set_meet() -> None:
 
 
 def test_a_train_job_leaves_its_machines_to_kubeflow() -> None:
-    job, runtime = document("TrainJob")["spec"], document("TrainingRuntime")
+    job, runtime = document_of("TrainJob")["spec"], document_of("TrainingRuntime")
     assert job["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
-    given = torchrun_arguments(document("TrainJob"))
+    given = torchrun_arguments(document_of("TrainJob"))
     assert (given.nnodes, given.master_addr, given.rdzv_backend) == ("1:1", "127.0.0.1", "static")
     [trained] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert trained["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -114,7 +114,7 @@ def test_a_train_job_leaves_its_machines_to_kubeflow() -> None:
 
 
 def test_the_workers_of_ray_are_the_gpus_of_its_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = document("RayJob")["spec"]
+    spec = document_of("RayJob")["spec"]
     words = shlex.split(spec["entrypoint"])
     assert words[:2] == ["python", "scripts/launch_ray.py"]
     script = words.index("scripts/pretrain.py")

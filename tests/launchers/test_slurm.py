@@ -20,11 +20,12 @@ from tests.launchers.test_elastic import kill
 from tests.test_readme import Command, parse
 
 SCRIPT = Path(__file__).parents[2] / "launchers/slurm.sbatch"
+JOB = os.getpid()  # the job's number, of which the port is made
 STAND_INS = {
     # One process per machine; the status is the highest one, as srun's.
     "srun": 'while [[ $1 = --* ]]; do shift; done\nfor _ in $(seq "$SLURM_NNODES"); do "$@" & echo $! >> "$JOB/step"; done\n'
     'status=0; for pid in $(cat "$JOB/step"); do wait "$pid" || status=$?; done; exit $status',
-    "scancel": 'echo "$*" >> "$JOB/scancel"\nwhile read -r pid; do kill -USR1 "$pid"; done < "$JOB/step"',
+    "scancel": 'echo "$*" >> "$JOB/scancel"\nwhile read -r pid; do kill "-${1#--signal=}" "$pid"; done < "$JOB/step"',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; echo other; else echo "$*" >> "$JOB/scontrol"; fi',
 }
 
@@ -43,16 +44,14 @@ def job(tmp_path: Path) -> Iterator[Any]:
     for name, text in STAND_INS.items():
         write(name, text)
 
-    def submit(*arguments: str, torchrun: str | None = None, nodes: int = 2, restarts: int = 0) -> Any:
+    def submit(*arguments: str, torchrun: str | None = None, restarts: int = 0) -> Any:
         if torchrun is not None:
             write("torchrun", torchrun)
         (tmp_path / "step").unlink(missing_ok=True)
-        variables = environment() | {"JOB": str(tmp_path), "SLURM_JOB_ID": "4321", "SLURM_NNODES": str(nodes)}
-        variables |= {
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_GPUS_ON_NODE": "1",
-            "SLURM_RESTART_COUNT": str(restarts),
-        }
+        variables = environment() | {"JOB": str(tmp_path), "SLURM_JOB_ID": str(JOB), "SLURM_NNODES": "2"}
+        variables |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+        if restarts:
+            variables["SLURM_RESTART_COUNT"] = str(restarts)
         variables["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{variables['PATH']}"
         with open(tmp_path / "log", "a") as log:
             started.append(
@@ -69,12 +68,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
 
 def requeued(folder: Path) -> bool:
     path = folder / "scontrol"
-    return path.exists() and path.read_text() == "requeue 4321\n"
-
-
-def machines(folder: Path) -> int:
-    path = folder / "step"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return path.exists() and path.read_text() == f"requeue {JOB}\n"
 
 
 def test_the_script_is_bash() -> None:
@@ -91,7 +85,7 @@ def test_the_commands_in_its_comments_are_right(monkeypatch: pytest.MonkeyPatch)
     assert len(found) == 2
     for line in found:
         words = shlex.split(line)
-        assert words[:5:2] == ["sbatch", words[2], "scripts/pretrain.py"] or words[3] == "launchers/slurm.sbatch"
+        assert (words[0], words[1], words[3]) == ("sbatch", "--nodes", "launchers/slurm.sbatch")
         script = words.index("scripts/pretrain.py")
         parse(
             Command(line, "scripts.pretrain", [*words[script + 1 :], "--resume_from_checkpoint", "latest"]),
@@ -111,7 +105,7 @@ def test_one_torchrun_a_machine(job: Any, tmp_path: Path, monkeypatch: pytest.Mo
     [line] = {path.read_text() for path in files}
     given = get_args_parser().parse_args(shlex.split(line))
     assert (given.nnodes, given.nproc_per_node, given.rdzv_backend) == ("2", "1", "c10d")
-    assert (given.rdzv_endpoint, given.rdzv_id) == ("localhost:24321", "4321.0")
+    assert (given.rdzv_endpoint, given.rdzv_id) == (f"localhost:{20000 + JOB % 10000}", f"{JOB}.0")
     assert "SIGUSR1" in given.signals_to_handle.split(",")
     assert "SIGTERM" in given.signals_to_handle.split(",")
     assert given.training_script == "scripts/pretrain.py"
@@ -122,28 +116,36 @@ def test_one_torchrun_a_machine(job: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("torchrun", "asked", "status", "again"),
+    ("torchrun", "sent", "status", "again"),
     [
-        ("trap 'sleep 0.2; exit 1' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done", True, 1, True),
-        ("trap 'sleep 0.2; exit 0' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done", True, 0, False),
-        ("exit 1", False, 1, False),
-        ("exit 138", False, 138, True),
-        ("exit 0", False, 0, False),
+        ("trap 'sleep 0.2; exit 1' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done", signal.SIGUSR1, 1, True),
+        (
+            "trap 'sleep 0.2; exit 0' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done",
+            signal.SIGUSR1,
+            0,
+            False,
+        ),
+        ("echo up > $JOB/up.$$; sleep 0.5; echo > $JOB/saved; exit 1", signal.SIGTERM, 1, False),
+        ("exit 1", None, 1, False),
+        ("exit 138", None, 138, True),
+        ("exit 0", None, 0, False),
     ],
-    ids=["saved", "done meanwhile", "failed", "stopped without torchrun", "done"],
+    ids=["saved", "done meanwhile", "cancelled", "failed", "stopped without torchrun", "done"],
 )
 def test_when_the_job_is_requeued(
-    torchrun: str, asked: bool, status: int, again: bool, job: Any, tmp_path: Path
+    torchrun: str, sent: signal.Signals | None, status: int, again: bool, job: Any, tmp_path: Path
 ) -> None:
     process = job("scripts/pretrain.py", torchrun=torchrun)
-    if asked:
+    if sent:
         assert wait_until(lambda: len(list(tmp_path.glob("up.*"))) == 2)
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(sent)
     assert process.wait(30) == status
     assert requeued(tmp_path) == again
-    assert (tmp_path / "scancel").exists() == asked
-    if asked:
-        assert (tmp_path / "scancel").read_text() == "--signal=USR1 4321\n"
+    passed_on = tmp_path / "scancel"
+    assert (passed_on.read_text() if passed_on.exists() else "") == (
+        f"--signal=USR1 {JOB}\n" if sent == signal.SIGUSR1 else ""
+    )
+    assert (tmp_path / "saved").exists() == (sent == signal.SIGTERM), "the script waits for its run"
 
 
 @pytest.mark.faults

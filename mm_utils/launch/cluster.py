@@ -15,7 +15,8 @@ from mm_utils.launch.arguments import Command, LaunchArguments
 from mm_utils.launch.worker import work
 from mm_utils.reliability.rendezvous import RENDEZVOUS_TIMEOUT
 
-_NOISE = "State API may be temporarily unavailable|Reporting training result"  # every second without Ray's dashboard; all metrics
+# What Ray says every second where its dashboard is missing, and all metrics in one line, of every worker.
+_NOISE = "State API may be temporarily unavailable|Reporting training result"
 try:
     # Read by Ray when it is imported.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NOISE)
@@ -135,6 +136,6 @@ def _explained(error: TrainingFailedError, max_failures: int) -> RunError:
         return RunError(str(cause))
     lines = [line for line in str(error).splitlines() if line.strip()]
     return RunError(
-        f"--max_failures is {max_failures}; Ray ended the run: {lines[-1] if lines else type(error).__name__}. The log has the "
-        "first error. To go on, launch it again with --resume_from_checkpoint latest."
+        f"--max_failures is {max_failures}; Ray ended the run: {lines[-1] if lines else type(error).__name__}. The log has "
+        "the first error. To go on, launch it again with --resume_from_checkpoint latest."
     )

@@ -1,6 +1,7 @@
 """Runs on real Ray: equal to plain ones, a killed worker, lost and new machines, refused flags, a sweep."""
 
 import csv
+import importlib
 import json
 import os
 import subprocess
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from mm_utils.distributed import available_cores
+from mm_utils.launch.arguments import LaunchArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 pytest.importorskip("ray")
+cluster = importlib.import_module("mm_utils.launch.cluster")
 pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +85,16 @@ def difference(one: Path, other: Path) -> float:
 
 def starts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "environment.json").read_text())
+
+
+def test_workers_get_variables_but_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HOME", "HF_TOKEN", "WANDB_API_KEY", "WANDB_PROJECT", "NCCL_DEBUG", "OTHER"):
+        monkeypatch.setenv(name, name)
+    found = cluster._variables(LaunchArguments(mixed_precision="bf16"))
+    assert {"HF_HOME", "WANDB_PROJECT", "NCCL_DEBUG"} <= found.keys()
+    assert not {"HF_TOKEN", "WANDB_API_KEY", "OTHER"} & found.keys()
+    assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert str(ROOT) in found["PYTHONPATH"].split(os.pathsep)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +166,10 @@ def test_machines_come_and_go(kind: str, plain: Path, tiny_flags: list[str], tmp
 
 def test_a_sweep_names_the_best(tiny_flags: list[str], tmp_path: Path) -> None:
     grid = "learning_rate=1e-5,1e-2;seed=1,2"
-    said = launch(tmp_path, ["--tune", grid], ROOT / "scripts/pretrain.py", [*tiny_flags, "--max_steps", "12"])
+    one_at_a_time = ["--cpus_per_worker", str(available_cores())]
+    said = launch(
+        tmp_path, ["--tune", grid, *one_at_a_time], ROOT / "scripts/pretrain.py", [*tiny_flags, "--max_steps", "12"]
+    )
     assert said.endswith("exit status 0"), said
     rows = list(csv.DictReader((tmp_path / "out/sweep.csv").open()))
     recalls = [float(row["eval_mean_recall"]) for row in rows]

@@ -49,7 +49,7 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
 
     from mm_utils.launch.cluster import fit, records
 
-    top = Path(command.folder, command.output_dir or "")
+    grid, top = parse_grid(args.tune), Path(command.folder, command.output_dir or "")
 
     def run_trial(values: dict[str, str]) -> dict[str, Any]:
         trial = command.with_values(values, str(top / trial_name(values)))
@@ -60,20 +60,16 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
     results = tune.Tuner(
         tune.with_resources(
             run_trial, {"CPU": 0, "memory": 1 << 20}
-        ),  # the cores are for its workers; Ray wants something
-        param_space={flag: tune.grid_search(values) for flag, values in parse_grid(args.tune).items()},
+        ),  # Ray wants something; the cores are for its workers
+        param_space={flag: tune.grid_search(values) for flag, values in grid.items()},
         tune_config=tune.TuneConfig(max_concurrent_trials=together),
         run_config=tune.RunConfig(name=name, storage_path=records(args, command), verbose=0),
     ).fit()
-    trials = [
-        Trial(
-            result.config,
-            top / trial_name(result.config),
-            {} if result.error else result.metrics["metrics"],
-            str(result.error or "").strip().rpartition("\n")[2],
-        )
-        for result in results
-    ]
+    trials = []
+    for result in results:
+        metrics = {} if result.error else result.metrics["metrics"]
+        problem = str(result.error or "").strip().rpartition("\n")[2]
+        trials.append(Trial(result.config, top / trial_name(result.config), metrics, problem))
     trials, metric = ranked(trials)
     logger.info("\n%s", table(trials, metric))
     top.mkdir(parents=True, exist_ok=True)

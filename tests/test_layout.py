@@ -17,6 +17,7 @@ FLOORS = [
     {"evaluation", "search"},
     {"export", "mining", "training"},
     {"run"},
+    {"launch"},
 ]
 """A module imports from its own folder and from lower floors; folders of one floor do not import each other."""
 DATA_FLOORS = [

@@ -19,6 +19,8 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from mm_utils.arguments import parse_args
+from mm_utils.launch.arguments import LaunchArguments, split_words
 from scripts import embed, pretrain
 from tests.conftest import COLOURS, draw
 
@@ -47,6 +49,7 @@ FOREIGN = {
         "--bf16",
         "--warmup_steps",
     ),
+    *("--working-dir", "--head"),
     *("--signal", "--data-binary", "--shm-size", "--target", "--no-deps", "--rdzv_backend", "--faults_report"),
     *("--nodes", "--batch", "--prefix", "--requeue", "--kill-on-bad-exit"),
 }
@@ -119,8 +122,17 @@ def understand(line: str) -> Command:
     elif words[0] == "kubectl":
         assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml")), line
         return Command(line, None, [])
+    if words[:3] == ["ray", "job", "submit"]:
+        words = words[words.index("--") + 1 :]
+    if words[:2] == ["python", "scripts/launch_ray.py"]:
+        own, script, rest = split_words(words[2:])
+        parse_args(LaunchArguments, argv=own)
+        assert script is not None, line
+        words, distributed = ["python", script, *rest], True
     if words[:3] == ["python", "-m", "pytest"]:
         assert all((ROOT / word.split("::")[0]).exists() for word in words[3:] if word.startswith("tests")), line
+        return Command(line, None, [])
+    if words[:2] == ["ray", "start"]:
         return Command(line, None, [])
     if words[:2] == ["pip", "install"]:
         assert all((ROOT / word).is_file() for word in words if word.endswith(".txt")), line

@@ -55,8 +55,9 @@ def _entering(phase: str) -> Any:
 class HangDetection(TrainerCallback):
     """End a run that makes no progress, and name the process that the others wait for.
 
-    It watches while it is entered as a context manager, and does nothing in a run of one process. The phases of a run are
-    "start", "data", "step", "evaluation", "save" and "end".
+    It watches while it is entered as a context manager, and does nothing in a run of one process. The thread that built it is
+    the one that trains: under Ray, not the main thread. The phases of a run are "start", "data", "step", "evaluation", "save"
+    and "end".
 
     Args:
         timeout: seconds without progress after which the run ends; an hour in slow phases.
@@ -70,6 +71,7 @@ class HangDetection(TrainerCallback):
         self._step, self._phase, self._moves, self._since = 0, "start", 0, time.monotonic()
         self._is_active = False  # entered, in a run of several processes
         self._warned_at_move = -1
+        self._thread = threading.get_ident()
         self._over = threading.Event()
 
     def __enter__(self) -> "HangDetection":
@@ -117,7 +119,7 @@ class HangDetection(TrainerCallback):
 
     def status(self) -> Status:
         """Return where this process is, and since when."""
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        stack = traceback.extract_stack(sys._current_frames()[self._thread])
         frame = ([frame for frame in stack if not frame.filename.startswith(_LIBRARIES)] or stack)[-1]
         return {
             "step": self._step,

@@ -2,7 +2,8 @@
 
 Every start is an entry of `environment.json` in the output folder. A launcher that restarts its processes (`torchrun` and
 `accelerate launch` with `--max_restarts`, or a changed number of nodes) is recognised by a log folder that it creates once
-and names to all of them; so a start finds the earlier ones, and a folder `outputs/<script>-N` too.
+and names to all of them, and Ray by the name of the launch; so a start finds the earlier ones, and a folder
+`outputs/<script>-N` too.
 """
 
 import functools
@@ -34,6 +35,7 @@ from mm_utils.files import write_atomic
 from mm_utils.text import redact
 
 STARTS_FILE = "environment.json"
+LAUNCHER_VARIABLE = "TANDEM_LAUNCHER"  # holds the name of a launcher that sets it in its processes (`mm_utils.launch`)
 _ROOT = Path(__file__).resolve().parents[2]
 _MAX_RESTARTS_WITHOUT_STEP = 2
 _GIT_SECONDS = 10
@@ -45,7 +47,9 @@ def launcher_names() -> list[str]:
 
 
 def _launcher_name() -> str | None:
-    """Return `<host>:<folder>` of torchelastic's log folder, which is new in every launch."""
+    """Return the launcher's own name, or `<host>:<folder>` of torchelastic's log folder; both are new in every launch."""
+    if os.environ.get(LAUNCHER_VARIABLE):
+        return os.environ[LAUNCHER_VARIABLE]
     run_id, error_file = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "ERROR_FILE"))
     folders = Path(error_file).parents  # <folder>/attempt_N/<local rank>/error.json
     name = str(folders[2]) if len(folders) > 3 else run_id if run_id != "none" else ""

@@ -46,6 +46,28 @@ def test_handlers_are_restored_after_an_error() -> None:
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
+def test_a_scheduler_interrupts_a_run_in_any_thread() -> None:
+    signals.interrupt(signal.SIGTERM)  # while nothing trains
+    ready, asked, found = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        with Interruption() as interrupted:
+            ready.set()
+            asked.wait(60)
+            found.append(interrupted.number)
+        with Interruption() as interrupted:
+            found.append(interrupted.number)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait(60)
+    signals.interrupt(signal.SIGTERM)
+    signals.interrupt(signal.SIGINT)
+    asked.set()
+    thread.join()
+    assert found == [signal.SIGTERM, 0]
+
+
 def test_outside_the_main_thread_nothing_is_recorded() -> None:
     before, found = signal.getsignal(signal.SIGTERM), []
 

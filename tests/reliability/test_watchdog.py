@@ -3,6 +3,7 @@
 import logging
 import re
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -155,6 +156,24 @@ def test_a_run_of_one_process_is_not_watched() -> None:
         trainer.event("on_step_begin")
         assert not failures.is_monitoring()
     assert (detection.status()["step"], detection.status()["phase"]) == (3, "step")
+
+
+def test_the_place_is_that_of_the_thread_that_trains() -> None:
+    """Under Ray it is not the main thread."""
+    built, over, made = threading.Event(), threading.Event(), list[HangDetection]()
+
+    def trains_here() -> None:
+        made.append(HangDetection(60.0))
+        built.set()
+        over.wait(60)
+
+    thread = threading.Thread(target=trains_here)
+    thread.start()
+    built.wait(60)
+    found = made[0].status()
+    over.set()
+    thread.join()
+    assert found["place"].endswith("in trains_here")
 
 
 def status(moves: int, place: str = "") -> Status:

@@ -6,8 +6,7 @@ these, then encodes the other images again, in shares of the same size: memory i
 
 The rank of a query is 1 + the number of wrong items that score at least as high as its best right item. Ties and NaN
 count against the model. Right are an image's own captions and those that are equal to one of them but for case and spacing, as
-in the losses: no model can tell such captions apart, and they are true of both images. So a perfect model has a recall@1 of 1.0
-in both directions, also with five captions per image.
+in the losses: no model can tell such captions apart, and they are true of both images. So a perfect model's recall@1 is 1.0.
 
 Shape letters: M images and T captions of the split, Q queries, N items, K candidates, R right items among the first ten,
 L tokens, E embedding width.
@@ -29,7 +28,7 @@ from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 
 LANGUAGES = 10  # languages measured separately; with two directions and three cut-offs they make 60 metrics
-BLOCK = 2048  # queries per block: 2048 x 100,000 similarities are 0.8 GB
+BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
 LISTED = 10  # items of a ranked list that nDCG and MRR read
 
 
@@ -97,8 +96,8 @@ def right_items(queries: Keyed, items: Keyed, item_QK: Tensor | None = None) -> 
 
 def count_right(queries: Keyed, items: Keyed) -> Tensor:
     """Return the number of right items of each query, `[Q]`."""
-    starts = range(0, len(queries.key), BLOCK)
-    return torch.cat([right_items(queries.take(slice(low, low + BLOCK)), items).sum(1) for low in starts])
+    parts = _blocks(range(len(queries.key)), items)
+    return torch.cat([right_items(queries.take(part), items).sum(1) for part in parts])
 
 
 @dataclass
@@ -303,13 +302,13 @@ def cosine_places(queries: Keyed, items: Keyed) -> Places:
         right_QN = right_items(queries.take(part), items)
         return best_rank(score_QN, right_QN), listed_places(score_QN, right_QN), right_QN.sum(1)
 
-    return Places(*_by_block(len(queries.embeds), block_places))
+    return Places(*_by_block(queries, items, block_places))
 
 
 def top_candidates(queries: Keyed, items: Keyed, top_k: int) -> tuple[Tensor, ...]:
     """Return cosines and indices `[Q, K]` of each query's first `top_k` items, best first."""
     top_k = min(top_k, len(items.embeds))
-    return _by_block(len(queries.embeds), lambda part: (queries.embeds[part] @ items.embeds.T).topk(top_k, 1))
+    return _by_block(queries, items, lambda part: (queries.embeds[part] @ items.embeds.T).topk(top_k, 1))
 
 
 def best_rank(score_QN: Tensor, right_QN: Tensor) -> Tensor:
@@ -336,11 +335,16 @@ def listed_places(score_QN: Tensor, right_QN: Tensor) -> Tensor:
     return place_QR.where(number_R < rights_Q1, LISTED + 1)
 
 
-def _by_block(queries: int, function: Callable[[slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def _by_block(queries: Keyed, items: Keyed, function: Callable[[slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Apply `function` to this rank's queries in blocks; gather the columns of all ranks."""
-    shares = [distributed.share(queries, part, distributed.world_size()) for part in range(distributed.world_size())]
-    mine = shares[distributed.rank()]
-    starts = range(mine.start, mine.stop, BLOCK) or (mine.start,)
-    blocks = [function(slice(low, min(low + BLOCK, mine.stop))) for low in starts]
-    sizes = [len(share) for share in shares]
-    return tuple(distributed.gather(torch.cat(column), sizes) for column in zip(*blocks, strict=True))
+    rank, world = distributed.rank(), distributed.world_size()
+    shares = [distributed.share(len(queries.key), part, world) for part in range(world)]
+    blocks = tqdm(_blocks(shares[rank], items), desc="Ranking", leave=False, disable=rank > 0, delay=2)
+    columns = zip(*map(function, blocks), strict=True)
+    return tuple(distributed.gather(torch.cat(column), list(map(len, shares))) for column in columns)
+
+
+def _blocks(queries: range, items: Keyed) -> list[slice]:
+    """Cut queries so that the cosines of a block fit into memory; if there are none, into one empty block."""
+    size = max(1, min(BLOCK, TILE // max(1, len(items.key))))
+    return [slice(low, min(low + size, queries.stop)) for low in queries[::size] or (queries.start,)]

@@ -10,7 +10,8 @@ import pyarrow as pa
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 
-from mm_utils.data.prepare.on_disk import NEGATIVES, content_fingerprint, write_splits
+from mm_utils.data.prepare.on_disk import content_fingerprint, write_splits
+from mm_utils.data.sources.columns import NEGATIVES
 from mm_utils.files import atomic_folder
 from mm_utils.mining.negatives import Mined
 

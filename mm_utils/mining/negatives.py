@@ -37,7 +37,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, groups, near_pairs
 from mm_utils.distributed import full_tensor
-from mm_utils.evaluation.embeddings import Embeddings, Keyed, embed_split, top_candidates
+from mm_utils.evaluation.embeddings import Embeddings, embed_split, top_candidates
 from mm_utils.evaluation.reranking import score_pairs, stored_weights
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 REASONS = ("same_text", "same_image", "too_close", "fits_as_well")
 CACHE_BYTES = 2e9  # for the head's keys and values of images; images that do not fit are encoded twice
-TILE = 1 << 26  # cosines at a time and process, 256 MB
 JUDGED = 2  # candidates that the head judges, for each negative that is wanted
 EXAMPLES = 20
 _SIDE = 256  # of an image whose perceptual hash is taken
@@ -132,7 +131,8 @@ def choose(
         judge: the fusion head; None for none.
     """
     captions = Captions.of(split, rows)
-    cosine_MK, caption_MK = candidates(split, args.num_candidates + int(captions.owner_T.bincount().max()))
+    own = int(captions.owner_T.bincount().max())
+    cosine_MK, caption_MK = top_candidates(*split.directions["image_to_text"], args.num_candidates + own)
     own_T = (split.image_ME[captions.owner_T] * split.text_TE).sum(1)
     best_M = own_T.new_full((len(split.image_ME),), -math.inf).scatter_reduce(0, captions.owner_T, own_T, "amax")
     owner_MK = captions.owner_T[caption_MK]
@@ -180,19 +180,6 @@ class Captions:
         place_T += starts[split.rows_M][owner_T]
         key_T = torch.from_numpy(keys.flatten().to_numpy().copy()).to(owner_T.device)[place_T]
         return cls(owner_T, key_T.unique(return_inverse=True)[1], place_T)
-
-
-def candidates(split: Embeddings, count: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and numbers of the captions that are most similar to each image, best first, both `[M, K]`."""
-    images, captions = split.directions["image_to_text"]
-    block = max(1, TILE // len(captions.embeds)) * distributed.world_size()
-    starts = tqdm(range(0, len(images.embeds), block), desc="Ranking", disable=distributed.rank() > 0, delay=2)
-    found = [
-        top_candidates(Keyed(images.embeds[low : low + block], images.key[low : low + block]), captions, count)
-        for low in starts
-    ]
-    cosines, places = zip(*found, strict=True)
-    return torch.cat(cosines), torch.cat(places)
 
 
 def same_pictures(rows: datasets.Dataset, accelerator: Accelerator) -> np.ndarray:

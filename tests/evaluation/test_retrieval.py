@@ -16,7 +16,7 @@ import mm_utils
 from mm_utils.data import pairs
 from mm_utils.data.scenes import load_scenes
 from mm_utils.evaluation import embeddings
-from mm_utils.evaluation.embeddings import Embeddings, Places, Texts, embed_split
+from mm_utils.evaluation.embeddings import Embeddings, Keyed, Places, Texts, embed_split
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, summarise_places, wilson_interval
 from mm_utils.evaluation.probes.measure import Probes
 from mm_utils.evaluation.reranking import rank_directions
@@ -157,6 +157,27 @@ def test_equal_captions_equal_the_definition(images: int, captions: int, kinds: 
         for name, value in figures_of_lists(lists_by_sorting(cosine, is_right)).items():
             assert found[f"{direction}_{name}"] == pytest.approx(value), name
         assert counts[direction] == is_right.sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("block", "tile", "expected"), [(4, 1 << 26, [4, 4, 1]), (2048, 27, [3, 3, 3]), (2048, 1, [1] * 9)]
+)
+def test_a_block_has_fewer_queries_where_there_are_more_items(
+    block: int, tile: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries, items = random_split(9, 1, 4, seed=0, levels=2).directions["text_to_image"]
+    whole, held, right_items = embeddings.cosine_places(queries, items), list[int](), embeddings.right_items
+
+    def recorded(queries: Keyed, items: Keyed) -> torch.Tensor:
+        held.append(len(queries.key))
+        return right_items(queries, items)
+
+    for name, value in (("BLOCK", block), ("TILE", tile), ("right_items", recorded)):
+        monkeypatch.setattr(embeddings, name, value)
+    in_blocks, counts = embeddings.cosine_places(queries, items), embeddings.count_right(queries, items)
+    assert held == 2 * expected
+    assert torch.equal(in_blocks.rank_Q, whole.rank_Q)
+    assert torch.equal(counts, whole.right_Q)
 
 
 def test_equal_captions_are_known_from_their_keys() -> None:

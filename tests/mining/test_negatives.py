@@ -14,6 +14,7 @@ from mm_utils.data.loading.tokens import caption_key, image_key
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.on_disk import verify
 from mm_utils.data.sources.source import DataArguments
+from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.mining import negatives
 from mm_utils.mining.mined_set import REPORT
@@ -93,7 +94,7 @@ def test_negatives_are_those_of_plain_loops(seed: int, judged: bool, monkeypatch
     assert found.left_out == expected.left_out
     assert min(found.left_out[name] for name in negatives.REASONS[: 4 if judged else 3]) > 0
     assert sum(map(len, found.negatives)) > IMAGES
-    monkeypatch.setattr(negatives, "TILE", 3 * len(split.text_TE))
+    monkeypatch.setattr(embeddings, "TILE", 3 * len(split.text_TE))
     assert choose(split, rows, torch.tensor(group), ARGS, judge).negatives == expected.negatives
 
 

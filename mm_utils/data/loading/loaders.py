@@ -34,6 +34,7 @@ from mm_utils.data.loading.workers import (
     worker_options,
 )
 from mm_utils.data.media import kind_of
+from mm_utils.data.sources.columns import NEGATIVES
 
 _MAX_WORKERS = 16
 _MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
@@ -217,8 +218,8 @@ class Loaders:
             if self.regions:
                 column = regions_column(rows)
                 found[column] = column_digest(rows, column)
-            if "negatives" in rows.column_names:
-                found["negatives"] = column_digest(rows, "negatives")
+            if NEGATIVES in rows.column_names:
+                found[NEGATIVES] = column_digest(rows, NEGATIVES)
         return found
 
     def blank(self, count: int) -> Tensor:

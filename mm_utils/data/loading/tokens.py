@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.data.loading.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
 from mm_utils.data.loading.hard_negatives import group_similar
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.sources.columns import NEGATIVES
 from mm_utils.data.words.language_codes import own_codes
 
 _CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
@@ -44,17 +45,17 @@ def tokenize_captions(
         ValueError: if a row has languages, and not as many as captions, or if `negatives` are no lists of texts.
     """
     codes = own_codes(tokenizer, languages_of(rows))
-    columns = [name for name in ("id", "captions", "languages", "negatives") if name in rows.column_names]
+    columns = [name for name in ("id", "captions", "languages", NEGATIVES) if name in rows.column_names]
     compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
     content: tuple = (fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items()))
     features = None
-    if "negatives" in columns:
-        if rows.features["negatives"] != List(Value("string")):
+    if NEGATIVES in columns:
+        if rows.features[NEGATIVES] != List(Value("string")):
             raise ValueError(
-                f"the column negatives holds {rows.features['negatives']}; it should have, for each image, a list of captions "
+                f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
                 "that are wrong for it. Write it anew."
             )
-        content, features = (*content, "negatives"), datasets.Features({**_FEATURES, NEGATIVE_IDS: [[Value("int32")]]})
+        content, features = (*content, NEGATIVES), datasets.Features({**_FEATURES, NEGATIVE_IDS: [[Value("int32")]]})
     name, title = Hasher.hash(content), "Tokenising captions"
     return add_columns(rows, columns, compute, name, title=title, num_proc=num_proc, features=features)
 
@@ -212,10 +213,10 @@ def _tokenize(
         "image_key": [image_key(image_id) for image_id in rows["id"]],
         "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
     }
-    if "negatives" in rows:
+    if NEGATIVES in rows:
         listed = [
             [text for text in given or () if own and caption_key(text) not in own]
-            for given, own in zip(rows["negatives"], found["caption_keys"], strict=True)
+            for given, own in zip(rows[NEGATIVES], found["caption_keys"], strict=True)
         ]
         languages = [of_row[:1] * len(texts) for of_row, texts in zip(all_languages, listed, strict=True)]
         found[NEGATIVE_IDS] = encode(listed, languages)

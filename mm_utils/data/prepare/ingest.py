@@ -29,6 +29,7 @@ from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_cap
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.regions import moments_of, regions_of
 from mm_utils.data.prepare.timed import MOST_BYTES, Medium, TimedArguments, store_medium
+from mm_utils.data.sources.columns import NEGATIVES
 from mm_utils.data.sources.records import BadRow, FileImage, FramesImage, ImageRef, Record
 from mm_utils.files import write_atomic
 
@@ -46,7 +47,7 @@ PART_SCHEMA = pa.schema(
         "captions": pa.list_(pa.string()),
         "languages": pa.list_(pa.string()),
         "regions": REGIONS_TYPE,
-        "negatives": pa.list_(pa.string()),
+        NEGATIVES: pa.list_(pa.string()),
         "seconds": pa.float64(),
         "rate": pa.float64(),  # of the original: samples of a sound, frames of a clip a second
         "moments": MOMENTS_TYPE,
@@ -222,7 +223,7 @@ class _Worker:
                     "captions": captions,
                     "languages": languages,
                     "regions": regions_of(item.regions, image, self.checks),
-                    "negatives": self._negatives(item),
+                    NEGATIVES: self._negatives(item),
                     "moments": self._moments(item, image, notes),
                     "source": item.source,
                     "where": item.where,

@@ -43,13 +43,12 @@ from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part, stored_hash
-from mm_utils.data.sources.columns import SPLITS
+from mm_utils.data.sources.columns import NEGATIVES, SPLITS
 from mm_utils.data.sources.stored import check_image_files, check_saved, dataset_jail, is_saved, load_splits
 from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
 VERSION = 2
-NEGATIVES = "negatives"
 _DECIDING = (
     "id",
     "content_id",
@@ -327,14 +326,14 @@ def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for caption, language in zip(row["captions"], row["languages"] or [""] * len(row["captions"]), strict=True):
             captions[caption] = captions.get(caption) or language
         regions |= {repr(region): region for region in row["regions"] or []}
-        negatives |= dict.fromkeys(row["negatives"] or [])
+        negatives |= dict.fromkeys(row[NEGATIVES] or [])
         moments |= {repr(moment): moment for moment in row["moments"] or []}
     known = any(row["languages"] is not None for row in rows)
     return {
         "captions": list(captions),
         "languages": list(captions.values()) if known else None,
         "regions": list(regions.values()),
-        "negatives": list(negatives),
+        NEGATIVES: list(negatives),
         "moments": list(moments.values()),
     }
 

@@ -52,7 +52,8 @@ MEDIUM_NAMES = {
     "sound": ["audio", "audio_path", "audio_file", "sound", "wav", "speech"],
 }
 _ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
-BESIDE = ("regions", "negatives")  # columns that a row may have under these names alone
+NEGATIVES = "negatives"
+BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone
 BESIDE_TIME = ("start", "end", "times", "moments")  # and those of clips and sounds
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {

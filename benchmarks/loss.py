@@ -2,10 +2,12 @@
 
     accelerate launch -m benchmarks.loss
     accelerate launch -m benchmarks.loss --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
+    accelerate launch -m benchmarks.loss --pairs 8192,131072 --own_pairs 512
 
 `tiled` is `mm_utils.objectives.losses.info_nce`, on one process. `naive` is the usual two cross-entropies of one matrix of logits.
 Each measurement is a process of its own, in fp32 on random unit vectors. Seconds are the fastest of `--repeats`, memory is
-what the process needs at its peak beyond the embeddings. Where the naive loss would need more than half of the memory that
+what the process needs at its peak beyond the embeddings. With `--own_pairs`, the process computes what one of many would: these
+rows against all pairs, with a made-up answer in place of the others' log-sum-exps; `strips` are then tiles of all columns. Where the naive loss would need more than half of the memory that
 is free, its figures are extrapolated with the square of the batch from the largest one measured, and marked so.
 """
 
@@ -13,9 +15,12 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,7 +29,7 @@ from torch.nn.functional import cross_entropy, normalize
 from benchmarks.harness import TurnTaker, machine, serve, synchronize
 from mm_utils.arguments import arg, parse_args
 from mm_utils.distributed import RunError
-from mm_utils.objectives.losses import gather_batch, info_nce
+from mm_utils.objectives.losses import TILE_ELEMENTS, GlobalBatch, Tile, gather_batch, info_nce
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 from mm_utils.training.memory import free_bytes, peak_bytes, reset_peak
@@ -38,6 +43,7 @@ class LossBenchmarkArguments:
 
     pairs: str = arg("2048,8192,32768", "Batch sizes.")
     embedding_dim: int = arg(512, "Width of the embeddings.")
+    own_pairs: int | None = arg(None, "Pairs of this process, as if others held the rest; default: all.")
     repeats: int = arg(3, "Forward and backward passes; the fastest counts.")
     output_file: str | None = arg(None, "Also write the figures to this JSON file.")
 
@@ -46,6 +52,8 @@ class LossBenchmarkArguments:
             raise ValueError(f"--pairs is {self.pairs!r}; write numbers above 1, e.g. 2048,8192.")
         if min(self.embedding_dim, self.repeats) < 1:
             raise ValueError("--embedding_dim and --repeats count from 1.")
+        if not 0 < (self.own_pairs or 1) <= min(map(int, self.pairs.split(","))):
+            raise ValueError(f"--own_pairs is {self.own_pairs}; give at least 1, and at most the least of --pairs.")
 
 
 def tiled(image_NE: Tensor, text_NE: Tensor, scale: Tensor) -> Tensor:
@@ -61,13 +69,35 @@ def naive(image_NE: Tensor, text_NE: Tensor, scale: Tensor) -> Tensor:
     return (cross_entropy(logits_NN, target_N) + cross_entropy(logits_NN.T, target_N)) / 2
 
 
-LOSSES = {"tiled": tiled, "naive": naive}
+def of_rank(image_NE: Tensor, text_NE: Tensor, scale: Tensor, own: int, tile: Tile | None = None) -> Tensor:
+    """This project's loss on one of many processes, which holds the first `own` pairs."""
+    total = len(image_NE)
+    ids_N2 = torch.arange(total, device=image_NE.device)[:, None].expand(-1, 2)
+    batch = GlobalBatch(image_NE.detach(), text_NE.detach(), ids_N2, [own, total - own], 0, False)
+
+    def gather(rows: Tensor, sizes: list[int]) -> Tensor:
+        return torch.cat([rows.detach(), rows.new_full((sizes[1], rows.shape[1]), 10.0)])
+
+    with mock.patch("mm_utils.distributed.gather", gather):
+        mine = (side[:own].detach().requires_grad_() for side in (image_NE, text_NE))
+        return info_nce(*mine, scale, batch, tile)
+
+
+def in_strips(image_NE: Tensor, text_NE: Tensor, scale: Tensor, own: int) -> Tensor:
+    """The same with all columns in every tile."""
+    total = len(image_NE)
+    return of_rank(image_NE, text_NE, scale, own, Tile(max(1, TILE_ELEMENTS // total), total))
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"tiled": tiled, "naive": naive}
+LOSSES_OF_RANK: dict[str, Callable[..., Tensor]] = {"tiled": of_rank, "strips": in_strips}
 
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:
     """Seconds and MiB of one loss at one size, in this process; nothing if it would not fit."""
     device = make_accelerator().device
-    pairs, loss_of = question["pairs"], LOSSES[question["loss"]]
+    pairs, own = question["pairs"], question.get("own_pairs")
+    loss_of = partial(LOSSES_OF_RANK[question["loss"]], own=own) if own else LOSSES[question["loss"]]
     if loss_of is naive and NAIVE_MATRICES * 4 * pairs**2 > free_bytes(device) / 2:
         return {}
     generator = torch.Generator().manual_seed(0)
@@ -101,12 +131,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
     # 1. Measure.
     rows: list[dict[str, Any]] = []
-    for loss in LOSSES:
+    sizes = {"embedding_dim": args.embedding_dim, "repeats": args.repeats, "own_pairs": args.own_pairs}
+    for loss in LOSSES_OF_RANK if args.own_pairs else LOSSES:
         largest = None
         for pairs in sorted(map(int, args.pairs.split(","))):
             question = {"loss": loss, "pairs": pairs}
             process = TurnTaker(Path(__file__), "--serve")
-            answer = process.ask({**question, "embedding_dim": args.embedding_dim, "repeats": args.repeats})
+            answer = process.ask({**question, **sizes})
             process.end()
             if process.error:
                 raise RunError(f"{loss} of {pairs} pairs failed: {process.error}")

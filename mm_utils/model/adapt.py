@@ -97,6 +97,13 @@ def drop_patches(vision_model: PreTrainedModel, share: float) -> None:
     embeddings.register_forward_hook(lambda module, given, tokens: module.patch_dropout(tokens))
 
 
+def compile_parts(model: FusionDualEncoderModel) -> None:
+    """Compile both towers and the blocks of the fusion head, one graph each: for all lengths of texts, and for all blocks."""
+    model.vision_model.compile()
+    for part in (model.text_model, *(model.fusion.layers if model.fusion is not None else ())):
+        part.compile(dynamic=True)
+
+
 def switch_off_dropout(model: FusionDualEncoderModel) -> None:
     """Set all probabilities of dropout of both backbones to 0, as CLIP and SigLIP train; their configs stay as they are.
 

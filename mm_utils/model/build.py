@@ -20,6 +20,7 @@ from mm_utils.model.adapt import (
     DROPOUTS,
     LoraArguments,
     add_adapters,
+    compile_parts,
     drop_patches,
     freeze_unused,
     recompute_activations,
@@ -130,7 +131,7 @@ class ModelArguments:
     )
     backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
     torch_compile: bool = arg(
-        False, "Compile both towers with torch.compile: minutes at the start, then faster steps on a GPU."
+        False, "Compile towers and fusion head with torch.compile: minutes at the start, then faster steps on a GPU."
     )
     trust_remote_code: bool = arg(
         False, "Run the Python code in the repository of a backbone or tokenizer. Read that code first."
@@ -236,8 +237,7 @@ def build_model(
     if args.patch_dropout:
         drop_patches(model.vision_model, args.patch_dropout)
     if args.torch_compile:
-        model.vision_model.compile()
-        model.text_model.compile(dynamic=True)  # one graph for all lengths
+        compile_parts(model)
     return model
 
 

@@ -5,7 +5,6 @@ afterwards, a part of the batch at a time (`part`), together with the rows that 
 `mm_utils.objectives.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class Objective(nn.Module):
 
     Attributes:
         is_wrapped: True where DDP or DeepSpeed waits for a gradient of every trained parameter; the step sets it.
-        groups_texts: True if texts go through their tower in groups of about one length; False where all ranks must run it
+        groups_texts: True if texts go through their tower in groups of about one length, or packed; False where all ranks must run it
             equally often, as with FSDP.
         teacher: the weight average, for terms that learn from it; the trainer sets it.
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
@@ -289,8 +288,8 @@ class JointObjective(Objective):
             # A part of a batch is padded to its own longest caption.
             states = batch["text_states"][:, : attention_mask.shape[1]].to(pooled) if with_states else None
             return self.model.project_text(pooled, states)
-        encode = partial(self.model.encode_text, with_states=with_states)
-        return encode_in_groups(encode, input_ids, attention_mask, batch.get("lengths") if self.groups_texts else None)
+        lengths = batch.get("lengths") if self.groups_texts else None
+        return encode_in_groups(self.model, input_ids, attention_mask, lengths, with_states)
 
 
 def blank_pair(batch: Batch) -> Batch:

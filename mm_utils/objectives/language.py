@@ -93,7 +93,7 @@ class MaskedLanguageModelling(RowTerm):
         if not len(encoded):  # a blank pair without targets
             seen = mask = labels = seen.new_ones(1, length)
             is_target = torch.zeros_like(seen, dtype=torch.bool)
-        _, states = encode_in_groups(model.encode_text, seen, mask, batch.get("lengths") if len(encoded) else None)
+        _, states = encode_in_groups(model, seen, mask, batch.get("lengths") if len(encoded) else None)
         logits = model.token_logits(keys_values, states, mask, is_target)
         return token_cross_entropy(logits, labels[is_target])
 

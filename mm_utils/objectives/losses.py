@@ -1,31 +1,40 @@
 """Exact losses of the global batch, in tiles.
 
-Every rank holds its n rows against all N columns, one tile of rows at a time, and computes the gradient of its rows
-in the forward pass: memory is O(tile x N), no N x N matrix exists at any moment, and the backward pass only multiplies.
+Every rank holds its n rows against all N columns, one tile of rows and columns at a time, and computes the gradient of its
+rows in the forward pass: memory is that of a tile, no N x N matrix exists at any moment, and the backward pass only
+multiplies. A first sweep over the tiles keeps a running log-sum-exp of every row, a second one adds up the gradient.
 Returned losses are the mean over the global batch, the same on all ranks; gradients are multiplied by the number of
 ranks because DDP and FSDP average them. After that average every parameter's gradient, the temperature's included,
 is the one a single process with the whole batch would compute.
 
-Shape letters: n this rank's rows, N the global batch, T rows of a tile, E embedding width.
+Shape letters: n this rank's rows, N the global batch, T rows and C columns of a tile, E embedding width.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import distributed
-from mm_utils.model.row_noise import gumbel_noise, pair_keys
 
 Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
 
 TILE_ELEMENTS = 2**24  # 64 MiB of fp32 logits; measured time is flat from 128 to 4096 rows
+LARGE = {"cpu": (2**13, 2**10), "cuda": (2**17, 2**12)}
+"""Columns above which tiles are squares, and their side: on a CPU these fit its cache; on a GPU strips would have under 128 rows."""
+
+
+class Tile(NamedTuple):
+    """How many rows and columns of logits are computed at a time."""
+
+    rows: int
+    columns: int
 
 
 @dataclass
@@ -65,7 +74,7 @@ def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:
     return (ids_n2[:, None] == ids_N2).any(-1)
 
 
-def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatch, tile: int | None = None) -> Tensor:
+def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatch, tile: Tile | None = None) -> Tensor:
     """Return InfoNCE in both directions (CLIP, arXiv 2103.00020), a scalar.
 
     loss = 1/2N sum_i [-log softmax_j(scale a_i b_j)_i - log softmax_j(scale b_i a_j)_i], where j runs over i itself and
@@ -75,13 +84,13 @@ def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatc
         image_nE, text_nE: this rank's unit embeddings, with gradient.
         scale: the inverse temperature, a scalar (already exponentiated).
         batch: the result of `gather_batch` for the same embeddings.
-        tile: rows per tile; the result does not depend on it.
+        tile: the size of a tile; the result does not depend on it.
     """
     return _AtEmbeddings.apply(_info_nce, batch, tile, image_nE, text_nE, scale)
 
 
 def sigmoid_loss(
-    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: int | None = None
+    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: Tile | None = None
 ) -> Tensor:
     """Return the pairwise sigmoid loss (SigLIP, arXiv 2303.15343), a scalar.
 
@@ -98,7 +107,7 @@ def distilled_info_nce(
     teacher_image_nE: Tensor,
     teacher_text_nE: Tensor,
     batch: GlobalBatch,
-    tile: int | None = None,
+    tile: Tile | None = None,
     teacher_scale: float | None = None,
 ) -> Tensor:
     """Return InfoNCE towards a teacher's soft targets (ALBEF, arXiv 2107.07651), a scalar.
@@ -117,7 +126,7 @@ def distilled_info_nce(
 
 
 @contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> Iterator[None]:
     """Turn autocast and TF32 off: at a scale of 100, ten bits of mantissa leave an error of a tenth of a logit."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -136,16 +145,18 @@ class _AtEmbeddings(torch.autograd.Function):
         ctx: Any,
         compute: Callable,
         batch: GlobalBatch,
-        tile: int | None,
+        tile: Tile | None,
         image_nE: Tensor,
         text_nE: Tensor,
         *scalars: Tensor,
     ) -> Tensor:
         total, mine = max(1, len(batch.image_NE)), slice(batch.offset, batch.offset + len(image_nE))
         directions = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
-        with _full_precision(image_nE.device):
+        with full_precision(image_nE.device):
             wide = [scalar.to(batch.image_NE.dtype) for scalar in scalars]
-            loss, gradients = compute(directions, *wide, batch, total, tile or max(1, TILE_ELEMENTS // total))
+            loss, gradients = compute(
+                directions, *wide, batch, total, tile or tile_of(len(image_nE), total, image_nE.device)
+            )
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [value.dtype for value in (image_nE, text_nE, *scalars)]
         return loss
@@ -159,28 +170,35 @@ class _AtEmbeddings(torch.autograd.Function):
 
 
 def _info_nce(
-    directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
+    directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: Tile
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
     nll_n2 = torch.empty_like(lse_n2)
     for direction, (rows_nE, columns_NE) in enumerate(directions):
-        for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
-            positive = logits_TN[diagonal]
-            logits_TN[diagonal] = -torch.inf
+        scaled_nE = scale * rows_nE
+        for part in slices(len(rows_nE), tile.rows):
+            positive_T, others_T = lse_n2.new_full((2, part.stop - part.start), -torch.inf)
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, (row, column) = _logits(scaled_nE, columns_NE, batch, part, columns)
+                positive_T[row] = logits_TC[row, column]
+                logits_TC[row, column] = -torch.inf
+                others_T = torch.logaddexp(others_T, logits_TC.logsumexp(1))
             # softplus(lse over the negatives - positive) loses no digits near convergence; lse - positive does. Its
             # usual threshold of 20 would lose 2e-9, which gradient checks in fp64 see.
-            nll_n2[part, direction] = softplus(logits_TN.logsumexp(1) - positive, threshold=40)
-            lse_n2[part, direction] = positive + nll_n2[part, direction]
+            nll_n2[part, direction] = softplus(others_T - positive_T, threshold=40)
+            lse_n2[part, direction] = positive_T + nll_n2[part, direction]
     shared_N3 = distributed.gather(torch.cat([lse_n2, nll_n2.sum(1, keepdim=True)], 1), batch.sizes)
     diagonal_grad_n = torch.expm1(-nll_n2).sum(1)  # softmax - 1, of both directions
     grads = []
     for direction, (rows_nE, columns_NE) in enumerate(directions):
-        grad_nE = torch.empty_like(rows_nE)
-        for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
-            weight_TN = (logits_TN - lse_n2[part, direction, None]).exp_()
-            weight_TN += logits_TN.sub_(shared_N3[:, 1 - direction]).exp_()
-            weight_TN[diagonal] = diagonal_grad_n[part]
-            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
+        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        for part in slices(len(rows_nE), tile.rows):
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, (row, column) = _logits(scaled_nE, columns_NE, batch, part, columns)
+                weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_()
+                weight_TC += logits_TC.sub_(shared_N3[columns, 1 - direction]).exp_()
+                weight_TC[row, column] = diagonal_grad_n[part][row]
+                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
         grads.append(grad_nE.div_(2 * total))
     scale_grad = (grads[0] * directions[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
     loss = shared_N3[:, 2].sum() / (2 * total)
@@ -188,34 +206,40 @@ def _info_nce(
 
 
 def _distilled(
-    teachers: Directions, directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
+    teachers: Directions, directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: Tile
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    def tiles(direction: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield slices of rows, their logits, and the teacher's logits."""
-        rows_nE, columns_NE = directions[direction]
-        own, given = _tiles(scale * rows_nE, columns_NE, batch, tile), _tiles(*teachers[direction], batch, tile)
-        for (part, logits_TN, _), (_, teacher_TN, _) in zip(own, given, strict=True):
-            yield part, logits_TN, teacher_TN
-
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
     teacher_lse_n2, loss_n2 = torch.empty_like(lse_n2), torch.empty_like(lse_n2)
-    for direction in range(2):
-        for part, logits_TN, teacher_TN in tiles(direction):
-            lse_n2[part, direction], teacher_lse_n2[part, direction] = logits_TN.logsumexp(1), teacher_TN.logsumexp(1)
-            target_TN = (teacher_TN - teacher_lse_n2[part, direction, None]).exp_()
-            expected = target_TN.mul_(logits_TN.masked_fill_(logits_TN == -torch.inf, 0.0)).sum(1)
-            loss_n2[part, direction] = lse_n2[part, direction] - expected
+    lowest = torch.finfo(lse_n2.dtype).min  # -inf less -inf, of a tile with other positives alone, would be no number
+    for direction, (rows_nE, columns_NE) in enumerate(directions):
+        scaled_nE = scale * rows_nE
+        for part in slices(len(rows_nE), tile.rows):
+            lse_T, teacher_lse_T = lse_n2.new_full((2, part.stop - part.start), lowest)
+            expected_T = torch.zeros_like(lse_T)
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, _ = _logits(scaled_nE, columns_NE, batch, part, columns)
+                teacher_TC, _ = _logits(*teachers[direction], batch, part, columns)
+                lse_T = torch.logaddexp(lse_T, logits_TC.logsumexp(1))
+                before_T, teacher_lse_T = teacher_lse_T, torch.logaddexp(teacher_lse_T, teacher_TC.logsumexp(1))
+                target_TC = (teacher_TC - teacher_lse_T[:, None]).exp_()
+                found_T = target_TC.mul_(logits_TC.masked_fill_(logits_TC == -torch.inf, 0.0)).sum(1)
+                expected_T = expected_T * (before_T - teacher_lse_T).exp() + found_T
+            lse_n2[part, direction], teacher_lse_n2[part, direction] = lse_T, teacher_lse_T
+            loss_n2[part, direction] = lse_T - expected_T
     shared_N5 = distributed.gather(torch.cat([lse_n2, teacher_lse_n2, loss_n2.sum(1, keepdim=True)], 1), batch.sizes)
     grads = []
     for direction, (rows_nE, columns_NE) in enumerate(directions):
-        grad_nE = torch.empty_like(rows_nE)
-        for part, logits_TN, teacher_TN in tiles(direction):
-            weight_TN = (logits_TN - lse_n2[part, direction, None]).exp_() - (
-                teacher_TN - teacher_lse_n2[part, direction, None]
-            ).exp_()
-            weight_TN += logits_TN.sub_(shared_N5[:, 1 - direction]).exp_()
-            weight_TN -= teacher_TN.sub_(shared_N5[:, 3 - direction]).exp_()
-            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
+        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        for part in slices(len(rows_nE), tile.rows):
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, _ = _logits(scaled_nE, columns_NE, batch, part, columns)
+                teacher_TC, _ = _logits(*teachers[direction], batch, part, columns)
+                weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_() - (
+                    teacher_TC - teacher_lse_n2[part, direction, None]
+                ).exp_()
+                weight_TC += logits_TC.sub_(shared_N5[columns, 1 - direction]).exp_()
+                weight_TC -= teacher_TC.sub_(shared_N5[columns, 3 - direction]).exp_()
+                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
         grads.append(grad_nE.div_(2 * total))
     scale_grad = (grads[0] * directions[0][0]).sum()
     loss = shared_N5[:, 4].sum() / (2 * total)
@@ -223,62 +247,60 @@ def _distilled(
 
 
 def _sigmoid(
-    directions: Directions, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: int
+    directions: Directions, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: Tile
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
     grads = []
     for direction, (rows_nE, columns_NE) in enumerate(directions):
-        grad_nE = torch.empty_like(rows_nE)
-        for part, logits_TN, diagonal in _tiles(scale * rows_nE, columns_NE, batch, tile):
-            logits_TN += bias
-            negated = -logits_TN[diagonal]
-            weight_TN = logits_TN.sigmoid()
-            weight_TN[diagonal] = -negated.sigmoid()
-            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
-            if direction == 0:
-                logits_TN[diagonal] = negated
-                loss = loss + softplus(logits_TN, threshold=40).sum()
-                bias_grad = bias_grad + weight_TN.sum()
+        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        for part in slices(len(rows_nE), tile.rows):
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, diagonal = _logits(scaled_nE, columns_NE, batch, part, columns)
+                logits_TC += bias
+                negated = -logits_TC[diagonal]
+                weight_TC = logits_TC.sigmoid()
+                weight_TC[diagonal] = -negated.sigmoid()
+                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
+                if direction == 0:
+                    logits_TC[diagonal] = negated
+                    loss = loss + softplus(logits_TC, threshold=40).sum()
+                    bias_grad = bias_grad + weight_TC.sum()
         grads.append(grad_nE.div_(total))
     scale_grad = (grads[0] * directions[0][0]).sum()
     loss = distributed.sum_over_ranks(loss) / total
     return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad, bias_grad / total)
 
 
-def _tiles(rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, tile: int) -> Any:
-    """Yield slices of rows, their logits with other positives at -inf, and the index of their diagonal."""
-    for low in range(0, len(rows_nE), tile):
-        part = slice(low, min(low + tile, len(rows_nE)))
-        logits_TN = rows_nE[part] @ columns_NE.T
-        row = torch.arange(len(logits_TN), device=logits_TN.device)
-        diagonal = (row, batch.offset + low + row)
-        if batch.shared_ids:
-            same = same_pair(batch.ids_N2[diagonal[1]], batch.ids_N2)
-            same[diagonal] = False
-            logits_TN.masked_fill_(same, -torch.inf)
-        yield part, logits_TN, diagonal
+def tile_of(rows: int, columns: int, device: torch.device) -> Tile:
+    """Return the size of tiles: all columns, or a square of very many."""
+    most, side = LARGE.get(device.type, LARGE["cuda"])
+    if columns <= most:
+        return Tile(TILE_ELEMENTS // max(1, columns) or 1, columns)
+    height = max(1, min(rows, side))
+    return Tile(height, side**2 // height)
 
 
-def hard_negatives(
-    query_nE: Tensor, keys_NE: Tensor, scale: Tensor, batch: GlobalBatch, key: int, tile: int | None = None
-) -> Tensor:
-    """Draw one negative for each of this rank's rows: its global index, -1 if the batch has none, int64 `[n]`.
+def slices(count: int, most: int) -> list[slice]:
+    """Cut a range of `count` into slices of `most`."""
+    return [slice(low, min(low + most, count)) for low in range(0, count, most)]
 
-    Row i's negative j is drawn with probability proportional to exp(scale <q_i, k_j>) (ALBEF, arXiv 2107.07651), in log
-    space by the Gumbel-max trick, so nothing can underflow; pairs that share an image or a caption are never drawn. The
-    noise is a hash of `key` and of the ids of both pairs: the draw depends neither on the order of the batch nor on how many
-    ranks hold it.
-    """
-    total = len(keys_NE)
-    tile = tile or max(1, TILE_ELEMENTS // max(1, total))
-    pair_N = pair_keys(batch.ids_N2)
-    chosen = []
-    for low in range(0, len(query_nE), tile):
-        rows = torch.arange(low, min(low + tile, len(query_nE)), device=query_nE.device) + batch.offset
-        with _full_precision(query_nE.device):
-            logits_TN = scale.float() * query_nE[low : low + tile].float() @ keys_NE.float().T
-        logits_TN = logits_TN + gumbel_noise(pair_N[rows], pair_N, key)
-        logits_TN = logits_TN.masked_fill(same_pair(batch.ids_N2[rows], batch.ids_N2), -torch.inf)
-        best, index = logits_TN.max(1)
-        chosen.append(index.masked_fill(best == -torch.inf, -1))
-    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.long, device=query_nE.device)
+
+def _logits(
+    rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, part: slice, columns: slice
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return a tile of logits `[T, C]`, other positives at -inf, and the index of the pairs' own, as far as they are in it."""
+    logits_TC = rows_nE[part] @ columns_NE[columns].T
+    first, last = batch.offset + part.start, batch.offset + part.stop  # of the rows in the global batch
+    low = max(first, columns.start)
+    own = torch.arange(low, max(low, min(last, columns.stop)), device=logits_TC.device)
+    diagonal = (own - first, own - columns.start)
+    if batch.shared_ids:
+        same = same_pair(batch.ids_N2[first:last], batch.ids_N2[columns])
+        same[diagonal] = False
+        logits_TC.masked_fill_(same, -torch.inf)
+    return logits_TC, diagonal
+
+
+def _add_product(sum_TE: Tensor, weight_TC: Tensor, columns_NE: Tensor, columns: slice) -> None:
+    """Add the weighted columns of a tile; the first tile overwrites."""
+    sum_TE.addmm_(weight_TC, columns_NE[columns], beta=min(columns.start, 1))

@@ -1,4 +1,7 @@
-"""Image-text matching: the fusion head classifies pairs as matching or not."""
+"""Image-text matching: the fusion head classifies pairs as matching or not.
+
+Shape letters: P pairs, n this rank's rows, N the global batch, T rows and C columns of a tile, E embedding width, L tokens.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +11,8 @@ from torch.nn import functional as F
 
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
-from mm_utils.objectives.losses import GlobalBatch, hard_negatives
+from mm_utils.model.row_noise import gumbel_noise, pair_keys
+from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
 from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm
 
 MATCH_PRIOR_ENTROPY = 0.6365  # one positive to two negatives: a matching loss that stays here has learnt nothing
@@ -156,3 +160,31 @@ def _score(
     # index_select, because the backward of indexing adds in no fixed order on CPUs, and runs would not repeat
     keys_values = tuple(layer.index_select(1, image_P) for layer in keys_values)
     return model.match_pairs(keys_values, states.index_select(0, text_P), mask[text_P])[:pairs]
+
+
+def hard_negatives(
+    query_nE: Tensor, keys_NE: Tensor, scale: Tensor, batch: GlobalBatch, key: int, tile: Tile | None = None
+) -> Tensor:
+    """Draw one negative for each of this rank's rows: its global index, -1 if the batch has none, int64 `[n]`.
+
+    Row i's negative j is drawn with probability proportional to exp(scale <q_i, k_j>) (ALBEF, arXiv 2107.07651), in log
+    space by the Gumbel-max trick, so nothing can underflow; pairs that share an image or a caption are never drawn. The
+    noise is a hash of `key` and of the ids of both pairs: the draw depends neither on the order of the batch nor on how many
+    ranks hold it.
+    """
+    tile = tile or tile_of(len(query_nE), len(keys_NE), query_nE.device)
+    ids_n2, pair_N = batch.ids_N2[batch.offset : batch.offset + len(query_nE)], pair_keys(batch.ids_N2)
+    pair_n = pair_N[batch.offset : batch.offset + len(query_nE)]
+    chosen_n = torch.full_like(pair_n, -1)
+    best_n = torch.full_like(pair_n, -torch.inf, dtype=torch.float32)
+    for part in slices(len(query_nE), tile.rows):
+        for columns in slices(len(keys_NE), tile.columns):
+            with full_precision(query_nE.device):
+                logits_TC = scale.float() * query_nE[part].float() @ keys_NE[columns].float().T
+            logits_TC = logits_TC + gumbel_noise(pair_n[part], pair_N[columns], key)
+            logits_TC = logits_TC.masked_fill(same_pair(ids_n2[part], batch.ids_N2[columns]), -torch.inf)
+            best_T, index_T = logits_TC.max(1)
+            is_better = best_T > best_n[part]
+            chosen_n[part] = torch.where(is_better, index_T + columns.start, chosen_n[part])
+            best_n[part] = torch.where(is_better, best_T, best_n[part])
+    return chosen_n

@@ -3,16 +3,20 @@
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
 in language and style; it cost a third of the recall (docs/log.md). A text tower, though, reads every caption by itself. So
-the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group.
+the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group; or, with `--pack_captions`, all
+in one row (`mm_utils.objectives.packing`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.packing import encode_packed, packs
 
 PASS_TOKENS = {"cpu": 32, "cuda": 8192}
 """Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device (H100)."""
@@ -45,26 +49,34 @@ def padded_tokens(lengths: Sequence[int], groups: Sequence[range]) -> int:
     return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
 
 
+def computed_tokens(model: FusionDualEncoderModel, lengths: Sequence[int], device_type: str) -> int:
+    """Count the tokens that `encode_in_groups` computes."""
+    return sum(lengths) if packs(model) else padded_tokens(lengths, length_groups(lengths, device_type))
+
+
 def encode_in_groups(
-    encode_text: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    model: FusionDualEncoderModel,
     input_ids: Tensor,
     attention_mask: Tensor,
     lengths: Sequence[int] | None,
+    with_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Encode n texts, in groups if their lengths are given.
+    """Return what `model.encode_text` returns of n texts, encoded in groups if their lengths are given.
 
     Args:
-        encode_text: returns `[n, E]` and `[n, L, C]` or `[n, 0, C]`.
         input_ids, attention_mask: the texts, `[n, L]`.
         lengths: the number of tokens of each text.
     """
     if not lengths:
-        return encode_text(input_ids, attention_mask)
+        return model.encode_text(input_ids, attention_mask, with_states)
+    if packs(model):
+        return encode_packed(model, input_ids, attention_mask, sum(lengths), with_states)
     embeds, states = [], []
     for group in length_groups(lengths, input_ids.device.type):
         rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
         # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
-        found = encode_text(*(tokens[rows, :longest].contiguous() for tokens in (input_ids, attention_mask)))
+        tokens, mask = (given[rows, :longest].contiguous() for given in (input_ids, attention_mask))
+        found = model.encode_text(tokens, mask, with_states)
         embeds.append(found[0])
         missing = input_ids.shape[1] - longest if found[1].shape[1] else 0
         states.append(F.pad(found[1], (0, 0, 0, missing)))

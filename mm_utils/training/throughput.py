@@ -13,7 +13,7 @@ from mm_utils import distributed
 from mm_utils.model.flops import FlopCounts
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.grad_cache import cuts
-from mm_utils.objectives.padding import length_groups, padded_tokens
+from mm_utils.objectives.padding import computed_tokens
 from mm_utils.training.memory import peak_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,7 @@ class Throughput(TrainerCallback):
         self.pairs += pairs
         self.real_tokens += real
         for cut in cuts(pairs, kwargs["micro_batch_size"]):
-            part = lengths[cut.start : cut.stop]
-            self.tokens += padded_tokens(part, length_groups(part, self.device.type))
+            self.tokens += computed_tokens(kwargs["model"], lengths[cut.start : cut.stop], self.device.type)
         self.wait += kwargs["data_wait"]
         if self.flops is not None and pairs:
             scored = self.pairs_per_image * pairs

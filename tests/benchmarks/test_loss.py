@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import loss
-from benchmarks.loss import LOSSES, extrapolate
+from benchmarks.loss import LOSSES, LOSSES_OF_RANK, LossBenchmarkArguments, extrapolate
 
 
 def test_both_are_the_same_loss():
@@ -16,6 +16,17 @@ def test_both_are_the_same_loss():
         inputs = [value.clone().requires_grad_() for value in (*vectors, torch.tensor(9.0))]
         loss = loss_of(*inputs)
         found.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_rank_of_many_computes_the_same_in_squares_and_in_strips(monkeypatch):
+    monkeypatch.setattr("mm_utils.objectives.losses.LARGE", {"cpu": (8, 2), "cuda": (8, 2)})
+    vectors = [torch.nn.functional.normalize(torch.randn(9, 4), dim=-1) for _ in range(2)]
+    found = []
+    for loss_of in LOSSES_OF_RANK.values():
+        scale = torch.tensor(9.0, requires_grad=True)
+        loss = loss_of(*vectors, scale, own=3)
+        found.append([loss.detach(), *torch.autograd.grad(loss, scale)])
     torch.testing.assert_close(found[0], found[1])
 
 
@@ -31,6 +42,11 @@ def test_what_does_not_fit_is_not_measured(monkeypatch):
     question = {"pairs": 64, "embedding_dim": 8, "repeats": 1}
     assert loss.measure({"loss": "naive", **question}) == {}
     assert loss.measure({"loss": "tiled", **question})["seconds"] > 0
+
+
+def test_own_pairs_are_some_of_all():
+    with pytest.raises(ValueError, match="--own_pairs is 64"):
+        LossBenchmarkArguments(pairs="32,128", own_pairs=64)
 
 
 @pytest.mark.slow

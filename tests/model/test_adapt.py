@@ -15,6 +15,7 @@ from mm_utils.model.adapt import (
     LoraArguments,
     add_adapters,
     attention_layers,
+    compile_parts,
     drop_patches,
     load_weights,
     merged,
@@ -25,6 +26,7 @@ from mm_utils.model.build import ModelArguments, build_model, freeze_unreached, 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, probe_input
 from mm_utils.model.processor import train_tokenizer
 from tests.model.test_processor import CAPTIONS
+from tests.objectives.test_joint import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -273,3 +275,30 @@ def test_dropout_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / wanted)
         assert load_model(str(tmp_path / wanted)).text_model.embeddings.dropout.p == 0.1
     assert shares == {"off": {0.0}, "keep": {0.1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "graphs"), [("contrastive", 2), ("contrastive_matching", 3), ("captioning", 3)])
+def test_compiled_parts_are_one_graph_each_without_breaks(
+    kind: str, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced, and run as they are: an objective over texts of other lengths in every step, and its gradients."""
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda part, **how: compile_module(part, backend="eager", **how))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = tiny_objective(kind), tiny_objective(kind)
+    compile_parts(compiled.model)
+    for length in (16, 14, 13):
+        batch = global_batch(kind)
+        for name in ("input_ids", "attention_mask"):
+            batch[name] = batch[name][:, :length]
+        found = []
+        for objective in (plain, compiled):
+            objective.zero_grad()
+            objective(batch, length)["loss"].backward()
+            found.append([weight.grad for weight in objective.parameters() if weight.grad is not None])
+        for value, right in zip(*found, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -96,7 +96,7 @@ def test_captions_in_groups_of_a_length_give_the_embeddings_of_the_stock_class(f
         image = model.encode_image(
             load_processor_of(str(folder(kind)))(images=noise(), return_tensors="pt").pixel_values
         )
-        text, states = encode_in_groups(model.encode_text, ids, mask, [len(caption) for caption in captions])
+        text, states = encode_in_groups(model, ids, mask, [len(caption) for caption in captions])
         scored = model.match_pairs(
             [each[:, :1].expand(-1, len(ids), *each.shape[2:]) for each in image[1]], states, mask
         )

@@ -14,9 +14,18 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils import distributed
-from mm_utils.objectives.losses import gather_batch, hard_negatives, info_nce, same_pair, sigmoid_loss
+from mm_utils.objectives.losses import (
+    Tile,
+    distilled_info_nce,
+    gather_batch,
+    info_nce,
+    same_pair,
+    sigmoid_loss,
+)
+from mm_utils.objectives.matching import hard_negatives
 from tests.test_distributed import run_on_ranks
 
+tiles = st.one_of(st.none(), st.builds(Tile, st.integers(1, 16), st.integers(1, 16)))
 UNEVEN = {2: [(4, 4), (3, 5), (8, 0)], 3: [(3, 3, 2), (1, 5, 2), (4, 0, 4), (0, 0, 8)]}
 
 
@@ -28,7 +37,7 @@ def dense_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor) -> T
     return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
 
 
-def tiled_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, tile: int | None = None) -> Tensor:
+def tiled_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, tile: Tile | None = None) -> Tensor:
     return info_nce(image, text, scale, gather_batch(image, text, ids), tile)
 
 
@@ -61,7 +70,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 @given(
     count=st.integers(1, 14),
     width=st.integers(1, 9),
-    tile=st.one_of(st.none(), st.integers(1, 16)),
+    tile=tiles,
     images=st.integers(1, 20),
     captions=st.integers(1, 20),
     log_scale=st.floats(-4, 5),
@@ -69,7 +78,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 )
 @settings(max_examples=120)
 def test_equals_the_definition(
-    count: int, width: int, tile: int | None, images: int, captions: int, log_scale: float, seed: int
+    count: int, width: int, tile: Tile | None, images: int, captions: int, log_scale: float, seed: int
 ) -> None:
     image, text, ids = make_batch(count, width, seed, images, captions)
     scale = torch.tensor(log_scale, dtype=torch.double).exp()
@@ -94,7 +103,7 @@ def test_upstream_gradient_multiplies() -> None:
 def test_fp32_is_as_good_as_it_can_be(scale: float) -> None:
     image, text, ids = make_batch(64, 32, images=60)
     exact = with_gradients(dense_info_nce, image.float(), text.float(), torch.tensor(scale), ids)
-    found = with_gradients(tiled_info_nce, image.float(), text.float(), torch.tensor(scale), ids, tile=10)
+    found = with_gradients(tiled_info_nce, image.float(), text.float(), torch.tensor(scale), ids, tile=Tile(10, 12))
     double = with_gradients(dense_info_nce, image, text, torch.tensor(scale, dtype=torch.double), ids)
     for value, fp32, right in zip(found, exact, double, strict=True):
         assert value.dtype == torch.float32
@@ -130,8 +139,8 @@ def test_pairs_that_share_an_image_or_a_caption_are_no_negatives(column: int) ->
     assert tiled_info_nce(image, text, scale, apart) > before
 
 
-@pytest.mark.parametrize("tile", [None, 1, 3])
-def test_no_negatives_at_all(tile: int | None) -> None:
+@pytest.mark.parametrize("tile", [None, Tile(1, 1), Tile(3, 2)])
+def test_no_negatives_at_all(tile: Tile | None) -> None:
     for count, ids in ((1, torch.zeros(1, 2)), (5, torch.zeros(5, 2))):
         image, text, _ = make_batch(count, 4)
         scale = torch.tensor(7.0, dtype=torch.double)
@@ -206,7 +215,7 @@ def largest_tensor() -> Iterator[_Largest]:
 
 
 def test_no_quadratic_tensor() -> None:
-    count, width, tile = 128, 4, 8
+    count, width, tile = 128, 4, Tile(8, 16)
     image, text, ids = make_batch(count, width)
     scale = torch.tensor(10.0, dtype=torch.double)
     with largest_tensor() as dense:
@@ -216,7 +225,7 @@ def test_no_quadratic_tensor() -> None:
         hard_negatives(image, text, scale, gather_batch(image, text, ids), key=0, tile=tile)
         with_gradients(tiled_sigmoid, image, text, scale, -scale, ids, tile=tile)
     assert dense.elements >= count**2
-    assert tiled.elements <= 2 * tile * count  # the comparison of both ids of a tile
+    assert tiled.elements <= 2 * count * width  # the embeddings
 
 
 def test_default_tiles_do_not_depend_on_the_batch() -> None:
@@ -227,11 +236,15 @@ def test_default_tiles_do_not_depend_on_the_batch() -> None:
         small = with_gradients(tiled_info_nce, image, text, scale, ids)
         patch.setattr("mm_utils.objectives.losses.TILE_ELEMENTS", 1)
         one_row = with_gradients(tiled_info_nce, image, text, scale, ids)
-    for value, other, right in zip(
-        small, one_row, with_gradients(tiled_info_nce, image, text, scale, ids), strict=True
+        patch.setattr("mm_utils.objectives.losses.LARGE", {"cpu": (8, 2), "cuda": (8, 2)})
+        squares = with_gradients(tiled_info_nce, image, text, scale, ids)
+        drawn = hard_negatives(image, text, scale, gather_batch(image, text, ids), key=1)
+    for *others, right in zip(
+        small, one_row, squares, with_gradients(tiled_info_nce, image, text, scale, ids), strict=True
     ):
-        torch.testing.assert_close(value, right)
-        torch.testing.assert_close(other, right)
+        for value in others:
+            torch.testing.assert_close(value, right)
+    assert torch.equal(drawn, hard_negatives(image, text, scale, gather_batch(image, text, ids), key=1))
 
 
 # -- sigmoid, one process -----------------------------------------------------------------------------------------------
@@ -246,7 +259,7 @@ def dense_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids:
 
 
 def tiled_sigmoid(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor, tile: int | None = None
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor, tile: Tile | None = None
 ) -> Tensor:
     return sigmoid_loss(image, text, scale, bias, gather_batch(image, text, ids), tile)
 
@@ -254,7 +267,7 @@ def tiled_sigmoid(
 @given(
     count=st.integers(1, 14),
     width=st.integers(1, 9),
-    tile=st.one_of(st.none(), st.integers(1, 16)),
+    tile=tiles,
     images=st.integers(1, 20),
     captions=st.integers(1, 20),
     log_scale=st.floats(-4, 5),
@@ -263,7 +276,7 @@ def tiled_sigmoid(
 )
 @settings(max_examples=120)
 def test_sigmoid_equals_the_definition(
-    count: int, width: int, tile: int | None, images: int, captions: int, log_scale: float, bias: float, seed: int
+    count: int, width: int, tile: Tile | None, images: int, captions: int, log_scale: float, bias: float, seed: int
 ) -> None:
     image, text, ids = make_batch(count, width, seed, images, captions)
     scale = torch.tensor(log_scale, dtype=torch.double).exp()
@@ -297,6 +310,46 @@ def test_losses_leave_the_precision_of_products_as_it_was(precision: str) -> Non
         torch.set_float32_matmul_precision(before)
 
 
+# -- towards a teacher, one process -------------------------------------------------------------------------------------
+
+
+def dense_distilled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
+    """The definition, with every matrix in memory."""
+    other_positives = (ids[:, None] == ids).any(-1).fill_diagonal_(False)
+    own = (scale * image @ text.T).masked_fill(other_positives, -torch.inf)
+    soft = (scale.detach() * teacher[0] @ teacher[1].T).masked_fill(other_positives, -torch.inf)
+    losses = [
+        -(q.softmax(1) * z.log_softmax(1).masked_fill(other_positives, 0)).sum(1)
+        for z, q in ((own, soft), (own.T, soft.T))
+    ]
+    return torch.cat(losses).mean()
+
+
+@given(
+    count=st.integers(1, 14),
+    width=st.integers(1, 9),
+    tile=tiles,
+    images=st.integers(1, 20),
+    captions=st.integers(1, 20),
+    log_scale=st.floats(-4, 5),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=80)
+def test_distillation_equals_the_definition(
+    count: int, width: int, tile: Tile | None, images: int, captions: int, log_scale: float, seed: int
+) -> None:
+    image, text, ids = make_batch(count, width, seed, images, captions)
+    teacher = torch.stack(make_batch(count, width, seed + 1)[:2])
+
+    def tiled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+        return distilled_info_nce(image, text, scale, *teacher, gather_batch(image, text, ids), tile)
+
+    inputs = image, text, torch.tensor(log_scale, dtype=torch.double).exp(), ids
+    expected = with_gradients(dense_distilled, *inputs, teacher=teacher)
+    for value, right in zip(with_gradients(tiled, *inputs), expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+
+
 # -- hard negatives, one process ----------------------------------------------------------------------------------------
 
 
@@ -322,7 +375,7 @@ def test_a_known_positive_is_never_drawn(
     assert ((drawn == -1) == positive.all(1)).all()
     rows = (drawn >= 0).nonzero()[:, 0]
     assert not positive[rows, drawn[rows]].any()
-    for tile in (1, 3):
+    for tile in (Tile(1, 20), Tile(3, 1), Tile(20, 7)):
         assert torch.equal(hard_negatives(image, text, scale, batch, key, tile), drawn)
 
 
@@ -423,7 +476,7 @@ def step_on_this_rank(cases: list[tuple[int, ...]]) -> list[dict[str, Any]]:
         mine = slice(sum(sizes[: distributed.rank()]), sum(sizes[: distributed.rank() + 1]))
         image, text, scale = towers(features[mine], weights)
         batch = gather_batch(image, text, ids[mine])
-        loss = info_nce(image, text, scale, batch, tile=2)
+        loss = info_nce(image, text, scale, batch, tile=Tile(2, 3))
         drawn = [hard_negatives(image.detach(), batch.text_NE, scale.detach(), batch, key) for key in range(5)]
         gradients = torch.autograd.grad(loss, weights)
         results.append(

@@ -65,8 +65,8 @@ class ObjectiveArguments:
     whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.")
     pack_captions: bool = arg(
         False,
-        "Encode the captions of a batch in one row of tokens, without padding, in place of groups of about one length: fewer, "
-        "larger kernels. For GPUs, with bf16 or fp16; not measured on one yet.",
+        "Encode the captions of a batch in one row of tokens, without padding, in place of groups of about one length: less "
+        "computing, and fewer kernels than of several groups. For GPUs, with bf16 or fp16; not measured on one yet.",
     )
     max_logit_scale: float | None = arg(
         None,

@@ -22,6 +22,8 @@ from mm_utils.training import balance
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.balance import Balance, deal, seconds_per_pair
 from mm_utils.training.throughput import Communication
+from scripts import pretrain
+from tests.distributed.test_signature import accelerator_of_this_rank
 from tests.faults.tiny_run import TinyRun, batch_of, build
 from tests.objectives.test_grad_cache import ALONE
 from tests.objectives.test_joint import global_batch, tiny_objective
@@ -29,6 +31,7 @@ from tests.test_distributed import run_on_ranks
 from tests.training.test_trainer import rows_of
 
 STEPS, BATCH = 4, 9
+TERMS = (["contrastive"], ["contrastive", "matching"])
 CASES = list(product(("sigmoid_matching", "self_distillation"), (None, "2")))
 
 
@@ -106,8 +109,9 @@ def train(
     unwrapped: Any = trainer.accelerator.unwrap_model(trainer.objective)
     if exact:
         Slow(unwrapped)
-    measured = [Balance(trainer.accelerator, unwrapped), Communication(trainer.accelerator.distributed_type)]
-    trainer.callbacks.callbacks = [*measured, *trainer.callbacks.callbacks]
+    hangs, *others = trainer.callbacks.callbacks
+    metering = Communication(trainer.accelerator.distributed_type)
+    trainer.callbacks.callbacks = [hangs, Balance(trainer.accelerator, unwrapped), metering, *others]
     trainer.train()
     exchanged = list(rows_of(folder, "comm_mib").values()) if distributed.rank() == 0 else []
     parameters = sum(weight.numel() for weight in unwrapped.parameters() if weight.requires_grad)
@@ -144,14 +148,32 @@ def test_ranks_of_unequal_speed_end_with_the_weights_of_one_process(tmp_path: Pa
 
 
 def test_the_log_has_what_a_step_exchanges(tmp_path: Path) -> None:
-    """The formulas, and the flags on which ranks agree after each step."""
+    """The formulas, and the flags on which ranks agree after each step; the fusion head is trained in the last two."""
     for size, (parameters, exchanged) in run_on_ranks(2, metered_on_this_rank, tmp_path)[0]:
         width = tiny_objective("contrastive").model.config.projection_dim
-        predicted = predict(
-            ["contrastive", "matching"], StepSize(2, 5, width, 8, parameters, has_parts=size is not None)
-        )
-        expected = (sum(predicted.values()) + reduced_bytes(7 * 8, 2)) / 2**20
-        assert exchanged == [pytest.approx(expected, rel=1e-9)] * STEPS
+        step = StepSize(2, 5, width, 8, parameters, has_parts=size is not None)
+        agreed = reduced_bytes(7 * 8, 2)
+        towers, both = (sum(predict(terms, step).values()) + agreed for terms in TERMS)
+        assert exchanged == pytest.approx([each / 2**20 for each in (towers, towers, both, both)], rel=1e-9)
+
+
+def pretrained_on_this_rank(argv: list[str]) -> None:
+    """`scripts/pretrain.py`, in which process 1 is found to be three times as slow."""
+    accelerator_of_this_rank()
+    measure = balance.seconds_per_pair
+    if distributed.world_size() > 1:
+        balance.seconds_per_pair = lambda *given: [0.1, 0.3][: len(measure(*given))]
+    pretrain.main(argv)
+
+
+@pytest.mark.slow
+def test_pretrain_deals_by_speed_and_learns_what_one_process_learns(tiny_flags: list[str], tmp_path: Path) -> None:
+    for world, flags in ((1, []), (2, ["--balance", "--resume_from_checkpoint", "latest"])):
+        folder = tmp_path / str(world)
+        run_on_ranks(world, pretrained_on_this_rank, [*tiny_flags, *flags, "--output_dir", str(folder)])
+    assert rows_of(tmp_path / "2", "loss") == pytest.approx(rows_of(tmp_path / "1", "loss"), rel=1e-4)
+    assert min(rows_of(tmp_path / "2", "comm_mib").values()) > 0
+    assert not rows_of(tmp_path / "1", "comm_mib")
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------

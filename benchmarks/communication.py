@@ -10,7 +10,6 @@ docs/communication.md; `benchmarks.scaling` reckons with them too.
 import logging
 import sys
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -102,9 +101,9 @@ def predict(terms: list[str], size: StepSize) -> dict[str, float]:
 
 
 def count(
-    accelerator: Accelerator, objective: JointObjective, batch: dict[str, Any], micro_batch_size: int | None
-) -> float:
-    """Take a step; return the bytes that this process received in it."""
+    accelerator: Accelerator, objective: JointObjective, batch: dict[str, Any], micro_batch_sizes: list[int | None]
+) -> list[float]:
+    """Take a step with each micro-batch size; return the bytes that this process received in it."""
     of_buckets: list[float] = []
 
     def hook(state: None, bucket: GradBucket) -> Future[Tensor]:
@@ -114,9 +113,14 @@ def count(
     prepared: Any = accelerator.prepare(objective)
     if prepared is not objective:
         prepared.register_comm_hook(None, hook)
-    before = meter.received
-    backward(accelerator, prepared, batch, 0, micro_batch_size)
-    return meter.received - before + sum(of_buckets)
+    found = []
+    for size in micro_batch_sizes:
+        before = meter.received
+        backward(accelerator, prepared, batch, 0, size)
+        found.append(meter.received - before + sum(of_buckets))
+        prepared.zero_grad()
+        of_buckets.clear()
+    return found
 
 
 def size_of_step(
@@ -146,7 +150,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     logging.basicConfig(level=logging.WARNING)
     accelerator, results = make_accelerator(), []
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
-    for objectives, size in product(args.objectives_tried.split("/"), (None, args.micro_batch_size)):
+    sizes = [None, args.micro_batch_size]
+    for objectives in args.objectives_tried.split("/"):
         torch.manual_seed(0)
         model = build_model(model_args, processor.tokenizer)
         objective_args = ObjectiveArguments(objectives, matryoshka_dims=args.matryoshka_dims)
@@ -156,10 +161,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         if objective.needs_teacher:
             objective.teacher = WeightAverage(model.to(accelerator.device), 0.9)
         losses = 1 + len(objective_args.widths)
-        step = size_of_step(objective, batch, size is not None, losses, accelerator.device)
-        predicted = predict(list(objective_args.weights), step)
-        counted = count(accelerator, objective, batch, size)
-        results.append({"objectives": objectives, "size": size, "predicted": predicted, "counted": counted})
+        for size, counted in zip(sizes, count(accelerator, objective, batch, sizes), strict=True):
+            step = size_of_step(objective, batch, size is not None, losses, accelerator.device)
+            predicted = predict(list(objective_args.weights), step)
+            results.append({"objectives": objectives, "size": size, "predicted": predicted, "counted": counted})
         accelerator.free_memory()
 
     if accelerator.is_main_process:

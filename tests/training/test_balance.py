@@ -82,6 +82,7 @@ def train(
         "global_batch_size": BATCH,
         "max_steps": STEPS,
         "micro_batch_size": micro_batch_size,
+        "save_steps": 0,  # when a checkpoint is complete, ranks agree once more
     }
     trainer = build(TinyRun(folder, None, dropout=0.0, exact=exact, kind=kind, arguments=arguments), [])
     data: Any = trainer.data
@@ -118,19 +119,38 @@ def train(
     return data.loaders.division.weights, seen[-STEPS:], parameters, exchanged
 
 
-def runs_on_this_rank(root: Path) -> list[Any]:
+def runs_on_this_rank(root: Path) -> dict[str, Any]:
+    """All that is to be seen on ranks, as starting them is what takes long."""
     world = distributed.world_size()
-    return [train(root / f"{world}-{kind}-{size}", kind, size, True) for kind, size in CASES if world > 1 or not size]
+    cases = [(kind, size) for kind, size in CASES if world > 1 or not size]
+    found: dict[str, Any] = {"measured": measured_on_this_rank()}
+    found["balanced"] = [train(root / f"{world}-{kind}-{size}", kind, size, True) for kind, size in cases]
+    if world > 1:
+        metered = {size: train(root / f"metered-{size}", "contrastive_matching", size, False) for size in (None, "2")}
+        found["metered"] = {size: (parameters, mib) for size, (*_, parameters, mib) in metered.items()}
+    return found
 
 
-def metered_on_this_rank(root: Path) -> list[Any]:
-    return [(size, train(root / f"metered-{size}", "contrastive_matching", size, False)[2:]) for size in (None, "2")]
+def measured_on_this_rank() -> list[float]:
+    objective = tiny_objective("contrastive")
+    objective.model.text_model.register_forward_hook(lambda *_: time.sleep(0.6 * distributed.rank()))
+    return seconds_per_pair(ALONE, objective, global_batch(), 0, 2)
 
 
-def test_ranks_of_unequal_speed_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
-    for world in (1, 2):
-        by_rank = run_on_ranks(world, runs_on_this_rank, tmp_path)
-        for cases in zip(*by_rank, strict=True):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def on_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What each rank of a run of one process, and of two, found."""
+    return {world: run_on_ranks(world, runs_on_this_rank, folder) for world in (1, 2)}
+
+
+def test_ranks_of_unequal_speed_end_with_the_weights_of_one_process(on_ranks: Any, folder: Path) -> None:
+    for world, by_rank in on_ranks.items():
+        for cases in zip(*(found["balanced"] for found in by_rank), strict=True):
             weights = cases[0][0]
             if world == 2:
                 assert weights == (7.0, 2.0)
@@ -140,21 +160,26 @@ def test_ranks_of_unequal_speed_end_with_the_weights_of_one_process(tmp_path: Pa
             together = [[row for _, seen, *_ in cases for row in seen[step]] for step in range(STEPS)]
             assert together == [[(7 * step + place) % 20 for place in range(BATCH)] for step in range(STEPS)]
     for kind, size in CASES:
-        right = load_file(tmp_path / f"1-{kind}-None" / "model.safetensors")
-        for name, found in load_file(tmp_path / f"2-{kind}-{size}" / "model.safetensors").items():
-            torch.testing.assert_close(
-                found, right[name], rtol=1e-7, atol=1e-9, msg=f"{name} of {kind} in parts of {size}"
-            )
+        right = load_file(folder / f"1-{kind}-None" / "model.safetensors")
+        for name, found in load_file(folder / f"2-{kind}-{size}" / "model.safetensors").items():
+            message = f"{name} of {kind} in parts of {size}"
+            torch.testing.assert_close(found, right[name], rtol=1e-7, atol=1e-9, msg=message)
 
 
-def test_the_log_has_what_a_step_exchanges(tmp_path: Path) -> None:
+def test_the_log_has_what_a_step_exchanges(on_ranks: Any) -> None:
     """The formulas, and the flags on which ranks agree after each step; the fusion head is trained in the last two."""
-    for size, (parameters, exchanged) in run_on_ranks(2, metered_on_this_rank, tmp_path)[0]:
+    for size, (parameters, exchanged) in on_ranks[2][0]["metered"].items():
         width = tiny_objective("contrastive").model.config.projection_dim
         step = StepSize(2, 5, width, 8, parameters, has_parts=size is not None)
         agreed = reduced_bytes(7 * 8, 2)
         towers, both = (sum(predict(terms, step).values()) + agreed for terms in TERMS)
         assert exchanged == pytest.approx([each / 2**20 for each in (towers, towers, both, both)], rel=1e-9)
+
+
+def test_a_rank_that_is_slow_is_measured_as_slow_on_all(on_ranks: Any) -> None:
+    (fast, slow), others = (found["measured"] for found in on_ranks[2])
+    assert others == [fast, slow]
+    assert slow > max(0.3, 1.5 * fast)
 
 
 def pretrained_on_this_rank(argv: list[str]) -> None:
@@ -189,18 +214,6 @@ def test_measuring_changes_nothing(kind: str) -> None:
     assert 0 < seconds < 60
     assert all(torch.equal(value, before[name]) for name, value in objective.state_dict().items())
     assert all(parameter.grad is None for parameter in objective.parameters())
-
-
-def measured_on_this_rank() -> list[float]:
-    objective = tiny_objective("contrastive")
-    objective.model.text_model.register_forward_hook(lambda *_: time.sleep(1.0 * distributed.rank()))
-    return seconds_per_pair(ALONE, objective, global_batch(), 0, 2)
-
-
-def test_a_rank_that_is_slow_is_measured_as_slow_on_all() -> None:
-    (fast, slow), others = run_on_ranks(2, measured_on_this_rank)
-    assert others == [fast, slow]
-    assert slow > max(0.5, 2 * fast)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Where the time goes on many GPUs, reckoned: what breaks first at 10^9 pairs and 1,024 GPUs.
 
     python -m benchmarks.scaling
-    python -m benchmarks.scaling --vision_config vit_l_14.json --gpus 64,1024 --global_batch 32768,1048576
+    python -m benchmarks.scaling --vision_config small --text_config small --gpus 64,1024 --bandwidth_gb 25
 
 It needs no GPU. FLOPs are counted on the real model (`mm_utils.model.flops`), bytes by the formulas of docs/communication.md
 (`benchmarks.communication`), which are tested, and the draw of a global batch is timed here. What a GPU, a link, a core and a

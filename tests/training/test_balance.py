@@ -23,10 +23,10 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.balance import Balance, deal, seconds_per_pair
 from mm_utils.training.throughput import Communication
 from scripts import pretrain
-from tests.distributed.test_signature import accelerator_of_this_rank
 from tests.faults.tiny_run import TinyRun, batch_of, build
 from tests.objectives.test_grad_cache import ALONE
 from tests.objectives.test_joint import global_batch, tiny_objective
+from tests.scripts.test_pretrain import ROOT, launch, losses
 from tests.test_distributed import run_on_ranks
 from tests.training.test_trainer import rows_of
 
@@ -182,23 +182,30 @@ def test_a_rank_that_is_slow_is_measured_as_slow_on_all(on_ranks: Any) -> None:
     assert slow > max(0.3, 1.5 * fast)
 
 
-def pretrained_on_this_rank(argv: list[str]) -> None:
-    """`scripts/pretrain.py`, in which process 1 is found to be three times as slow."""
-    accelerator_of_this_rank()
-    measure = balance.seconds_per_pair
-    if distributed.world_size() > 1:
-        balance.seconds_per_pair = lambda *given: [0.1, 0.3][: len(measure(*given))]
-    pretrain.main(argv)
+WITH_A_SLOW_PROCESS = """
+from mm_utils.training import balance
+from scripts import pretrain
+
+measure = balance.seconds_per_pair
+balance.seconds_per_pair = lambda *given: [0.1, 0.3][: len(measure(*given))]
+pretrain.main()
+"""
 
 
 @pytest.mark.slow
 def test_pretrain_deals_by_speed_and_learns_what_one_process_learns(tiny_flags: list[str], tmp_path: Path) -> None:
-    for world, flags in ((1, []), (2, ["--balance", "--resume_from_checkpoint", "latest"])):
-        folder = tmp_path / str(world)
-        run_on_ranks(world, pretrained_on_this_rank, [*tiny_flags, *flags, "--output_dir", str(folder)])
-    assert rows_of(tmp_path / "2", "loss") == pytest.approx(rows_of(tmp_path / "1", "loss"), rel=1e-4)
-    assert min(rows_of(tmp_path / "2", "comm_mib").values()) > 0
-    assert not rows_of(tmp_path / "1", "comm_mib")
+    """Process 1 is measured, and said to be three times as slow."""
+    script, config = tmp_path / "slow.py", str(ROOT / "accelerate_configs/two_processes.yaml")
+    script.write_text(WITH_A_SLOW_PROCESS)
+    flags = [*tiny_flags, "--balance", "--output_dir", str(tmp_path / "two")]
+    environment = {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    two = launch(["--config_file", config, str(script), *flags], tmp_path, **environment)
+    assert two.returncode == 0, two.stderr
+    assert "--balance: of 8 pairs, process 1 2 (300 ms a pair), process 0 6 (100 ms a pair)" in two.stderr
+    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "one")])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    assert min(rows_of(tmp_path / "two", "comm_mib").values()) > 0
+    assert not rows_of(tmp_path / "one", "comm_mib")
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mm_utils.communication import gathered_bytes, meter, reduced_bytes
+
 logger = logging.getLogger(__name__)
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
 BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
 COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
@@ -81,6 +83,19 @@ def is_lost_connection(error: BaseException) -> bool:
     )
 
 
+def _all_gather(everything: Tensor, mine: Tensor) -> None:
+    """Gather into `everything`, metered."""
+    with meter.exchange(gathered_bytes(mine.nbytes, world_size()), mine.device):
+        _gather_into(everything, mine)
+
+
+def _all_reduce(values: Tensor, **options: Any) -> Any:
+    """Reduce in place, metered; the options are those of `torch.distributed.all_reduce`."""
+    received = reduced_bytes(values.nbytes, dist.get_world_size(options.get("group")))
+    with meter.exchange(received, values.device):
+        return dist.all_reduce(values, **options)
+
+
 def gather_sizes(count: int, device: torch.device) -> list[int]:
     """Return how many rows every rank holds."""
     if world_size() == 1:
@@ -122,7 +137,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the element-wise sum over the ranks, without gradient."""
     values = values.detach().clone()
     if world_size() > 1:
-        dist.all_reduce(values)
+        _all_reduce(values)
     return values
 
 
@@ -131,7 +146,7 @@ def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
     if world_size() == 1:
         return numbers
     most = torch.tensor(numbers, dtype=torch.long, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    _all_reduce(most, op=dist.ReduceOp.MAX)
     return most.tolist()
 
 
@@ -153,7 +168,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     for alike in gradients.values():
         for bucket in _buckets(alike):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
-            dist.all_reduce(flat)
+            _all_reduce(flat)
             flat /= world_size()
             for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
                 gradient.copy_(mean.view_as(gradient))

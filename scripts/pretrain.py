@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     model_args, lora_args, start_args, objective_args, optimizer_args, *others = others
     args, eval_args, interpolation_args, hub_args, run_args = others
     media_args.check(to_dict(*parsed))
-    stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features)
+    stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features, args.balance)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
     interpolation_args.check(model_args, bool(start_args.closed_form_images) and not stream_args.streaming)
     check_model(model_args.model_name_or_path)

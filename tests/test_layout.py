@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mm_utils"
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 FLOORS = [
-    {"distributed", "embedding_codes", "files", "text"},
+    {"communication", "distributed", "embedding_codes", "files", "text"},
     {"arguments"},
     {"data", "model"},
     {"objectives", "reliability"},

@@ -103,8 +103,8 @@ class Objective(nn.Module):
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
         """Run the model on a part of a batch, as far as `plan` (`for_loss`) and `part` (`for_backward`) need it."""
         raise ValueError(
-            f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size, or "
-            "give it `encode`, `plan`, `part` and `report`."
+            f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size and "
+            "--balance, or give it `encode`, `plan`, `part` and `report`."
         )
 
     def plan(self, encoded: Any, batch: Batch, step: int) -> Plan:

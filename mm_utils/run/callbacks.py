@@ -9,8 +9,9 @@ from mm_utils.reliability.skipped_samples import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
+from mm_utils.training.balance import Balance
 from mm_utils.training.callbacks import LossOfMedium, ProgressBar
-from mm_utils.training.throughput import LoaderAdvice, Throughput
+from mm_utils.training.throughput import Communication, LoaderAdvice, Throughput
 
 
 def default_callbacks(
@@ -27,7 +28,9 @@ def default_callbacks(
     device, args = run.accelerator.device, run.args
     callbacks: list[TrainerCallback] = [
         HangDetection(args.ddp_timeout),
+        Balance(run.accelerator, objective),
         Throughput(device, flops if len(data.media) == 1 else None, objective.pairs_per_image),
+        Communication(run.accelerator.distributed_type),
         LossOfMedium(),
         StragglerDetection(),
         SkippedSamples(),

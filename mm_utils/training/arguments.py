@@ -31,6 +31,11 @@ class TrainingArguments:
         "Pairs per process whose activations are held at a time, or 'auto', when memory is short. It does not change what is "
         "learnt, and is halved when memory runs out.",
     )
+    balance: bool = arg(
+        False,
+        "Give slower processes fewer pairs, by their speed at every start: for GPUs of several kinds. It changes what is learnt in "
+        "the last digits only.",
+    )
     per_device_eval_batch_size: int = arg(
         64, "Images per process and forward pass in evaluation. It does not change the metrics."
     )

@@ -44,7 +44,7 @@ def find_micro_batch_size(
     def peak(pairs: int) -> int:
         reset_peak(accelerator.device)
         for step in {0, accelerator.unwrap_model(objective).tower_steps or 0}:  # a step of each part of the run
-            backward(accelerator, objective, _synthetic(batch, pairs, max_seq_length), step, pairs)
+            backward(accelerator, objective, synthetic_batch(batch, pairs, max_seq_length), step, pairs)
             objective.zero_grad()
         return peak_bytes(accelerator.device)
 
@@ -72,12 +72,13 @@ def largest_that_fits(peak: Callable[[int], int], trials: list[int], available: 
     return max(1, min(largest, fits if fits < ROUND_TO else fits // ROUND_TO * ROUND_TO))
 
 
-def _synthetic(batch: Batch, pairs: int, length: int) -> Batch:
+def synthetic_batch(batch: Batch, pairs: int, length: int) -> Batch:
+    """Return so many blank pairs of captions of one length, with all that `batch` has."""
     ones = batch["input_ids"].new_ones(pairs, length)
     inputs = {
         name: value.new_zeros(pairs, *value.shape[1:])
         for name, value in batch.items()
-        if name == "pixel_values" or name.startswith(("vision_", "text_"))
+        if name == "pixel_values" or name.startswith(("vision_", "text_", "teacher_"))
     }
     inputs |= {name: value for name, value in batch.items() if name == "medium"}
     if "text_states" in inputs:

@@ -1,4 +1,4 @@
-"""Measure how well the hardware is used: pairs and FLOPs per second, memory; advise a run that waits for its data."""
+"""Measure how well a run uses its hardware, and advise one that waits for its data."""
 
 import logging
 import math
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
+from mm_utils.communication import meter, reduced_bytes
 from mm_utils.model.flops import FlopCounts
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.grad_cache import cuts
@@ -48,7 +50,7 @@ class Throughput(TrainerCallback):
         """Count a step."""
         lengths = kwargs["batch"]["lengths"]
         pairs, real = len(lengths), sum(lengths)
-        self.pairs += pairs
+        self.pairs += args.batch_sizes.at(state.global_step - 1)
         self.real_tokens += real
         for cut in cuts(pairs, kwargs["micro_batch_size"]):
             self.tokens += computed_tokens(kwargs["model"], lengths[cut.start : cut.stop], self.device.type)
@@ -69,7 +71,7 @@ class Throughput(TrainerCallback):
         if logs is None or "loss" not in logs or self.start is None:
             return
         seconds = max(1e-9, time.perf_counter() - self.start)
-        logs["pairs_per_second"] = self.pairs * distributed.world_size() / seconds
+        logs["pairs_per_second"] = self.pairs / seconds
         logs["data_wait"] = self.wait / seconds
         logs["padding"] = 1 - self.real_tokens / self.tokens if self.tokens else 0.0
         logs["peak_memory_gib"] = peak_bytes(self.device) / 2**30
@@ -89,6 +91,74 @@ class Throughput(TrainerCallback):
     def _restart(self, start: float | None) -> None:
         self.start, self.wait = start, 0.0
         self.pairs = self.real_tokens = self.tokens = self.operations = 0
+
+
+class Communication(TrainerCallback):
+    """Add to each training row what this rank exchanges with the others in a step, on average since the row before.
+
+    comm_mib: MiB received. comm_seconds: seconds in which it waited for them (`mm_utils.communication`). DDP's averages of gradients
+    are in the first by their size, and not in the second, as they travel beside the backward pass. What FSDP2 and DeepSpeed
+    exchange by themselves is in neither. A run of one process has no such figures.
+
+    Args:
+        backend: how the objective is distributed.
+    """
+
+    def __init__(self, backend: DistributedType):
+        self.by_ddp = backend not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        self._began: tuple[float, float] | None = None
+        self._reset()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Learn the size of the gradients."""
+        gradients = sum(weight.nbytes for weight in kwargs["model"].parameters() if weight.requires_grad)
+        self.averaged = reduced_bytes(gradients, distributed.world_size()) if self.by_ddp else 0.0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Count from here to the next step, evaluation, checkpoint or row of the log."""
+        self._pause()
+        self._began = meter.received, meter.seconds
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Count a step; in several parts, it averages gradients by `mm_utils.distributed`, where they are metered."""
+        self.steps += 1
+        if kwargs["micro_batch_size"] is None:
+            self.received += self.averaged
+
+    def on_evaluate_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the evaluation out."""
+        self._pause()
+
+    def on_save_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the checkpoint out."""
+        self._pause()
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the figures to a training row."""
+        self._pause()
+        if logs is None or "loss" not in logs or not self.steps:
+            return
+        if distributed.world_size() > 1:
+            logs["comm_mib"] = self.received / self.steps / 2**20
+            logs["comm_seconds"] = self.seconds / self.steps
+        self._reset()
+
+    def _pause(self) -> None:
+        if self._began is not None:
+            received, seconds = self._began
+            self.received += meter.received - received
+            self.seconds += meter.seconds - seconds
+            self._began = None
+
+    def _reset(self) -> None:
+        self.steps, self.received, self.seconds = 0, 0.0, 0.0
 
 
 def gpu_utilisation(device: torch.device) -> float | None:

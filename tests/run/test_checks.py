@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 
 from mm_utils import distributed
 from mm_utils.run import checks
@@ -226,11 +228,22 @@ def test_precisions_that_an_old_gpu_refuses(
 
 
 def test_gpus_of_two_kinds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    checks.check_devices(torch.device("cpu"))
+    alone: Any = SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.NO)
+    checks.check_devices(alone, balance=False)
     assert not caplog.text
     monkeypatch.setattr(checks, "gather_object", lambda names: [*names, "H100", "A100", "H100"])
-    checks.check_devices(torch.device("cpu"))
-    assert "Devices are A100, H100, cpu; every step takes as long as on the slowest" in caplog.text
+    checks.check_devices(alone, balance=True)
+    assert not caplog.text
+    checks.check_devices(alone, balance=False)
+    assert "Devices are A100, H100, cpu; every step takes as long as on the slowest. Pass --balance" in caplog.text
+
+
+@pytest.mark.parametrize("backend", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+def test_processes_that_wait_within_passes_cannot_be_balanced(backend: DistributedType) -> None:
+    sharded: Any = SimpleNamespace(device=torch.device("cpu"), distributed_type=backend)
+    checks.check_devices(sharded, balance=False)
+    with pytest.raises(ValueError, match=f"--balance is set; with {backend.value} .* Drop it, or use DDP"):
+        checks.check_devices(sharded, balance=True)
 
 
 # -- launchers that end -------------------------------------------------------------------------------------------------

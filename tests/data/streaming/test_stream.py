@@ -458,12 +458,14 @@ def test_a_stream_has_no_regions() -> None:
 
 
 def test_flags_that_need_all_rows_are_refused() -> None:
-    StreamingArguments(False).check(similar_captions_per_batch=2, cache_features=True)
-    StreamingArguments(True).check(similar_captions_per_batch=1, cache_features=False)
+    StreamingArguments(False).check(similar_captions_per_batch=2, cache_features=True, balance=True)
+    StreamingArguments(True).check(similar_captions_per_batch=1, cache_features=False, balance=False)
     with pytest.raises(ValueError, match="--similar_captions_per_batch is 2; "):
-        StreamingArguments(True).check(2, False)
+        StreamingArguments(True).check(2, False, False)
     with pytest.raises(ValueError, match="--cache_features is set; "):
-        StreamingArguments(True).check(1, True)
+        StreamingArguments(True).check(1, True, False)
+    with pytest.raises(ValueError, match="--balance is set; a stream is dealt"):
+        StreamingArguments(True).check(1, False, True)
 
 
 def test_shards_without_captions_are_refused(tmp_path: Path) -> None:

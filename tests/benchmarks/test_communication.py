@@ -1,0 +1,70 @@
+"""The formulas of docs/communication.md say what a step exchanges, to the byte."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import communication
+from benchmarks.communication import TRIED, StepSize, predict
+from tests.distributed.test_signature import TEXT, VISION, accelerator_of_this_rank
+from tests.test_distributed import run_on_ranks
+
+
+def steps_on_this_rank(argv: list[str]) -> list[dict[str, Any]]:
+    accelerator_of_this_rank()
+    return communication.main(argv)
+
+
+@pytest.fixture
+def towers(tmp_path: Path) -> list[str]:
+    """Flags of a model that is built in no time."""
+    for name, config in (("vision", VISION), ("text", TEXT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    return [
+        "--vision_config",
+        f"{tmp_path}/vision.json",
+        "--text_config",
+        f"{tmp_path}/text.json",
+        "--projection_dim",
+        "24",
+    ]
+
+
+def test_what_is_counted_is_what_was_predicted(towers: list[str]) -> None:
+    """Of 9 pairs two processes have 4 and 5, in one part and in several; DDP's own averages are counted in its buckets."""
+    for results in run_on_ranks(2, steps_on_this_rank, [*towers, "--pairs", "9", "--micro_batch_size", "2"]):
+        assert [row["objectives"] for row in results] == [name for name in TRIED for _ in range(2)]
+        for row in results:
+            assert sum(row["predicted"].values()) == row["counted"], row
+            assert row["predicted"]["gradients"] > 1e5
+
+
+@pytest.mark.slow
+def test_three_processes_with_widths_and_without_negatives(towers: list[str]) -> None:
+    flags = [
+        *towers,
+        "--pairs",
+        "10",
+        "--negatives",
+        "0",
+        "--matryoshka_dims",
+        "8,16",
+        "--objectives_tried",
+        "sigmoid,matching/contrastive",
+    ]
+    for results in run_on_ranks(3, steps_on_this_rank, flags):
+        for row in results:
+            assert sum(row["predicted"].values()) == pytest.approx(row["counted"], rel=1e-12), row
+
+
+def test_embeddings_grow_with_the_batch_and_gradients_with_neither() -> None:
+    def of(ranks: int, batch: int) -> dict[str, float]:
+        return predict(["contrastive"], StepSize(ranks, batch // ranks, 512, 77, 10**8))
+
+    assert sum(predict(["contrastive"], StepSize(1, 64, 512, 77, 10**8)).values()) == 0
+    few, many, larger = of(8, 4096), of(512, 4096), of(512, 8 * 4096)
+    assert many["contrastive"] == pytest.approx(few["contrastive"], rel=0.15)  # (W-1)/W of what all ranks have
+    assert larger["contrastive"] == 8 * many["contrastive"]
+    assert many["gradients"] == larger["gradients"] == pytest.approx(8e8, rel=0.01)

@@ -43,11 +43,11 @@ class HostReads(TorchDispatchMode):
             self._count()
             return tolist(tensor)
 
-        torch.Tensor.tolist = counted  # type: ignore[method-assign]
+        torch.Tensor.tolist = counted  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign, assignment]
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,11 +1,9 @@
 """One optimizer step: learning rate, gradient of the global batch, clipping, update.
 
 A step whose loss or gradient is not finite changes nothing and is written down. On a GPU the device decides that, and the host
-reads the figures while it launches the next step, so it never waits for the end of its queue.
-
-Our own random numbers are functions of seed, step and row (`mm_utils.model.row_noise`). Those of a backbone's own dropout, if it
-is kept, are functions of seed, step and rank: a resumed run repeats the uninterrupted one without stored random states, on the
-same number of processes.
+reads the figures while it launches the next step. Our own random numbers are functions of seed, step and row
+(`mm_utils.model.row_noise`). Those of a backbone's own dropout, if it is kept, are functions of seed, step and rank: a resumed run
+repeats the uninterrupted one without stored random states, on the same number of processes.
 """
 
 import logging
@@ -15,13 +13,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
+from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.reliability.nonfinite_steps import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
@@ -62,7 +61,7 @@ class TrainStep:
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
-        unwrapped = accelerator.unwrap_model(objective)
+        self.unwrapped = unwrapped = accelerator.unwrap_model(objective)
         unwrapped.is_wrapped = unwrapped is not objective
         model, self.tower_steps = unwrapped.model, max_steps
         if (
@@ -95,7 +94,8 @@ class TrainStep:
             ValueError: if not even one pair fits into memory.
             FloatingPointError: if too many steps were not finite; on a GPU, up to the step before.
         """
-        self.objective.train()
+        if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
+            self.objective.train()
         growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
         # Each part of the run has a schedule of its own, the head's at a higher rate.
         rests, first = step >= self.tower_steps, self.tower_steps
@@ -108,7 +108,7 @@ class TrainStep:
             self._prepare(batch, step)
         report = self._backward(batch, step)
         self.settle()  # the step before, while the device computes this one
-        for weight in self.accelerator.unwrap_model(self.objective).resting_weights():
+        for weight in self.unwrapped.resting_weights():
             weight.grad = None  # with one of 0, momentum and weight decay would still move it
         norm = self.accelerator.clip_grad_norm_(
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
@@ -170,7 +170,7 @@ class TrainStep:
         def restart() -> None:
             self.optimizer.zero_grad()
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
-            set_seed(place % 2**32)
+            seed_all(place % 2**32)
 
         return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
 

@@ -31,7 +31,7 @@ from mm_utils.objectives.grad_cache import backward
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 
-FLOAT, INTEGER, FLAG = 4, 8, 4  # bytes of numbers, of ids and counts, of a question whether memory has run out
+FLOAT, INTEGER = 4, 8  # bytes of numbers, and of ids, counts and flags
 TRIED = (
     "contrastive", "sigmoid", "contrastive,matching", "contrastive,self_distillation", "contrastive,captioning",
     "sigmoid,matching,masked_lm,captioning,self_distillation",
@@ -95,7 +95,7 @@ def predict(terms: list[str], size: StepSize) -> dict[str, float]:
         "embeddings and ids": gathered(INTEGER, rows * embeddings, rows * 2 * INTEGER),
         **{name: of_term[name] for name in terms},
         "losses of rows": reduced_bytes(reported, size.ranks),
-        "memory of parts": 2 * reduced_bytes(FLAG, size.ranks) * size.has_parts,
+        "memory of parts": 2 * reduced_bytes(INTEGER, size.ranks) * size.has_parts,
         "gradients": reduced_bytes(size.parameters * FLOAT, size.ranks),
     }
 

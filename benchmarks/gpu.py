@@ -5,12 +5,14 @@
 
 Each setting of `--pairs`, `--objectives_tried` and `--compiled` takes steps of the real `TrainStep` on random pixels and captions
 of about 13 tokens (a normal distribution, deviation 3, cut to 7 to 40) that stay on the device, so no loader takes part.
-`bare` beside it is the loop one would write: both towers once, captions padded to the longest, two cross-entropies of the
+`--micro_batch_size auto` finds the size as `pretrain` does. `bare` beside it is the loop one would write: both towers once, captions padded to the longest, two cross-entropies of the
 whole matrix of logits, the same fused AdamW and clipping, and one `.item()` a step.
 
 Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is model FLOPs of real tokens
 (`mm_utils.model.flops`) by the rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the
 step in which a kernel runs, launches and waits are calls of CUDA's runtime, all by torch's profiler, which slows a step down.
+Kernels and reads need no GPU (`benchmarks.host_reads`): operations that are more than a view, and values that the host waits for
+with all that was launched before them; a value that it asked for earlier is none.
 """
 
 import json
@@ -30,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import give_memory_back, machine, synchronize
+from benchmarks.host_reads import HostReads
 from mm_utils.arguments import arg, parse_args
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
@@ -53,7 +56,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 COLUMNS = {
     "loop": "loop", "objectives": "objectives", "pairs": "pairs", "compiled": "compiled", "milliseconds": "ms a step",
     "pairs_per_second": "pairs/s", "utilisation": "utilisation", "peak_gib": "peak GiB", "busy": "busy",
-    "launches": "launches", "waits": "waits", "groups": "text groups",
+    "launches": "launches", "waits": "waits", "kernels": "kernels", "reads": "reads", "groups": "text groups", "held": "held",
 }  # fmt: skip
 
 
@@ -67,7 +70,7 @@ class GpuBenchmarkArguments:
     loops: str = arg(
         "tandem,bare", "tandem is this project's step; bare, for contrastive alone, a plain one beside it."
     )
-    micro_batch_size: int | None = arg(None, "Pairs held at a time, as in pretrain.")
+    micro_batch_size: str | None = arg(None, "Pairs held at a time, or auto, as in pretrain.")
     rounds: int = arg(3, "Turns.")
     steps: int = arg(10, "Steps of a turn.")
     profiled: bool = arg(True, "Also profile three steps of each setting.")
@@ -117,7 +120,7 @@ def bare_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: dict[
 
 
 def make_step(
-    accelerator: Accelerator, setting: dict[str, Any], model_args: ModelArguments, micro_batch_size: int | None
+    accelerator: Accelerator, setting: dict[str, Any], model_args: ModelArguments, micro_batch_size: str | None
 ) -> tuple[Step, float]:
     """The step of one setting, and the model FLOPs of it."""
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
@@ -140,12 +143,18 @@ def make_step(
         model.to(accelerator.device).train()
         return bare_step(accelerator, model, accelerator.prepare(optimizer), batch), operations
     objective, optimizer = accelerator.prepare(joint, optimizer)
-    size = None if micro_batch_size is None else str(micro_batch_size)
     args = TrainingArguments(
-        output_dir="unused", max_steps=10**6, global_batch_size=setting["pairs"], micro_batch_size=size
+        output_dir="unused", max_steps=10**6, global_batch_size=setting["pairs"], micro_batch_size=micro_batch_size
     )
     train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, 10**6, 40)
-    return lambda number: train_step.run(batch, number), operations
+
+    def step(number: int) -> dict[str, Tensor]:
+        report = train_step.run(batch, number)
+        train_step.finish()
+        setting["held"] = train_step.micro_batch.size
+        return report
+
+    return step, operations
 
 
 def profile(step: Step, device: torch.device, milliseconds: float) -> dict[str, float]:
@@ -194,6 +203,10 @@ def measure(
     setting |= {"milliseconds": 1e3 * seconds, "slowest": 1e3 * max(times), "fastest": 1e3 * min(times)}
     setting |= {"pairs_per_second": setting["pairs"] / seconds, "utilisation": operations / seconds / peak}
     setting |= {"tflop": operations / 1e12, "peak_gib": peak_bytes(accelerator.device) / 2**30}
+    with HostReads() as reads:
+        step(args.rounds * args.steps)
+    reads.found.pop("optimizer.py:step", None)  # of AdamW that is not fused, whose counts of steps lie on the host
+    setting |= {"kernels": reads.kernels, "reads": sum(reads.found.values())}
     return setting | (profile(step, accelerator.device, 1e3 * seconds) if args.profiled else {})
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from mm_utils.communication import gathered_bytes, meter, reduced_bytes
 
 logger = logging.getLogger(__name__)
+
+TensorLike = TypeVar("TensorLike", bound=Tensor)
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
@@ -101,7 +103,7 @@ def gather_sizes(count: int, device: torch.device) -> list[int]:
     if world_size() == 1:
         return [count]
     sizes = torch.empty(world_size(), dtype=torch.long, device=device)
-    _all_gather(sizes, torch.tensor([count], device=device))
+    _all_gather(sizes, torch.tensor([count]).to(device, non_blocking=True))
     return sizes.tolist()
 
 
@@ -145,14 +147,19 @@ def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
     """Return the element-wise maximum over the ranks."""
     if world_size() == 1:
         return numbers
-    most = torch.tensor(numbers, dtype=torch.long, device=device)
+    return start_max_over_ranks(numbers, device).tolist()
+
+
+def start_max_over_ranks(numbers: list[int], device: torch.device) -> Tensor:
+    """Return the element-wise maximum over the ranks, without waiting until the device has it."""
+    most = torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
     _all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.tolist()
+    return most
 
 
 def any_rank(here: bool, device: torch.device) -> bool:
     """Return whether `here` is true on any rank."""
-    return bool(sum_over_ranks(torch.tensor([here], dtype=torch.int, device=device)))
+    return here if world_size() == 1 else any(max_over_ranks([int(here)], device))
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -166,17 +173,22 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
     for alike in gradients.values():
-        for bucket in _buckets(alike):
+        for bucket in buckets(alike):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             _all_reduce(flat)
             flat /= world_size()
-            for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            means = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [mean.view_as(to) for mean, to in zip(means, bucket, strict=True)])
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def start_sum(values: Tensor) -> Any:
+    """Begin to add up over the ranks, in place; what follows `wait` of the returned work finds the sum."""
+    return _all_reduce(values, async_op=True)
+
+
+def buckets(tensors: list[TensorLike]) -> Iterator[list[TensorLike]]:
     """Group consecutive tensors, up to `BUCKET_ELEMENTS` together."""
-    bucket: list[Tensor] = []
+    bucket: list[TensorLike] = []
     for tensor in tensors:
         if bucket and sum(map(Tensor.numel, bucket)) + tensor.numel() > BUCKET_ELEMENTS:
             yield bucket

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mm_utils"
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 FLOORS = [
-    {"communication", "distributed", "embedding_codes", "files", "text"},
+    {"communication", "copies", "distributed", "embedding_codes", "files", "gradient_average", "text"},
     {"arguments"},
     {"data", "model"},
     {"objectives", "reliability"},
@@ -57,7 +57,7 @@ ROAD = [
     "training/step.py",
     "checkpointing/state.py",
 ]
-MAX_ROAD_LINES = 5220  # of which the modelling file, which travels alone, has 1,550
+MAX_ROAD_LINES = 5330  # of which the modelling file, which travels alone, has 1,640
 
 
 def modules() -> dict[str, Path]:

@@ -294,8 +294,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average one step towards the current parameters."""
-        for name, value in self.model.named_parameters():
-            self.values[name].lerp_(value, 1 - self.decay)
+        parameters = dict(self.model.named_parameters())
+        torch._foreach_lerp_([self.values[name] for name in parameters], list(parameters.values()), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -8,8 +8,9 @@ equals the single pass.
 The last part, which is the largest, is embedded with gradient at once and never again, so K parts cost at most (K-1)/K of
 one more forward pass, and a share that fits costs nothing. Rows come sorted by the length of their caption
 (`mm_utils.data.loading.dataset.Collator`), so every part is padded to its own longest only. Whatever the number of parts,
-which may differ between ranks, ranks share the embeddings once and average the gradients once, after the last part; nothing
-of a step is final before that, so a step that ran out of memory on any rank can be repeated in smaller parts on all.
+which may differ between ranks, ranks share the embeddings once and average the gradients once, with DDP while they
+backpropagate their last part; nothing of a step is final before that, so a step that ran out of memory on any rank can be
+repeated in smaller parts on all.
 
 Batch norms in training mode see one part at a time, which is another function; their running statistics are updated
 once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_batch_norm`).
@@ -27,8 +28,10 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
+from mm_utils.gradient_average import GradientAverage
 from mm_utils.objectives.joint import Objective
 from mm_utils.objectives.terms import Batch, Encoded, Plan, Report
 
@@ -150,6 +153,7 @@ class _CachedStep:
     def __init__(self, accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int):
         self.accelerator, self.objective, self.step = accelerator, objective, step
         self.unwrapped: Objective = accelerator.unwrap_model(objective)
+        self.has_ddp = isinstance(objective, DistributedDataParallel)
         # FSDP gathers weights in every pass and averages gradients in the last: its ranks run in lockstep.
         self.sharded = accelerator.distributed_type == DistributedType.FSDP
         self.cuts = cuts(len(batch["lengths"]), micro_batch_size)
@@ -160,6 +164,7 @@ class _CachedStep:
         self.parts = [_take(self.batch, cut) for cut in self.cuts]
         self.states: list[_RandomState] = []
         self.gradients: list[dict[str, Tensor | None]] = [{} for _ in self.cuts]
+        self.average = GradientAverage(())
 
     def run(self) -> Report:
         """Embed all parts, plan, and backpropagate part by part."""
@@ -170,14 +175,17 @@ class _CachedStep:
             rows = [len(part[name]) for part in embeds]
             for mine, part in zip(self.gradients, gradient.split(rows) if gradient is not None else (), strict=False):
                 mine[name] = part
-        sums = self._on_all_ranks(lambda: self._backward_all(kept, plan))
-        if not self.sharded:
+        sums = self._on_all_ranks(lambda: self._backward_all(kept, plan), sends=True)
+        self.average.receive()
+        if not self.sharded and not self.has_ddp:
             distributed.average_gradients(self.objective.parameters())
         return self.unwrapped.report(plan, sums)
 
     def _embed(self) -> tuple[list[dict[str, Tensor]], Encoded]:
         """Return the embeddings of every part, and the last part as it was encoded, with gradient."""
         embeds = []
+        if self.has_ddp:
+            self.average = GradientAverage(self.objective.parameters())
         for place in range(len(self.cuts) - 1):
             self.states.append(_RandomState(self.accelerator.device))
             with torch.no_grad(), _frozen_statistics(self.unwrapped):
@@ -204,19 +212,22 @@ class _CachedStep:
             loss, sums = self.unwrapped.part(
                 encoded, self.parts[place], plan, self.gradients[place], self.cuts[place].start, 1 / len(self.cuts)
             )
+        sending = self.average.sent_while_computed() if is_last else nullcontext()
         # Sharded gradients are averaged by the very last backward pass.
-        with nullcontext() if self.sharded and is_last else self.accelerator.no_sync(self.objective):
+        with sending, nullcontext() if self.sharded and is_last else self.accelerator.no_sync(self.objective):
             self.accelerator.backward(loss)
         return sums
 
-    def _on_all_ranks(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on every rank; raise on all of them if one runs out of memory."""
+    def _on_all_ranks(self, work: Callable[[], Result], sends: bool = False) -> Result:
+        """Run `work`, which `sends` gradients, on every rank; raise on all of them if one runs out of memory."""
         result = None
         try:
             result = work()
         except RuntimeError as error:
             if self.sharded or not should_reduce_batch_size(error):
                 raise
+        if sends:
+            self.average.send_rest(complete=result is not None)
         if distributed.any_rank(result is None, self.accelerator.device):
             raise OutOfMemoryError(here=result is None)
         assert result is not None

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mm_utils import distributed
+from mm_utils.copies import HostCopy
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import row_keys, set_row_keys
-from mm_utils.objectives.losses import gather_batch
+from mm_utils.objectives.losses import gather_batch, has_shared_ids
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs, Plan, Report, RowTerm, Term
 
@@ -33,6 +34,7 @@ class Objective(nn.Module):
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
+        needs_teacher: True if a term learns from the weight average.
         medium: the kind of media of the step; None for that of a model with one.
         tower_steps: the step from which the towers stay as they are and the head's terms are trained, and not before; None for
             everything at once. The trainer sets it.
@@ -44,6 +46,7 @@ class Objective(nn.Module):
     seed = 0
     row_ids = "ids"
     pairs_per_image = 0
+    needs_teacher = False
     medium: str | None = None
     tower_steps: int | None = None
 
@@ -159,6 +162,11 @@ class JointObjective(Objective):
         """True if a term reads intermediate levels of the vision tower."""
         return self.reads_pairs or self.embeds_taps
 
+    def with_keys(self, batch: Batch, step: int) -> Batch:
+        """Begin a step; one process alone compares its ids now, so that its host waits for nothing of this step."""
+        known = {"shared_ids": HostCopy(has_shared_ids(batch["ids"]))} if distributed.world_size() == 1 else {}
+        return super().with_keys(batch, step) | known
+
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
         """Run both towers on a part of a batch.
 
@@ -191,7 +199,7 @@ class JointObjective(Objective):
             _leaf(encoded.scale),
             None if encoded.bias is None else _leaf(encoded.bias),
         )
-        shared = gather_batch(own.embeds["image"], own.embeds["text"], batch["ids"])
+        shared = gather_batch(own.embeds["image"], own.embeds["text"], batch["ids"], batch.get("shared_ids"))
         metrics: Report = {}
         total = own.scale.new_zeros(())
         with torch.enable_grad():

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import distributed
+from mm_utils.copies import HostCopy
 
 Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
@@ -57,16 +58,21 @@ class GlobalBatch:
     shared_ids: bool
 
 
-def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor) -> GlobalBatch:
-    """Gather the embeddings of all ranks, in at least fp32: one gather for both towers, one for the ids."""
+def has_shared_ids(ids_N2: Tensor) -> Tensor:
+    """Return whether some pairs share an id."""
+    ordered_N2 = ids_N2.sort(0).values
+    return (ordered_N2[1:] == ordered_N2[:-1]).any()
+
+
+def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, shared: HostCopy | None = None) -> GlobalBatch:
+    """Gather the embeddings of all ranks, in at least fp32, and the ids, of which `has_shared_ids` may be known."""
     sizes = distributed.gather_sizes(len(image_nE), image_nE.device)
     wide = torch.promote_types(image_nE.dtype, torch.float32)
     both = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)
     ids_N2 = distributed.gather(ids_n2, sizes)
-    ordered_N2 = ids_N2.sort(0).values
-    shared_ids = bool((ordered_N2[1:] == ordered_N2[:-1]).any())
+    is_shared = bool((shared or HostCopy(has_shared_ids(ids_N2))).tolist())
     image_NE, text_NE = both.unbind(1)
-    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), shared_ids)
+    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), is_shared)
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:

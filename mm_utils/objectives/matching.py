@@ -73,9 +73,11 @@ class Matching(RowTerm):
         start_row: int,
     ) -> tuple[Tensor, Tensor]:
         """Score the pairs whose image is in this part of the batch."""
-        here = (plan.image_P >= start_row) & (plan.image_P < start_row + len(encoded))
-        image_P, text_P, is_match_P = plan.image_P[here] - start_row, plan.text_P[here], plan.is_match_P[here]
-        weight_P = plan.weight_P[here]
+        image_P, text_P, is_match_P, weight_P = plan.image_P, plan.text_P, plan.is_match_P, plan.weight_P
+        if len(encoded) < shared.sizes[distributed.rank()]:
+            here = ((image_P >= start_row) & (image_P < start_row + len(encoded))).nonzero()[:, 0]
+            image_P, text_P, is_match_P = image_P[here] - start_row, text_P[here], is_match_P[here]
+            weight_P = weight_P[here]
         states, mask, text_P = _texts(model, text_P, batch, encoded, plan, shared.offset + start_row)
         logits_P = _score(model, encoded.keys_values, states, mask, image_P, text_P).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
@@ -95,9 +97,9 @@ class Matching(RowTerm):
         chosen_images = hard_negatives(shared.text_NE[mine], shared.image_NE, scale, shared, key + 1)
         text_N, image_N = distributed.gather(torch.stack([chosen_texts, chosen_images], 1), shared.sizes).unbind(1)
         own = torch.arange(mine.start, mine.stop, device=text_N.device)
-        with_text = own[chosen_texts >= 0]
-        here = ((image_N >= mine.start) & (image_N < mine.stop)).nonzero()[:, 0]
-        with_negative = own[has_negative_N[mine]]
+        chosen = (chosen_texts >= 0, (image_N >= mine.start) & (image_N < mine.stop), has_negative_N[mine])
+        text_places, here, negative_places = _places(*chosen)
+        with_text, with_negative = own[text_places], own[negative_places]
         image_P = torch.cat([own, with_text, image_N[here], with_negative]) - mine.start
         text_P = torch.cat([own, text_N[with_text], here, len(text_N) + with_negative])
         is_match_P = torch.arange(len(image_P), device=own.device) < len(own)
@@ -107,6 +109,13 @@ class Matching(RowTerm):
         weight_P[len(image_P) - len(with_negative) :] /= wrong_texts_N[with_negative]
         total = len(text_N) + (wrong_texts_N > 0).sum() + (image_N >= 0).sum()
         return total.clamp(min=1), image_P, text_P, is_match_P, weight_P
+
+
+def _places(*masks: Tensor) -> list[Tensor]:
+    """Return where each mask is true, in order; the host waits once for all, where `nonzero` would wait for each."""
+    counts = torch.stack([mask.sum() for mask in masks]).tolist()
+    ordered = [mask.int().sort(descending=True, stable=True).indices for mask in masks]
+    return [places[:count] for places, count in zip(ordered, counts, strict=True)]
 
 
 def _stacked(tokens_NL: Tensor, negatives_NL: Tensor) -> Tensor:
@@ -129,7 +138,8 @@ def _texts(
         return encoded.text_states, batch["attention_mask"], place_P
     # Every rank encodes at least one foreign text, because FSDP's ranks must run the same modules.
     any_text = text_P.new_zeros(1), text_P[:0]
-    wanted, position = text_P[foreign].unique(return_inverse=True) if foreign.any() else any_text
+    foreign_P = text_P[foreign]
+    wanted, position = foreign_P.unique(return_inverse=True) if len(foreign_P) else any_text
     wanted_mask = plan.attention_mask[wanted]
     longest = max(1, int(wanted_mask.sum(1).max()))
     wanted_mask = wanted_mask[:, :longest]

@@ -11,6 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
+from mm_utils.copies import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class CallbackRunner:
     ):
         self.callbacks, self._context, self._device = list(callbacks), context, device
         self.control = TrainerControl()
+        self._open: HostCopy | None = None
 
     def call(self, event: str, **values: Any) -> None:
         """Call an event on every callback that has it."""
@@ -53,6 +55,24 @@ class CallbackRunner:
         for name, flag in zip(_FLAGS, found, strict=False):
             setattr(self.control, name, bool(flag))
         return found[len(_FLAGS) :]
+
+    def agree(self, *numbers: int, later: bool = False) -> list[list[int]]:
+        """Like `sync`, or begin it and leave its end to the next call (`later`), so that no host waits for its device.
+
+        Returns the largest numbers of the call before, if that was left open and anything was set then, and those of this
+        call, unless it is left open. Flags that are left open are not set on any rank until then.
+        """
+        earlier = self._open.tolist() if self._open is not None else []
+        self._open = None
+        if later and distributed.world_size() > 1 and not any(earlier):
+            wanted = [*(getattr(self.control, name) for name in _FLAGS), *numbers]
+            self._open = HostCopy(distributed.start_max_over_ranks(wanted, self._device))
+            for name in _FLAGS:
+                setattr(self.control, name, False)
+            return []
+        for name, flag in zip(_FLAGS, earlier, strict=False):
+            setattr(self.control, name, getattr(self.control, name) or bool(flag))
+        return [*([earlier[len(_FLAGS) :]] if any(earlier) else []), self.sync(*numbers)]
 
     def exported(self) -> dict[str, Any]:
         """Return the state of the callbacks that are stored in checkpoints, by class name."""

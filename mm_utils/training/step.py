@@ -1,8 +1,9 @@
 """One optimizer step: learning rate, gradient of the global batch, clipping, update.
 
-A step whose loss or gradient is not finite changes nothing and is written down. Our own random numbers are functions of seed,
-step and row (`mm_utils.model.row_noise`). Those of a backbone's own dropout, if it is kept, are functions of seed, step and rank:
-a resumed run repeats the uninterrupted one without stored random states, on the same number of processes.
+A step whose loss or gradient is not finite changes nothing and is written down. On a GPU the device decides that, and the host
+reads the figures while it launches the next step. Our own random numbers are functions of seed, step and row
+(`mm_utils.model.row_noise`). Those of a backbone's own dropout, if it is kept, are functions of seed, step and rank: a resumed run
+repeats the uninterrupted one without stored random states, on the same number of processes.
 """
 
 import logging
@@ -12,15 +13,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.files import append_rows
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
+from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
+from mm_utils.reliability.nonfinite_steps import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import find_micro_batch_size
 from mm_utils.training.optim import HEAD_RATE, LR_RULES, OptimizerArguments, schedule
@@ -43,7 +45,8 @@ class TrainStep:
     Attributes:
         average: the moving average of the weights, with `--ema_decay`.
         micro_batch: the number of pairs that this rank holds at a time.
-        nonfinite_steps: how many steps changed nothing because they were not finite.
+        nonfinite: the steps that changed nothing because they were not finite; complete after `settle`.
+        reads_late: True if the device decides whether a step moves the weights, and its figures are read in the next step.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class TrainStep:
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
-        unwrapped = accelerator.unwrap_model(objective)
+        self.unwrapped = unwrapped = accelerator.unwrap_model(objective)
         unwrapped.is_wrapped = unwrapped is not objective
         model, self.tower_steps = unwrapped.model, max_steps
         if (
@@ -71,18 +74,28 @@ class TrainStep:
         self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
         size = args.micro_batch_size
         self.micro_batch = MicroBatch(None if size in (None, "auto") else int(size))
-        self.nonfinite_steps, self._moved, self._is_first = 0, False, True
+        path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
+        self.nonfinite = NonfiniteSteps(path, args.max_nonfinite_steps, scaler is not None)
+        self._moved, self._is_first = False, True
+        self.reads_late = (
+            accelerator.device.type == "cuda"
+            and bool(optimizer.defaults.get("fused"))
+            and scaler is None
+            and accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+            and not unwrapped.needs_teacher  # of whom the next step begins to learn at once
+        )
 
     def run(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
         """Take a step with one global batch; return the objective's report and the gradient norm.
 
-        A step whose loss or gradient is not finite, or whose gradient is 0, changes nothing. Call `update_ema` after it.
+        A step whose loss or gradient is not finite, or whose gradient is 0, changes nothing. Call `finish` after it.
 
         Raises:
             ValueError: if not even one pair fits into memory.
-            FloatingPointError: if too many steps were not finite.
+            FloatingPointError: if too many steps were not finite; on a GPU, up to the step before.
         """
-        self.objective.train()
+        if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
+            self.objective.train()
         growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
         # Each part of the run has a schedule of its own, the head's at a higher rate.
         rests, first = step >= self.tower_steps, self.tower_steps
@@ -94,25 +107,43 @@ class TrainStep:
             self._is_first = False
             self._prepare(batch, step)
         report = self._backward(batch, step)
-        for weight in self.accelerator.unwrap_model(self.objective).resting_weights():
+        self.settle()  # the step before, while the device computes this one
+        for weight in self.unwrapped.resting_weights():
             weight.grad = None  # with one of 0, momentum and weight decay would still move it
         norm = self.accelerator.clip_grad_norm_(
             self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
         )
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
-        loss, norm = torch.stack([report["loss"].float(), report["grad_norm"].float()]).tolist()  # one wait for a GPU
-        # A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights.
-        self._moved = self._is_finite(loss, norm, batch, step) and norm != 0
+        self.nonfinite.take(step, report["loss"], report["grad_norm"], batch["image_ids"])
+        if self.reads_late:
+            fused: Any = self.optimizer
+            fused.optimizer.found_inf = self.nonfinite.standstill()  # with 1, fused AdamW does nothing
+        else:
+            self._moved = self.nonfinite.read()
+            if self._moved:
+                self._check_loss_scale(step)
         # A loss scaler skips steps by itself, and counts on being called.
-        if self._moved or self.accelerator.scaler is not None:
+        if self.reads_late or self._moved or self.accelerator.scaler is not None:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return report
 
-    def update_ema(self) -> None:
-        """Move the weight average, after callbacks have clamped the weights."""
-        if self._moved and self.average is not None:
+    def finish(self) -> None:
+        """End a step, after callbacks have clamped the weights: move their average, or begin to read whether it may move."""
+        if self.reads_late:
+            self.nonfinite.send()
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make `nonfinite` and the weight average those after the latest step; called on all ranks before they are used.
+
+        Raises:
+            FloatingPointError: if too many steps were not finite.
+        """
+        if (self._moved or self.nonfinite.read()) and self.average is not None:
             self.average.update()
+        self._moved = False
 
     def _prepare(self, batch: dict[str, Any], step: int) -> None:
         """Find the micro-batch size, or settle DDP's order of gradients, before the first step of this start."""
@@ -139,30 +170,9 @@ class TrainStep:
         def restart() -> None:
             self.optimizer.zero_grad()
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
-            set_seed(place % 2**32)
+            seed_all(place % 2**32)
 
         return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
-
-    def _is_finite(self, loss: float, norm: float, batch: dict[str, Any], step: int) -> bool:
-        """Return whether the step may change the weights; if not, write down its images."""
-        # An infinite gradient under a loss scaler only means that the scale was too high; the scaler skips the step.
-        if math.isfinite(loss) and (self.accelerator.scaler is not None or math.isfinite(norm)):
-            self._check_loss_scale(step)
-            return True
-        self.nonfinite_steps += 1
-        image_ids = gather_object(batch["image_ids"])
-        path, step = Path(str(self.args.output_dir), NONFINITE_FILE), step + 1
-        if self.accelerator.is_main_process:
-            figures = {"loss": str(loss), "grad_norm": str(norm)}
-            append_rows(path, [{"step": step, **figures, "image_ids": image_ids}])
-            logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, path)
-        if self.nonfinite_steps >= self.args.max_nonfinite_steps:
-            raise FloatingPointError(
-                f"--max_nonfinite_steps is {self.args.max_nonfinite_steps}, and as many steps had a loss or a gradient that "
-                f"is not finite, the last one step {step}. Look at the images in {path}, lower --learning_rate, or train "
-                "in bf16 or fp32."
-            )
-        return False
 
     def _check_loss_scale(self, step: int) -> None:
         """Raise once the loss scaler has fallen so far that it will not find a finite gradient."""

@@ -119,6 +119,7 @@ class Trainer:
                 metrics = self._evaluate_if_due(evaluate_start)
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics
+                    self.step.settle()
                 if self.evaluate_model and self._evaluated_step != self.state.global_step:
                     metrics = self.evaluate()
                 if self.saves and self._saved_step != self.state.global_step:
@@ -148,8 +149,8 @@ class Trainer:
             self.callbacks.call(
                 "on_step_end", report=report, batch=batch, data_wait=loader.wait, micro_batch_size=size
             )
-            self.step.update_ema()
             signal = self._sync_ranks()
+            self.step.finish()
             metrics = self._run_due_actions(report) or metrics
             if signal:
                 raise _StopRequested(signal)
@@ -194,15 +195,20 @@ class Trainer:
         """Let all ranks do what is due on any, because signals, clocks and disks differ between them.
 
         Returns the number of the signal that asks the run to stop, or 0. Such a step is logged; its other actions are left
-        to `_save_and_exit` and to the resumed run.
+        to `_save_and_exit` and to the resumed run. On GPUs, ranks agree a step later, unless they wait for this one anyway.
         """
+        signal, step = 0, self.state.global_step
+        waits = step >= self.state.max_steps or any(
+            _due(step, every) for every in (self.args.logging_steps, self.args.eval_steps, self.args.save_steps)
+        )
         flags = (self.signals.number, self.writer.saved(), self.writer.failures)
-        signal, saved, failures = self.callbacks.sync(*flags)
-        if saved:
-            self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
-            self.callbacks.sync()
-        if failures >= MOST_FAILURES:
-            self._fail_after_save_errors()
+        for asked, saved, failures in self.callbacks.agree(*flags, later=self.step.reads_late and not waits):
+            signal = signal or asked
+            if saved:
+                self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
+                self.callbacks.sync()
+            if failures >= MOST_FAILURES:
+                self._fail_after_save_errors()
         if signal:
             self.callbacks.control.should_evaluate = self.callbacks.control.should_save = False
         return signal
@@ -210,10 +216,11 @@ class Trainer:
     def _run_due_actions(self, report: dict[str, Tensor]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self.callbacks.control.should_log:
+            self.step.settle()
             values = {name: value.item() for name, value in report.items()}
             values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-            if self.step.nonfinite_steps:
-                values["nonfinite_steps"] = self.step.nonfinite_steps
+            if self.step.nonfinite.count:
+                values["nonfinite_steps"] = self.step.nonfinite.count
             self.log(values)
             self.callbacks.sync()
         if self.callbacks.control.should_evaluate:
@@ -231,6 +238,7 @@ class Trainer:
         With a weight average, which is what will be saved, `eval_*` are its metrics, and `eval_raw_*` those of the current
         weights.
         """
+        self.step.settle()
         self.callbacks.call("on_evaluate_begin")
         # The saved weights come last: evaluators keep their last findings, for the pictures.
         raw = self.measure() if self.average is not None else {}
@@ -299,12 +307,13 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Start writing everything that a resumed run needs, as a folder that `from_pretrained` reads."""
+        self.step.settle()
         self.callbacks.call("on_save_begin")
         self.state.stateful_callbacks = self.callbacks.exported()  # type: ignore[assignment]
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(self.writer.path(self.state.global_step))
         self.writer.wait()  # the next capture reuses the memory that it reads
-        run = {"identity": self.identity, "nonfinite_steps": self.step.nonfinite_steps}
+        run = {"identity": self.identity, "nonfinite_steps": self.step.nonfinite.count}
         snapshot = self.captured.capture(self.state, run)
         if self.accelerator.is_main_process:
             self.writer.start(self.state.global_step, snapshot, self._best_steps())
@@ -317,7 +326,7 @@ class Trainer:
             ValueError: if the checkpoint is of another model or of other data.
         """
         state, run = self.captured.restore(path, None if self.args.allow_changed_run else self.identity)
-        self.step.nonfinite_steps = run["nonfinite_steps"]
+        self.step.nonfinite.count = run["nonfinite_steps"]
         return state
 
     def _resume(self, path: Path) -> None:

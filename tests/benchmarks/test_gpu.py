@@ -1,10 +1,16 @@
 """The bare loop trains the same model on the same batch, and the table has every setting."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.host_reads import HostReads
+from mm_utils.copies import HostCopy
 from mm_utils.model.build import ModelArguments
+from mm_utils.objectives import padding
+from mm_utils.training.step import TrainStep
 
 SIZES = {"vision_config": "tiny", "text_config": "tiny", "image_size": 32, "vocab_size": 100}
 
@@ -25,6 +31,50 @@ def test_captions_come_longest_first_and_pad_with_zeros():
     assert batch["lengths"] == sorted(batch["lengths"], reverse=True)
     assert torch.equal(batch["attention_mask"].sum(1), torch.tensor(batch["lengths"]))
     assert torch.equal(batch["input_ids"] > 0, batch["attention_mask"].bool())
+
+
+class ReadLate(TrainStep):
+    """As on a GPU: with fused AdamW, and figures that are read in the next step."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.reads_late = True
+        for group in self.optimizer.param_groups:
+            group["fused"] = True
+
+
+MASKS = {"masking_utils.py:_ignore_bidirectional_mask_sdpa": 1}  # once for each group of texts
+PAIRS_READ = {"matching.py:_texts": 3, "matching.py:part": 1}  # of each part
+READS = {
+    ("contrastive", None): MASKS,
+    ("contrastive,matching", None): MASKS | {"matching.py:_places": 1},
+    ("contrastive,matching", "6"): {name: 2 * count for name, count in PAIRS_READ.items()}
+    | {"matching.py:_places": 1, **dict.fromkeys(MASKS, 5)},
+}
+
+
+@pytest.mark.parametrize(("objectives", "parts"), READS)
+def test_a_step_waits_for_no_more_than_this(objectives, parts, monkeypatch):
+    """A GPU's queue is drained so often a step; a change that adds a read must be seen here."""
+    monkeypatch.setattr(gpu, "TrainStep", ReadLate)
+    monkeypatch.setitem(padding.PASS_TOKENS, "cpu", padding.PASS_TOKENS["cuda"])
+    setting = {"loop": "tandem", "objectives": objectives, "pairs": 12, "compiled": False}
+    step, _ = gpu.make_step(gpu.make_accelerator(), setting, ModelArguments(**SIZES), parts)
+    step(10**6 - 2)  # of the head's part of the run, where there is one
+    with HostReads() as reads:
+        step(10**6 - 1)
+    assert reads.found == READS[objectives, parts]
+    assert reads.kernels > 400
+
+
+def test_reads_are_counted_where_they_are():
+    values = torch.arange(6.0)
+    with HostReads() as reads:
+        HostCopy(values).tolist()
+        assert values[values > 1].unique().sum().item() > 0
+        values.tolist()
+    assert reads.found == {"elsewhere": 4}
+    assert reads.kernels == 4  # >, index, unique, sum
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
+from mm_utils.gradient_average import GradientAverage
 from mm_utils.objectives import JointObjective, Objective
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts
 from tests.objectives.test_joint import KINDS, PAIRS, global_batch, share_of, tiny_objective
@@ -220,6 +222,56 @@ def test_one_rank_without_memory_makes_all_repeat_the_step(fails):
     assert [case["size"] for case in found] == [2, 1]
     for case in found:
         assert_same(case, step(tiny_objective("contrastive_matching"), global_batch(), None))
+
+
+WRAPPED = SimpleNamespace(**vars(ALONE))  # the accelerator of an objective that DDP wraps
+WRAPPED.unwrap_model, WRAPPED.no_sync = lambda model: model.module, lambda model: model.no_sync()
+
+
+def averaged_while_computed(full: bool) -> dict[str, Any]:
+    """The gradients of five rows here and four there, in parts of 2 pairs on rank 0 and of 3 on rank 1.
+
+    If `full`, rank 1 runs out of memory in the last backward pass of its first try, with some gradients sent.
+    """
+    distributed.BUCKET_ELEMENTS = 300
+    rank, kind = distributed.rank(), "contrastive_matching"
+    mine = share_of(global_batch(), 5 * rank, 5 + 4 * rank)
+    plain = step(tiny_objective(kind), mine, 2 + rank)
+    objective, sent, passes = tiny_objective(kind), [], []
+    wrapped = DistributedDataParallel(objective)
+    send_rest = GradientAverage.send_rest
+
+    def note(average: GradientAverage, complete: bool) -> None:
+        sent.append((len(average._sent), len(average._buckets), complete))
+        send_rest(average, complete)
+
+    def fill(gradient: torch.Tensor) -> None:
+        passes.append(gradient.shape)
+        if full and rank == 1 and len(passes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    GradientAverage.send_rest = note  # type: ignore[method-assign,assignment]
+    next(objective.model.vision_model.parameters()).register_hook(fill)
+    micro_batch = MicroBatch(2 + rank)
+    report = backward_with_retry(WRAPPED, wrapped, mine, 5, micro_batch, wrapped.zero_grad)
+    return {"plain": plain, "found": measured(objective, report), "sent": sent, "size": micro_batch.size}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_gradients_are_averaged_while_the_last_part_is_computed(full):
+    """Nearly all buckets are gone before the pass ends; two ranks give the same bits as averaging afterwards."""
+    for rank, case in enumerate(run_on_ranks(2, averaged_while_computed, full)):
+        assert case["size"] == (1 if full and rank else 2 + rank)
+        assert len(case["sent"]) == 1 + full
+        early, buckets, complete = case["sent"][0]
+        assert buckets > 10
+        assert complete != (full and rank == 1)
+        assert early > buckets / 2 or not complete
+        assert_same(case["found"], step(tiny_objective("contrastive_matching"), global_batch(), None))
+        if not full:
+            assert case["found"]["report"] == case["plain"]["report"]
+            for name, gradient in case["plain"]["gradients"].items():
+                assert torch.equal(case["found"]["gradients"][name], gradient)
 
 
 def test_other_errors_stay_what_they_are():

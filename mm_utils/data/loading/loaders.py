@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
+from mm_utils.copies import DeviceCopies
 from mm_utils.data.loading.column_cache import column_digest, empty_features, image_digest
 from mm_utils.data.loading.dataset import (
     Batch,
@@ -141,7 +142,7 @@ class DeviceLoader:
         std: Sequence[float],
         sounds: Sounds | None = None,
     ):
-        self.loader, self.device, self.sounds, self.wait = loader, device, sounds, 0.0
+        self.loader, self.copies, self.sounds, self.wait = loader, DeviceCopies(device), sounds, 0.0
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) * 255 for v in (mean, std))
 
     def __len__(self) -> int:
@@ -158,10 +159,7 @@ class DeviceLoader:
             yield self._to_device(batch)
 
     def _to_device(self, batch: Batch) -> Batch:
-        moved = {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
+        moved = self.copies.of(batch)
         if self.sounds is not None and "pixel_values" in moved:
             moved["pixel_values"] = self.sounds.features(moved["pixel_values"])
         elif "pixel_values" in moved:  # converted first: subtracting mixed types takes 3 times as long

@@ -1,0 +1,73 @@
+"""Average gradients over the ranks while the backward pass that completes them still runs."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_utils import distributed
+from mm_utils.communication import meter
+
+
+class GradientAverage:
+    """The mean of every gradient over the ranks, sent in buckets, those of the last parameters first.
+
+    A bucket is sent once its gradients are complete and those before it are sent, so all ranks send alike, whatever each of
+    them computes. A missing gradient counts as zero.
+
+    Args:
+        parameters: all parameters, in one order on all ranks.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        alike: dict[tuple, list[nn.Parameter]] = {}
+        for parameter in reversed([each for each in parameters if each.requires_grad]):
+            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self._buckets = [bucket for same in alike.values() for bucket in distributed.buckets(same)]
+        # Taken before the backward pass: a rank that runs out of memory in it must still send.
+        self._sums = [bucket[0].new_empty(sum(each.numel() for each in bucket)) for bucket in self._buckets]
+        self._missing = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
+        self._place = {each: place for place, ids in enumerate(self._missing) for each in ids}
+        self._sent: list[Any] = []
+
+    @contextmanager
+    def sent_while_computed(self) -> Iterator[None]:
+        """Send within a backward pass, the last one of the step."""
+        parameters = [parameter for bucket in self._buckets for parameter in bucket]
+        hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def send_rest(self, complete: bool = True) -> None:
+        """Send what was not sent yet; anything at all, if the gradients of this rank are not `complete`."""
+        while len(self._sent) < len(self._buckets):
+            self._send(complete)
+
+    def receive(self) -> None:
+        """Replace the gradients by their means, once everything is sent."""
+        for bucket, total, work in zip(self._buckets, self._sums, self._sent, strict=True):
+            with meter.exchange(0.0, total.device):
+                work.wait()
+            total /= distributed.world_size()
+            means = total.split([parameter.numel() for parameter in bucket])
+            gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+            torch._foreach_copy_(gradients, [mean.view_as(to) for mean, to in zip(means, bucket, strict=True)])
+
+    def _note(self, parameter: Tensor) -> None:
+        self._missing[self._place[id(parameter)]].discard(id(parameter))
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send()
+
+    def _send(self, complete: bool = True) -> None:
+        bucket, total = self._buckets[len(self._sent)], self._sums[len(self._sent)]
+        if complete:
+            for parameter in bucket:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            torch.cat([parameter.grad.flatten() for parameter in bucket if parameter.grad is not None], out=total)
+        self._sent.append(distributed.start_sum(total))

@@ -54,10 +54,14 @@ def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor) -> GlobalBat
     wide = torch.promote_types(image_nE.dtype, torch.float32)
     both = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)
     ids_N2 = distributed.gather(ids_n2, sizes)
-    ordered_N2 = ids_N2.sort(0).values
-    shared_ids = bool((ordered_N2[1:] == ordered_N2[:-1]).any())
     image_NE, text_NE = both.unbind(1)
-    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), shared_ids)
+    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), has_shared_ids(ids_N2))
+
+
+def has_shared_ids(ids_N2: Tensor) -> bool:
+    """Return whether some pairs share an image or a caption."""
+    ordered_N2 = ids_N2.sort(0).values
+    return bool((ordered_N2[1:] == ordered_N2[:-1]).any())
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ class TrainStep:
         report = self._backward(batch, step)
         for weight in self.accelerator.unwrap_model(self.objective).resting_weights():
             weight.grad = None  # with one of 0, momentum and weight decay would still move it
-        norm = self.accelerator.clip_grad_norm_(
-            self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
+        norm = self.accelerator.unwrap_model(self.objective).clip_gradients(
+            self.accelerator, self.optimizer_args.max_grad_norm or math.inf
         )
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
         loss, norm = torch.stack([report["loss"].float(), report["grad_norm"].float()]).tolist()  # one wait for a GPU

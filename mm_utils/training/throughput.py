@@ -48,7 +48,7 @@ class Throughput(TrainerCallback):
         """Count a step."""
         lengths = kwargs["batch"]["lengths"]
         pairs, real = len(lengths), sum(lengths)
-        self.pairs += pairs
+        self.pairs += args.batch_sizes.at(state.global_step - 1)
         self.real_tokens += real
         for cut in cuts(pairs, kwargs["micro_batch_size"]):
             part = lengths[cut.start : cut.stop]
@@ -70,7 +70,7 @@ class Throughput(TrainerCallback):
         if logs is None or "loss" not in logs or self.start is None:
             return
         seconds = max(1e-9, time.perf_counter() - self.start)
-        logs["pairs_per_second"] = self.pairs * distributed.world_size() / seconds
+        logs["pairs_per_second"] = self.pairs / seconds
         logs["data_wait"] = self.wait / seconds
         logs["padding"] = 1 - self.real_tokens / self.tokens if self.tokens else 0.0
         logs["peak_memory_gib"] = peak_bytes(self.device) / 2**30

@@ -1,0 +1,221 @@
+"""Predict the time of a step with both encoders on each process, and with encoders apart, from a few measurements.
+
+Together, W processes take v(N/W) + t(N/W) for N pairs, where v and t are the times of an encoder's forward and backward pass,
+and share the gradients of both. Apart, they take the longer of v(N/V) and t(N/T), V + T = W, each with its own gradients
+shared among V or T processes: none at all where V or T is 1. The sum of the work is the same, so by compute alone apart never
+wins; it does where gradients are dear.
+
+Left out: the optimizer's step, the loss and the data, which are about the same; and what a first pass costs.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import nn
+
+from mm_utils import distributed
+from mm_utils.objectives.joint import JointObjective, blank_pair
+from mm_utils.objectives.terms import Batch
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.placement.apart import embed
+from mm_utils.training.placement.split import PARTS, parameters_of
+
+REPEATS = 3  # measurements, of which the median counts
+SAMPLE_BYTES = 2**26  # of gradients that are sent to measure the link, at most
+BACKWARD = 2 / 3  # share of a pass; it hides the sending of gradients where DDP sends them meanwhile
+_NUMBER_BYTES, _TOKEN_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The cost of an encoder on one process.
+
+    Attributes:
+        fixed, per_pair: seconds of a forward and backward pass: of any, and for every row.
+        gradient_bytes: the size of its gradients.
+    """
+
+    fixed: float
+    per_pair: float
+    gradient_bytes: int
+
+    def seconds(self, rows: float, part: int | None) -> float:
+        """Return the time of `rows`, at most `part` of them at once; all but the last part are embedded twice."""
+        size = rows if part is None else min(rows, part)
+        passes = -(-rows // size) if size else 0
+        return passes * self.fixed + (rows + (1 - BACKWARD) * (rows - size)) * self.per_pair
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection of the processes, each of which sends `bandwidth` bytes a second, `latency` seconds after it is asked."""
+
+    latency: float
+    bandwidth: float
+
+    def reduce(self, size: float, world: int) -> float:
+        """Return the seconds in which a ring of processes adds up `size` bytes, there and back."""
+        return self.latency + 2 * (world - 1) / world * size / self.bandwidth if world > 1 else 0.0
+
+    def gather(self, size: float, world: int) -> float:
+        """Return the seconds in which a ring of processes sends `size` bytes in all to each."""
+        return self.latency + (world - 1) / world * size / self.bandwidth if world > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What decides where encoders should be.
+
+    Attributes:
+        vision, text: the encoders.
+        link: the connection of the processes.
+        world: the number of processes.
+        width: numbers of an embedding.
+        tokens: tokens of the longest caption.
+        part: `--micro_batch_size`; with it, gradients are sent after the last part.
+    """
+
+    vision: Encoder
+    text: Encoder
+    link: Link
+    world: int
+    width: int
+    tokens: int
+    part: int | None
+
+    def together(self, pairs: int) -> float:
+        """Return the seconds of a step with both encoders on each process."""
+        rows = pairs / self.world
+        computing = self.vision.seconds(rows, self.part) + self.text.seconds(rows, self.part)
+        sending = self.link.reduce(self.vision.gradient_bytes + self.text.gradient_bytes, self.world)
+        hidden = BACKWARD * computing if self.part is None else 0.0
+        shared = self.link.gather(2 * pairs * self.width * _NUMBER_BYTES, self.world)
+        return computing + max(0.0, sending - hidden) + shared
+
+    def apart(self, pairs: int, vision: int) -> float:
+        """Return the seconds of a step with images on `vision` processes, and texts on the others."""
+        text = self.world - vision
+        slower = max(
+            encoder.seconds(pairs / count, self.part) + self.link.reduce(encoder.gradient_bytes, count)
+            for encoder, count in ((self.vision, vision), (self.text, text))
+        )
+        number = self.width * _NUMBER_BYTES
+        embeds = self.world * (pairs / min(vision, text)) * number  # every process sends as many rows as the fullest
+        gathered = (embeds, 2 * pairs * number, pairs * self.tokens * _TOKEN_BYTES)
+        return slower + sum(self.link.gather(size, self.world) for size in gathered)
+
+    def best_split(self, pairs: int) -> tuple[float, int]:
+        """Return the seconds of the fastest split, and how many processes have the images in it."""
+        return min((self.apart(pairs, vision), vision) for vision in range(1, self.world))
+
+    def __str__(self) -> str:
+        encoders = (
+            f"{name} {each.per_pair * 1e3:.3g} ms a pair, {each.gradient_bytes / 1e6:.3g} MB of gradients"
+            for name, each in (("images", self.vision), ("texts", self.text))
+        )
+        return f"{'; '.join(encoders)}; link {self.link.bandwidth / 1e6:.4g} MB/s"
+
+
+def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: JointObjective, batch: Batch) -> Costs:
+    """Measure both encoders, with this process's share of a batch, and the link; the result is equal on all processes.
+
+    The model is left as it was, in training mode, on the device.
+    """
+    model = objective.model.to(accelerator.device).train()
+    batch = objective.with_keys(batch, 0)
+    part = None if args.micro_batch_size is None else int(args.micro_batch_size)
+    buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
+    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        lines = {name: _measure_encoder(accelerator, objective, name, batch, part) for name in PARTS}
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+    sizes = {name: sum(each.nbytes for _, each in parameters_of(model, name)) for name in PARTS}
+    encoders = {name: Encoder(*lines[name], sizes[name]) for name in PARTS}
+    tokens = batch["input_ids"].shape[1]
+    link = _measure_link(accelerator.device, min(SAMPLE_BYTES, sum(sizes.values())))
+    width = model.config.projection_dim
+    return Costs(encoders["vision"], encoders["text"], link, distributed.world_size(), width, tokens, part)
+
+
+def _measure_encoder(
+    accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch, part: int | None
+) -> tuple[float, float]:
+    """Return the seconds of any pass, and those of every row: the line through two sizes of a pass."""
+    most = 2 * max(1, len(batch["lengths"]))
+    many = most if part is None else min(most, part)
+    while True:
+        few, times, failed = max(1, many // 2), {}, False
+        try:
+            for rows in (few, many):
+                times[rows] = _median_seconds(
+                    accelerator.device, partial(_pass, accelerator, objective, encoder, _resized(batch, rows))
+                )
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error) or many == 1:
+                raise
+            failed = True
+        if not distributed.any_rank(failed, accelerator.device):
+            break
+        objective.zero_grad()
+        clear_device_cache(garbage_collection=True)
+        many //= 2
+    found = [times[rows] for rows in (few, many)]
+    slowest = [
+        size / 1e9 for size in distributed.max_over_ranks([round(1e9 * size) for size in found], accelerator.device)
+    ]
+    if few == many:
+        return 0.0, slowest[1] / many
+    per_pair = max(0.0, slowest[1] - slowest[0]) / (many - few)
+    return max(0.0, slowest[1] - many * per_pair), per_pair
+
+
+def _pass(accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch) -> None:
+    with accelerator.autocast():
+        embed_nE = embed(objective, encoder, batch)
+    embed_nE.sum().backward()
+    objective.zero_grad()
+
+
+def _resized(batch: Batch, rows: int) -> Batch:
+    """Return so many rows of a batch in its order, some of them repeated or left out."""
+    own = len(batch["lengths"])
+    if not own:
+        batch, own = blank_pair(batch) | {"lengths": [1]}, 1
+    places = torch.arange(rows) * own // rows
+    resized = {
+        name: batch[name][places.to(batch[name].device)]
+        for name in ("pixel_values", "input_ids", "attention_mask", "row_keys")
+    }
+    return {**resized, "lengths": [batch["lengths"][place] for place in places.tolist()]}
+
+
+def _measure_link(device: torch.device, size: int) -> Link:
+    """Add up gradients of two sizes, as a step does."""
+    seconds = []
+    for count in (1, max(2, size // _NUMBER_BYTES)):
+        gradient = nn.Parameter(torch.zeros(count, device=device))
+        median = _median_seconds(device, partial(distributed.average_gradients, [gradient]))
+        [slowest] = distributed.max_over_ranks([round(1e9 * median)], device)
+        seconds.append(slowest / 1e9)
+    world = distributed.world_size()
+    return Link(seconds[0], 2 * (world - 1) / world * size / max(1e-9, seconds[1] - seconds[0]))
+
+
+def _median_seconds(device: torch.device, work: Callable[[], None]) -> float:
+    """Return the median time of a call, after a first one that sets up libraries."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])

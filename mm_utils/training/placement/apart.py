@@ -7,7 +7,8 @@ the encoders are, and its code is that of any other run.
 
 In a step, the processes of the images send the tokens of their rows: of an unreadable image's row, which another row
 replaces, the others would not know. Gradients are summed among the processes of an encoder alone. Before an evaluation and
-before a checkpoint, every process gets the weights, averages and moments of the encoder that it does not train.
+before a checkpoint, every process gets the weights and averages of the encoder that it does not train; before a checkpoint also
+its moments.
 
 Shape letters: n this process's rows, N the global batch, L tokens, E embedding width.
 """
@@ -59,7 +60,7 @@ class ApartObjective(JointObjective):
         super().__init__(joint.model, joint.weights)
         self.split, self.pad_token_id = split, pad_token_id
         self.group = distributed.make_groups((split.vision, split.text))
-        self.is_exchanged = False
+        self._stale: set[str] = set()
         self._dealt: Dealt | None = None
 
     def deal(self, batch: Batch) -> Batch:
@@ -120,7 +121,7 @@ class ApartObjective(JointObjective):
         """Average an encoder's gradients among its processes, those of temperature and bias among all."""
         distributed.average_gradients((each for _, each in parameters_of(self.model, self.split.mine)), self.group)
         distributed.average_gradients(each for _, each in parameters_of(self.model, None))
-        self.is_exchanged = False
+        self._stale = {"weights", "moments"}
 
     def clip_gradients(self, accelerator: Accelerator, max_norm: float) -> Tensor:
         """Clip the norm of the gradient of both encoders together; return what it was, the same on all processes."""
@@ -135,24 +136,25 @@ class ApartObjective(JointObjective):
         square = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         if gradients:
             square += nn.utils.get_total_norm(gradients).double() ** 2
-        norm = distributed.sum_over_ranks(square).sqrt()
+        norm = distributed.sum_over_ranks(square).sqrt().to(self.model.dtype)
         nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm
 
     @torch.no_grad()
-    def exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give every process the newest of both encoders: weights, running statistics, moments, averages."""
-        if self.is_exchanged:
-            return
-        device = self.model.device
-        for encoder, source in self.split.first.items():
+    def exchange(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Give every process the weights, running statistics and averages of both encoders; with an optimizer its moments."""
+        due = self._stale - ({"moments"} if optimizer is None else set())
+        for encoder, source in self.split.first.items() if due else ():
             trained = dict(parameters_of(self.model, encoder))
-            tensors: list[Tensor] = [*trained.values(), *moments(optimizer, trained, source)]
-            tensors += [value for part in PARTS[encoder] for value in getattr(self.model, part).buffers()]
-            if self.teacher is not None:
-                tensors += [self.teacher.values[name] for name in trained]
-            distributed.broadcast(tensors, source, device)
-        self.is_exchanged = True
+            tensors: list[Tensor] = []
+            if "weights" in due:
+                tensors += trained.values()
+                tensors += [value for part in PARTS[encoder] for value in getattr(self.model, part).buffers()]
+                tensors += [self.teacher.values[name] for name in trained] if self.teacher is not None else []
+            if "moments" in due and optimizer is not None:
+                tensors += moments(optimizer, trained, source)
+            distributed.broadcast(tensors, source, self.model.device)
+        self._stale -= due
 
 
 def embed(objective: JointObjective, encoder: str, batch: Batch) -> Tensor:
@@ -195,8 +197,12 @@ class TowerExchange(TrainerCallback):
     def __init__(self, objective: ApartObjective):
         self.objective = objective
 
-    def on_save_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Exchange what the last steps changed."""
+        self.objective.exchange()
+
+    def on_save_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Exchange what the last steps changed, with the state of the optimizer."""
         self.objective.exchange(kwargs["optimizer"])
 
-    on_evaluate_begin = on_train_end = on_save_begin
+    on_train_end = on_evaluate_begin

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from torch import nn
 
 from mm_utils import distributed
@@ -13,6 +12,7 @@ from mm_utils.model.adapt import WeightAverage
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry
 from mm_utils.training.placement.apart import ApartObjective
 from mm_utils.training.placement.split import Split, loss_rows
+from tests.distributed.test_signature import accelerator_of_this_rank
 from tests.objectives.test_grad_cache import ALONE
 from tests.objectives.test_joint import PAIRS, global_batch, share_of, tiny_objective
 from tests.test_distributed import run_on_ranks
@@ -80,7 +80,7 @@ def test_apart_has_the_gradient_of_one_process(world: int) -> None:
 
 def exchanged_on_this_rank() -> dict[str, torch.Tensor]:
     """Weights, running statistics, moments and averages, which the first step of each process made its own."""
-    PartialState(cpu=True)
+    accelerator_of_this_rank()
     rank, objective = distributed.rank(), objective_of("contrastive")
     objective.model.vision_model.register_buffer("mean", torch.full((2,), float(rank)))
     apart = ApartObjective(objective, Split(1, 1), 0)
@@ -89,9 +89,11 @@ def exchanged_on_this_rank() -> dict[str, torch.Tensor]:
     for name, parameter in apart.named_parameters():
         if name.startswith("model.vis" if rank == 0 else "model.text") or "logit" in name:
             parameter.grad = torch.ones_like(parameter)
+    apart.average_gradients()
     optimizer.step()
     apart.teacher.update()
-    apart.exchange(optimizer)
+    apart.exchange()  # before an evaluation
+    apart.exchange(optimizer)  # before a checkpoint
     names = {parameter: name for name, parameter in apart.named_parameters()}
     state = {f"{names[p]} {key}": value for p, each in optimizer.state.items() for key, value in each.items()}
     return {

@@ -130,27 +130,29 @@ def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: 
     model = objective.model.to(accelerator.device).train()
     batch = objective.with_keys(batch, 0)
     part = None if args.micro_batch_size is None else int(args.micro_batch_size)
+    device = accelerator.device
+    own, tokens = distributed.max_over_ranks([len(batch["lengths"]), batch["input_ids"].shape[1]], device)
+    most = 2 * max(1, own)
     buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
-    devices = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        lines = {name: _measure_encoder(accelerator, objective, name, batch, part) for name in PARTS}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        lines = {
+            name: _measure_encoder(accelerator, objective, name, batch, most if part is None else min(part, most))
+            for name in PARTS
+        }
     with torch.no_grad():
         for buffer, value in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(value)
     sizes = {name: sum(each.nbytes for _, each in parameters_of(model, name)) for name in PARTS}
     encoders = {name: Encoder(*lines[name], sizes[name]) for name in PARTS}
-    tokens = batch["input_ids"].shape[1]
-    link = _measure_link(accelerator.device, min(SAMPLE_BYTES, sum(sizes.values())))
+    link = _measure_link(device, max(2 * _NUMBER_BYTES, min(SAMPLE_BYTES, sum(sizes.values()))))
     width = model.config.projection_dim
     return Costs(encoders["vision"], encoders["text"], link, distributed.world_size(), width, tokens, part)
 
 
 def _measure_encoder(
-    accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch, part: int | None
+    accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch, many: int
 ) -> tuple[float, float]:
-    """Return the seconds of any pass, and those of every row: the line through two sizes of a pass."""
-    most = 2 * max(1, len(batch["lengths"]))
-    many = most if part is None else min(most, part)
+    """Return the seconds of any pass, and those of every row: the line through passes of `many` rows and of half."""
     while True:
         few, times, failed = max(1, many // 2), {}, False
         try:
@@ -180,7 +182,8 @@ def _measure_encoder(
 def _pass(accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch) -> None:
     with accelerator.autocast():
         embed_nE = embed(objective, encoder, batch)
-    embed_nE.sum().backward()
+    if embed_nE.requires_grad:  # else nothing of the encoder is trained
+        embed_nE.sum().backward()
     objective.zero_grad()
 
 
@@ -200,7 +203,7 @@ def _resized(batch: Batch, rows: int) -> Batch:
 def _measure_link(device: torch.device, size: int) -> Link:
     """Add up gradients of two sizes, as a step does."""
     seconds = []
-    for count in (1, max(2, size // _NUMBER_BYTES)):
+    for count in (1, size // _NUMBER_BYTES):
         gradient = nn.Parameter(torch.zeros(count, device=device))
         median = _median_seconds(device, partial(distributed.average_gradients, [gradient]))
         [slowest] = distributed.max_over_ranks([round(1e9 * median)], device)

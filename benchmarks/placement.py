@@ -76,7 +76,7 @@ class Rows:
         division: Division = self.loaders.division
         draws = division.of_rank([(row, 0) for row in range(self.pairs)], distributed.rank(), distributed.world_size())
         rows = [row for row, _ in draws]
-        found = {
+        found: dict[str, Any] = {
             name: value[rows] if isinstance(value, Tensor) else [value[row] for row in rows] if value else value
             for name, value in self.everything.items()
         }
@@ -98,7 +98,12 @@ def measure(
 ) -> dict[str, Any]:
     """Predict and measure both placements of one batch size."""
     part = None if args.micro_batch_size is None else str(args.micro_batch_size)
-    given = {"output_dir": "unused", "max_steps": 10**6, "global_batch_size": pairs, "micro_batch_size": part}
+    given: dict[str, Any] = {
+        "output_dir": "unused",
+        "max_steps": 10**6,
+        "global_batch_size": pairs,
+        "micro_batch_size": part,
+    }
     batch = Rows(pairs, model_args, accelerator.device).batch()
     costs = measure_costs(TrainingArguments(**given), accelerator, make_objective(model_args), batch)
     apart, images = costs.best_split(pairs)

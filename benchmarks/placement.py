@@ -1,11 +1,11 @@
 """Measure a step with both encoders on each process and with encoders apart, beside what `--placement auto` predicts.
 
-    torchrun --nproc_per_node 2 -m benchmarks.placement --pairs 32,128 --output_file placement.json
+    torchrun --nproc_per_node 2 -m benchmarks.placement --vocab_size 20000 --image_size 64 --output_file placement.json
 
-On one machine, a slow network can be had in a namespace of its own, here 200 Mbit/s for all processes together:
+On one machine, a slow network can be had in a namespace of its own, here 200 Mbit/s for all processes together; begin a shell with
 
-    unshare -rn sh -c 'ip link set lo up mtu 1500 && tc qdisc add dev lo root tbf rate 200mbit burst 64kb latency 1s &&
-        torchrun --nproc_per_node 2 -m benchmarks.placement --pairs 32,128 --link 200'
+    unshare -rn
+    ip link set lo up mtu 1500 && tc qdisc add dev lo root tbf rate 200mbit burst 64kb latency 1s
 
 Steps of the real `TrainStep`, on random pixels and captions of about 13 tokens that are in memory, so no loader takes part.
 Both placements take turns; a step is as long as on the slowest process, and of all steps of a placement the median counts.
@@ -52,7 +52,7 @@ COLUMNS = {
 class PlacementBenchmarkArguments:
     """What to measure."""
 
-    pairs: str = arg("32,128", "Pairs per step, of all processes.")
+    pairs: str = arg("32,256", "Pairs per step, of all processes.")
     micro_batch_size: int | None = arg(None, "Pairs held at a time, as in pretrain.")
     warm_up: int = arg(2, "Steps of each placement before those that count.")
     rounds: int = arg(3, "Turns of each placement.")

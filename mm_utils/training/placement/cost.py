@@ -5,7 +5,7 @@ and share the gradients of both. Apart, they take the longer of v(N/V) and t(N/T
 shared among V or T processes: none at all where V or T is 1. The sum of the work is the same, so by compute alone apart never
 wins; it does where gradients are dear.
 
-Left out: the optimizer's step, the loss and the data, which are about the same; and what a first pass costs.
+A process also updates only the weights that it trains. Left out: the loss and the data, which are about the same.
 """
 
 import statistics
@@ -39,11 +39,13 @@ class Encoder:
     Attributes:
         fixed, per_pair: seconds of a forward and backward pass: of any, and for every row.
         gradient_bytes: the size of its gradients.
+        update: seconds in which the optimizer moves its weights.
     """
 
     fixed: float
     per_pair: float
     gradient_bytes: int
+    update: float = 0.0
 
     def seconds(self, rows: float, part: int | None) -> float:
         """Return the time of `rows`, at most `part` of them at once; all but the last part are embedded twice."""
@@ -96,13 +98,15 @@ class Costs:
         sending = self.link.reduce(self.vision.gradient_bytes + self.text.gradient_bytes, self.world)
         hidden = BACKWARD * computing if self.part is None else 0.0
         shared = self.link.gather(2 * pairs * self.width * _NUMBER_BYTES, self.world)
-        return computing + max(0.0, sending - hidden) + shared
+        return computing + max(0.0, sending - hidden) + shared + self.vision.update + self.text.update
 
     def apart(self, pairs: int, vision: int) -> float:
         """Return the seconds of a step with images on `vision` processes, and texts on the others."""
         text = self.world - vision
         slower = max(
-            encoder.seconds(pairs / count, self.part) + self.link.reduce(encoder.gradient_bytes, count)
+            encoder.seconds(pairs / count, self.part)
+            + self.link.reduce(encoder.gradient_bytes, count)
+            + encoder.update
             for encoder, count in ((self.vision, vision), (self.text, text))
         )
         number = self.width * _NUMBER_BYTES
@@ -142,8 +146,9 @@ def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: 
     with torch.no_grad():
         for buffer, value in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(value)
-    sizes = {name: sum(each.nbytes for _, each in parameters_of(model, name)) for name in PARTS}
-    encoders = {name: Encoder(*lines[name], sizes[name]) for name in PARTS}
+    trained = {name: [weight for _, weight in parameters_of(model, name)] for name in PARTS}
+    sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in trained.items()}
+    encoders = {name: Encoder(*lines[name], sizes[name], _measure_update(trained[name], device)) for name in PARTS}
     link = _measure_link(device, max(2 * _NUMBER_BYTES, min(SAMPLE_BYTES, sum(sizes.values()))))
     width = model.config.projection_dim
     return Costs(encoders["vision"], encoders["text"], link, distributed.world_size(), width, tokens, part)
@@ -169,10 +174,7 @@ def _measure_encoder(
         objective.zero_grad()
         clear_device_cache(garbage_collection=True)
         many //= 2
-    found = [times[rows] for rows in (few, many)]
-    slowest = [
-        size / 1e9 for size in distributed.max_over_ranks([round(1e9 * size) for size in found], accelerator.device)
-    ]
+    slowest = _slowest([times[rows] for rows in (few, many)], accelerator.device)
     if few == many:
         return 0.0, slowest[1] / many
     per_pair = max(0.0, slowest[1] - slowest[0]) / (many - few)
@@ -200,19 +202,31 @@ def _resized(batch: Batch, rows: int) -> Batch:
     return {**resized, "lengths": [batch["lengths"][place] for place in places.tolist()]}
 
 
+def _measure_update(weights: list[nn.Parameter], device: torch.device) -> float:
+    """Return the seconds of the optimizer's step, on copies of the weights."""
+    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    step = torch.optim.AdamW(copies, fused=device.type == "cuda").step if copies else lambda: None
+    return _slowest([_median_seconds(device, step)], device)[0]
+
+
+def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """Return the longest of each time over the processes."""
+    return [each / 1e9 for each in distributed.max_over_ranks([round(1e9 * each) for each in seconds], device)]
+
+
 def _measure_link(device: torch.device, size: int) -> Link:
     """Add up gradients of two sizes, as a step does."""
     seconds = []
     for count in (1, size // _NUMBER_BYTES):
         gradient = nn.Parameter(torch.zeros(count, device=device))
-        median = _median_seconds(device, partial(distributed.average_gradients, [gradient]))
-        [slowest] = distributed.max_over_ranks([round(1e9 * median)], device)
-        seconds.append(slowest / 1e9)
-    world = distributed.world_size()
+        seconds.append(_median_seconds(device, partial(distributed.average_gradients, [gradient])))
+    world, seconds = distributed.world_size(), _slowest(seconds, device)
     return Link(seconds[0], 2 * (world - 1) / world * size / max(1e-9, seconds[1] - seconds[0]))
 
 
-def _median_seconds(device: torch.device, work: Callable[[], None]) -> float:
+def _median_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Return the median time of a call, after a first one that sets up libraries."""
     seconds = []
     for _ in range(REPEATS + 1):

@@ -56,6 +56,12 @@ def test_a_slow_link_decides_for_apart_and_a_fast_one_against_it() -> None:
     assert slow.best_split(64)[0] == min(slow.apart(64, images) for images in wanted)
 
 
+def test_a_process_updates_the_weights_that_it_trains() -> None:
+    costs = Costs(Encoder(0, 0.1, 0, 0.5), Encoder(0, 0.1, 0, 0.25), FREE, 2, 0, 0, None)
+    assert costs.together(4) == pytest.approx(0.4 + 0.75)
+    assert costs.apart(4, 1) == pytest.approx(0.4 + 0.5)
+
+
 def test_gradients_that_travel_beside_the_backward_pass_cost_what_is_left() -> None:
     encoders = (Encoder(0, 0.03, 10**6), Encoder(0, 0.03, 10**6))
     fast, slow = (Costs(*encoders, Link(0, bandwidth), 2, 0, 0, None) for bandwidth in (10e6, 1e6))
@@ -96,6 +102,7 @@ def test_measuring_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert set(seen) == {9, 18}
     trained = {name: sum(p.nbytes for _, p in parameters_of(objective.model, name)) for name in PARTS}
     assert (costs.vision.gradient_bytes, costs.text.gradient_bytes) == (trained["vision"], trained["text"])
+    assert min(costs.vision.update, costs.text.update) > 0
     assert min(costs.vision.seconds(8, None), costs.text.seconds(8, None), costs.link.bandwidth) > 0
     seen.clear()
     measure_costs(TrainingArguments(micro_batch_size="4"), accelerator, objective, global_batch())

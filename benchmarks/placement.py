@@ -1,4 +1,4 @@
-"""Measure a step with both encoders on each process and with encoders apart, beside what `--placement auto` predicts.
+"""Measure a step with encoders together and apart, beside what `--placement auto` predicts.
 
     torchrun --nproc_per_node 2 -m benchmarks.placement --vocab_size 20000 --image_size 64 --output_file placement.json
 

@@ -78,7 +78,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def make_groups(sizes: Sequence[int]) -> Any:
-    """Cut all ranks into consecutive groups of these sizes; return this rank's; called on all ranks."""
+    """Cut the ranks into groups of these sizes; return this rank's; called on all ranks."""
     mine = None
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         group = dist.new_group(range(end - size, end), timedelta(seconds=COLLECTIVE_TIMEOUT))
@@ -155,7 +155,7 @@ def any_rank(here: bool, device: torch.device) -> bool:
 
 
 def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> None:
-    """Replace the tensors by those of rank `source`, in place, through memory of `device`; called on all ranks."""
+    """Copy rank `source`'s tensors into all ranks', through `device`; called on all ranks."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault(tensor.dtype, []).append(tensor.detach())

@@ -79,11 +79,11 @@ class Objective(nn.Module):
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
 
     def deal(self, batch: Batch) -> Batch:
-        """Return this rank's part of a step, given its part of what was read; these differ in `mm_utils.training.placement`."""
+        """Return this rank's part of a step, given what it read; `training.placement` differs."""
         return batch
 
     def average_gradients(self) -> None:
-        """Average the gradients over the ranks, after the last part, where neither DDP nor FSDP does."""
+        """Average the gradients over the ranks, after the last part; DDP and FSDP do it alone."""
         distributed.average_gradients(self.parameters())
 
     def clip_gradients(self, accelerator: Accelerator, max_norm: float) -> Tensor:
@@ -212,7 +212,7 @@ class JointObjective(Objective):
         return plan
 
     def plan_embeddings(self, own: LossInputs, shared: GlobalBatch) -> Plan:
-        """Take the gradient of all embedding terms at this rank's rows of the batch that all ranks know."""
+        """Take the gradient of all embedding terms at this rank's rows of a shared batch."""
         metrics: Report = {}
         total = own.scale.new_zeros(())
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""The benchmark's rows are dealt as the loaders deal them, and its table has every batch size."""
+"""Rows are dealt as the loaders deal them, and the table has every batch size."""
 
 import os
 from pathlib import Path

@@ -44,7 +44,7 @@ from tests.test_distributed import run_on_ranks
 
 
 class Case(NamedTuple):
-    """A run: processes, placement, loss, `--micro_batch_size`, and the folder of the run that it goes on from."""
+    """Processes, placement, loss, `--micro_batch_size`, and the run that it goes on from."""
 
     world: int
     placement: str
@@ -78,7 +78,7 @@ CONTINUED = [
 
 
 def on_this_rank(root: Path, cases: Sequence[Case], model_args: ModelArguments) -> list[tuple[str, list[list[str]]]]:
-    """Run the cases: of each, the encoder of this process, and the images that it read in each step."""
+    """Run the cases: of each, this process's encoder, and the images read in each step."""
     accelerator = accelerator_of_this_rank()
     with accelerator.main_process_first():
         pairs = load_pairs(DataArguments(max_train_samples=256))

@@ -48,7 +48,7 @@ class Dealt:
 
 
 class ApartObjective(JointObjective):
-    """An objective of contrastive terms, whose images and texts are encoded on different processes.
+    """Contrastive terms, whose images and texts are encoded on different processes.
 
     Args:
         joint: the objective of one process.
@@ -64,7 +64,7 @@ class ApartObjective(JointObjective):
         self._dealt: Dealt | None = None
 
     def deal(self, batch: Batch) -> Batch:
-        """Send tokens and ids of all rows to all; return this process's images, or its texts, longest first."""
+        """Send tokens and ids of all rows; return this process's images, or texts, longest first."""
         device = batch["ids"].device
         lengths_n1 = torch.tensor(batch["lengths"], dtype=torch.long, device=device).view(-1, 1)
         images = distributed.gather_sizes(len(lengths_n1), device)
@@ -118,13 +118,13 @@ class ApartObjective(JointObjective):
         return plan
 
     def average_gradients(self) -> None:
-        """Average an encoder's gradients among its processes, those of temperature and bias among all."""
+        """Average an encoder's gradients among its processes, and all others' among all."""
         distributed.average_gradients((each for _, each in parameters_of(self.model, self.split.mine)), self.group)
         distributed.average_gradients(each for _, each in parameters_of(self.model, None))
         self._stale = {"weights", "moments"}
 
     def clip_gradients(self, accelerator: Accelerator, max_norm: float) -> Tensor:
-        """Clip the norm of the gradient of both encoders together; return what it was, the same on all processes."""
+        """Clip the norm of both encoders' gradient; return what it was, the same everywhere."""
         rank, mine = distributed.rank(), self.split.mine
         counted = [mine] if rank == self.split.first[mine] else []
         gradients = [
@@ -142,7 +142,10 @@ class ApartObjective(JointObjective):
 
     @torch.no_grad()
     def exchange(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Give every process the weights, running statistics and averages of both encoders; with an optimizer its moments."""
+        """Give every process both encoders; with an optimizer, its moments too.
+
+        That is their weights, running statistics and averages, if they have changed.
+        """
         due = self._stale - ({"moments"} if optimizer is None else set())
         for encoder, source in self.split.first.items() if due else ():
             trained = dict(parameters_of(self.model, encoder))
@@ -169,10 +172,14 @@ def embed(objective: JointObjective, encoder: str, batch: Batch) -> Tensor:
 
 
 def moments(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], source: int) -> list[Tensor]:
-    """Return the optimizer's state of parameters, in the same order on all processes; made where there is none.
+    """Return the optimizer's state of parameters, made where a process has none.
+
+    Called on all processes, whose results are in the same order.
 
     Args:
-        source: the process that has it; called on all processes.
+        optimizer: the optimizer.
+        trained: the parameters, by name.
+        source: the process that has their state.
     """
     shapes: Any = [None]
     if distributed.rank() == source:

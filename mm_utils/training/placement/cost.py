@@ -1,4 +1,4 @@
-"""Predict the time of a step with both encoders on each process, and with encoders apart, from a few measurements.
+"""Predict the time of a step with encoders together and apart, from a few measurements.
 
 Together, W processes take v(N/W) + t(N/W) for N pairs, where v and t are the times of an encoder's forward and backward pass,
 and share the gradients of both. Apart, they take the longer of v(N/V) and t(N/T), V + T = W, each with its own gradients
@@ -48,7 +48,7 @@ class Encoder:
     update: float = 0.0
 
     def seconds(self, rows: float, part: int | None) -> float:
-        """Return the time of `rows`, at most `part` of them at once; all but the last part are embedded twice."""
+        """Return the time of `rows`, `part` at once; all but the last part are embedded twice."""
         size = rows if part is None else min(rows, part)
         passes = -(-rows // size) if size else 0
         return passes * self.fixed + (rows + (1 - BACKWARD) * (rows - size)) * self.per_pair
@@ -56,7 +56,12 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of the processes, each of which sends `bandwidth` bytes a second, `latency` seconds after it is asked."""
+    """The connection of the processes.
+
+    Attributes:
+        latency: seconds of an exchange of nothing.
+        bandwidth: bytes a second that each process sends.
+    """
 
     latency: float
     bandwidth: float
@@ -127,7 +132,12 @@ class Costs:
 
 
 def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: JointObjective, batch: Batch) -> Costs:
-    """Measure both encoders, with this process's share of a batch, and the link; the result is equal on all processes.
+    """Measure both encoders and the link; the result is equal on all processes.
+
+    Args:
+        args: the run's arguments.
+        accelerator, objective: of which nothing is prepared yet.
+        batch: this process's share of any batch.
 
     The model is left as it was, in training mode, on the device.
     """
@@ -157,7 +167,7 @@ def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: 
 def _measure_encoder(
     accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch, many: int
 ) -> tuple[float, float]:
-    """Return the seconds of any pass, and those of every row: the line through passes of `many` rows and of half."""
+    """Return the seconds of any pass, and of every row: a line through `many` rows and half."""
     while True:
         few, times, failed = max(1, many // 2), {}, False
         try:

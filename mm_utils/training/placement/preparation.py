@@ -1,4 +1,4 @@
-"""Prepare an objective and its optimizer for their processes: both encoders on each, sharded or not, or apart."""
+"""Prepare an objective for its processes: both encoders on each, sharded or not, or apart."""
 
 import logging
 from collections.abc import Sequence
@@ -43,7 +43,10 @@ class Prepared:
     optimizer: torch.optim.Optimizer
 
     def adjust(self, callbacks: Sequence[TrainerCallback]) -> list[TrainerCallback]:
-        """Return the callbacks; where encoders are apart, with their exchange, and none that takes all processes for alike."""
+        """Return the callbacks, with the exchange of encoders that are apart.
+
+        None of them then takes all processes for alike, as the detection of stragglers does.
+        """
         if not isinstance(self.unwrapped, ApartObjective):
             return list(callbacks)
         for each in callbacks:

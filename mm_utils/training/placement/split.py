@@ -37,11 +37,11 @@ class Split:
 
     @property
     def division(self) -> Division:
-        """How rows are dealt to be read: the texts come with the images, to the processes that have these."""
+        """How rows are dealt to be read, texts too: to the processes that have images."""
         return Division((1.0,) * self.vision + (0.0,) * self.text)
 
     def text_rows(self, total: int) -> list[range]:
-        """Return which of `total` texts each process encodes, an empty range for those that have images."""
+        """Return which of `total` texts each process encodes; none for those with images."""
         shares = [distributed.share(total, part, self.text) for part in range(self.text)]
         return [range(0)] * self.vision + shares
 
@@ -53,7 +53,7 @@ def loss_rows(total: int) -> list[range]:
 
 
 def parameters_of(model: FusionDualEncoderModel, encoder: str | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trained parameters of an encoder by name; for None, those that belong to no encoder."""
+    """Yield an encoder's trained parameters by name; for None, those of no encoder."""
     owner = {part: name for name, parts in PARTS.items() for part in parts}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and owner.get(name.split(".")[0]) == encoder:

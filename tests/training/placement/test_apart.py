@@ -1,4 +1,4 @@
-"""Encoders on different processes have the gradient that one process with both and the whole batch has."""
+"""Encoders on different processes have the gradient of one process with both."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ def test_apart_has_the_gradient_of_one_process(world: int) -> None:
 
 
 def exchanged_on_this_rank() -> dict[str, torch.Tensor]:
-    """Weights, running statistics, moments and averages, which the first step of each process made its own."""
+    """Weights, running statistics, moments and averages, after a step and the exchange."""
     accelerator_of_this_rank()
     rank, objective = distributed.rank(), objective_of("contrastive")
     objective.model.vision_model.register_buffer("mean", torch.full((2,), float(rank)))

@@ -26,7 +26,7 @@ ENCODERS = st.builds(Encoder, st.floats(0, 1), st.floats(1e-4, 1), st.integers(0
 def test_by_compute_alone_apart_saves_a_pass_at_most(
     vision: Encoder, text: Encoder, world: int, share: int, part: int | None
 ) -> None:
-    """The same rows are encoded; only what any pass costs is spent on one encoder in place of two."""
+    """The same rows are encoded; what any pass costs is spent on one encoder, not two."""
     costs = Costs(vision, text, FREE, world, 256, 32, part)
     apart, images = costs.best_split(share * world)
     assert 1 <= images < world

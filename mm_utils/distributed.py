@@ -7,8 +7,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small b
 COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
 SAME_COMMAND = "Start all machines with one command, in equal environments."
 SAME_DATA = "All processes must read the same data with the same arguments."
+_groups: list[Any] = []  # of `make_groups`
 
 
 class RunError(Exception):
@@ -75,7 +77,19 @@ def share(count: int, part: int, parts: int) -> range:
 def set_timeout(seconds: float) -> None:
     """Make a collective fail when it waits longer than this for another process."""
     if world_size() > 1:
-        (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
+        for group in (None, *_groups):
+            (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
+
+
+def make_groups(sizes: Sequence[int]) -> Any:
+    """Cut the ranks into groups of these sizes; return this rank's; called on all ranks."""
+    mine = None
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        group = dist.new_group(range(end - size, end), timedelta(seconds=COLLECTIVE_TIMEOUT))
+        if end - size <= rank() < end:
+            mine = group
+            _groups.append(group)
+    return mine
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -162,8 +176,23 @@ def any_rank(here: bool, device: torch.device) -> bool:
     return here if world_size() == 1 else any(max_over_ranks([int(here)], device))
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replace every gradient by its mean over the ranks, as DDP does; a missing gradient counts as zero."""
+def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> None:
+    """Copy rank `source`'s tensors into all ranks', through `device`; called on all ranks."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.dtype, []).append(tensor.detach())
+    for bucket in (bucket for same in alike.values() for bucket in buckets(same)):
+        flat = torch.cat([tensor.flatten().to(device) for tensor in bucket])
+        dist.broadcast(flat, source)
+        for tensor, value in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(value.view_as(tensor))
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], group: Any = None) -> None:
+    """Replace every gradient by its mean over the ranks, as DDP does; a missing gradient counts as zero.
+
+    With a `group`, of `make_groups`, the ranks outside of it count as ranks whose gradient is zero.
+    """
     if world_size() == 1:
         return
     gradients: dict[tuple, list[Tensor]] = {}
@@ -175,7 +204,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     for alike in gradients.values():
         for bucket in buckets(alike):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
-            _all_reduce(flat)
+            _all_reduce(flat, group=group)
             flat /= world_size()
             means = flat.split([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(bucket, [mean.view_as(to) for mean, to in zip(means, bucket, strict=True)])

@@ -103,39 +103,41 @@ def commands_of(path: Path) -> list[str]:
     return [found for line in command_lines(comments) for found in re.findall(rf"{STARTS}.*", line)]
 
 
-def understand(line: str) -> Command:
-    """Parse what stands before the script with the launcher's own parser; fail for a program that is not known."""
+def launched(line: str) -> tuple[list[str], bool]:
+    """Parse what stands before the script with the launcher's own parser; return the rest, and whether it is for several."""
     words = shlex.split(line)
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
-    distributed = False
+    if words[:3] == ["ray", "job", "submit"]:
+        words = words[words.index("--") + 1 :]
     if words[:2] == ["accelerate", "launch"]:
         given = launch_command_parser().parse_args(words[2:])
         assert given.config_file is None or Path(given.config_file).is_file(), line
-        distributed = given.config_file is not None and "single" not in given.config_file
         words = ["python", *(["-m"] if given.module else []), given.training_script, *given.training_script_args]
-    elif words[0] == "torchrun":
+        return words, given.config_file is not None and "single" not in given.config_file
+    if words[0] == "torchrun":
         given = torchrun_parser().parse_args(words[1:])
-        words, distributed = ["python", given.training_script, *given.training_script_args], True
-    elif "launchers/slurm.sbatch" in words:
-        words, distributed = ["python", *words[words.index("launchers/slurm.sbatch") + 1 :]], True
-    elif words[0] == "kubectl":
-        assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml")), line
-        return Command(line, None, [])
-    if words[:3] == ["ray", "job", "submit"]:
-        words = words[words.index("--") + 1 :]
+        return ["python", given.training_script, *given.training_script_args], True
+    if "launchers/slurm.sbatch" in words:
+        return ["python", *words[words.index("launchers/slurm.sbatch") + 1 :]], True
     if words[:2] == ["python", "scripts/launch_ray.py"]:
         own, script, rest = split_words(words[2:])
         parse_args(LaunchArguments, argv=own)
         assert script is not None, line
-        words, distributed = ["python", script, *rest], True
+        return ["python", script, *rest], True
+    return words, False
+
+
+def understand(line: str) -> Command:
+    """Return the script and its arguments; fail for a program that is not known, or a file that there is not."""
+    words, distributed = launched(line)
+    if words[0] == "kubectl" or words[:2] == ["pip", "install"]:
+        assert all((ROOT / word).is_file() for word in words if word.endswith((".yaml", ".txt"))), line
+        return Command(line, None, [])
     if words[:3] == ["python", "-m", "pytest"]:
         assert all((ROOT / word.split("::")[0]).exists() for word in words[3:] if word.startswith("tests")), line
         return Command(line, None, [])
     if words[:2] == ["ray", "start"]:
-        return Command(line, None, [])
-    if words[:2] == ["pip", "install"]:
-        assert all((ROOT / word).is_file() for word in words if word.endswith(".txt")), line
         return Command(line, None, [])
     assert words[0] == "python", f"a test should know how to check: {line}"
     name, argv = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])

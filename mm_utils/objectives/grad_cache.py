@@ -95,6 +95,7 @@ def backward_with_retry(
     Raises:
         ValueError: if the batch, or a single pair where there is a micro-batch size, does not fit into memory.
     """
+    batch = accelerator.unwrap_model(objective).deal(batch)
     while True:
         restart()
         try:
@@ -178,7 +179,7 @@ class _CachedStep:
         sums = self._on_all_ranks(lambda: self._backward_all(kept, plan), sends=True)
         self.average.receive()
         if not self.sharded and not self.has_ddp:
-            distributed.average_gradients(self.objective.parameters())
+            self.unwrapped.average_gradients()
         return self.unwrapped.report(plan, sums)
 
     def _embed(self) -> tuple[list[dict[str, Tensor]], Encoded]:

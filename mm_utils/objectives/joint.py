@@ -8,6 +8,7 @@ afterwards, a part of the batch at a time (`part`), together with the rows that 
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mm_utils import distributed
@@ -15,7 +16,7 @@ from mm_utils.copies import HostCopy
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import row_keys, set_row_keys
-from mm_utils.objectives.losses import gather_batch, has_shared_ids
+from mm_utils.objectives.losses import GlobalBatch, gather_batch, has_shared_ids
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs, Plan, Report, RowTerm, Term
 
@@ -78,6 +79,18 @@ class Objective(nn.Module):
         self.medium = batch.get("medium")
         self.model.towers_rest = self.tower_steps is not None and step >= self.tower_steps
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
+
+    def deal(self, batch: Batch) -> Batch:
+        """Return this rank's part of a step, given what it read; `training.placement` differs."""
+        return batch
+
+    def average_gradients(self) -> None:
+        """Average the gradients over the ranks, after the last part; DDP and FSDP do it alone."""
+        distributed.average_gradients(self.parameters())
+
+    def clip_gradients(self, accelerator: Accelerator, max_norm: float) -> Tensor:
+        """Clip the norm of the averaged gradient; return what it was, the same on all ranks."""
+        return accelerator.clip_grad_norm_(self.parameters(), max_norm)
 
     @property
     def trains_head(self) -> bool:
@@ -195,11 +208,18 @@ class JointObjective(Objective):
     def plan(self, encoded: EncodedBatch, batch: Batch, step: int) -> Plan:
         """Take the gradient of all embedding terms at the embeddings; let the row terms plan."""
         own = LossInputs(
-            {name: _leaf(value) for name, value in encoded.embeds.items()},
-            _leaf(encoded.scale),
-            None if encoded.bias is None else _leaf(encoded.bias),
+            {name: leaf(value) for name, value in encoded.embeds.items()},
+            leaf(encoded.scale),
+            None if encoded.bias is None else leaf(encoded.bias),
         )
         shared = gather_batch(own.embeds["image"], own.embeds["text"], batch["ids"], batch.get("shared_ids"))
+        plan = self.plan_embeddings(own, shared)
+        scale = encoded.scale.detach()
+        plan.rows = {term.name: term.plan(self.model, batch, shared, scale, step) for term in self._row_terms()}
+        return plan
+
+    def plan_embeddings(self, own: LossInputs, shared: GlobalBatch) -> Plan:
+        """Take the gradient of all embedding terms at this rank's rows of a shared batch."""
         metrics: Report = {}
         total = own.scale.new_zeros(())
         with torch.enable_grad():
@@ -214,10 +234,7 @@ class JointObjective(Objective):
             torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
         )
         by_name = dict(zip(own.embeds, gradients, strict=False))
-        plan = Plan(by_name, list(gradients[len(by_name) :]), shared, {"loss": total.detach(), **metrics})
-        scale = encoded.scale.detach()
-        plan.rows = {term.name: term.plan(self.model, batch, shared, scale, step) for term in self._row_terms()}
-        return plan
+        return Plan(by_name, list(gradients[len(by_name) :]), shared, {"loss": total.detach(), **metrics})
 
     def part(
         self,
@@ -305,5 +322,6 @@ def blank_pair(batch: Batch) -> Batch:
     return {name: value.new_ones(1, *value.shape[1:]) for name, value in batch.items() if isinstance(value, Tensor)}
 
 
-def _leaf(value: Tensor) -> Tensor:
+def leaf(value: Tensor) -> Tensor:
+    """Return a value in at least fp32, at which a gradient is taken."""
     return value.detach().to(torch.promote_types(value.dtype, torch.float32)).requires_grad_()

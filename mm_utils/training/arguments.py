@@ -1,5 +1,6 @@
 """The flags of the training loop, named as in `transformers.TrainingArguments`."""
 
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class TrainingArguments:
         False,
         "Give slower processes fewer pairs, by their speed at every start: for GPUs of several kinds. It changes what is learnt in "
         "the last digits only.",
+    )
+    placement: str = arg(
+        "together",
+        "Encoders on processes: together (both on each), apart (images on some, texts on the others; apart:3 = images on 3), or "
+        "auto (as is predicted to be faster, from times measured at the start). It does not change what is learnt.",
     )
     per_device_eval_batch_size: int = arg(
         64, "Images per process and forward pass in evaluation. It does not change the metrics."
@@ -86,7 +92,7 @@ class TrainingArguments:
         size = self.micro_batch_size
         if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
             raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
-        self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
+        self.batch_sizes, self.placed  # noqa: B018  (complain now, not after the data is loaded)
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"--max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
         if min(self.save_steps, self.save_minutes) < 0:
@@ -120,6 +126,16 @@ class TrainingArguments:
         if self.batch_size_schedule is not None:
             return BatchSizes.parse(self.batch_size_schedule)
         return BatchSizes((0,), (self.global_batch_size,))
+
+    @property
+    def placed(self) -> tuple[str, int | None]:
+        """The kind of `--placement`, and the number of processes with images that it gives."""
+        found = re.fullmatch(r"(together|auto|apart)(?:(?<=apart):([1-9]\d*))?", self.placement)
+        if found is None:
+            raise ValueError(
+                f"--placement is {self.placement}; give together, apart, auto, or apart:N for N processes with the images."
+            )
+        return found[1], int(found[2]) if found[2] else None
 
     @property
     def keeps_best(self) -> bool:

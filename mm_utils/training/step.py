@@ -110,9 +110,7 @@ class TrainStep:
         self.settle()  # the step before, while the device computes this one
         for weight in self.unwrapped.resting_weights():
             weight.grad = None  # with one of 0, momentum and weight decay would still move it
-        norm = self.accelerator.clip_grad_norm_(
-            self.objective.parameters(), self.optimizer_args.max_grad_norm or math.inf
-        )
+        norm = self.unwrapped.clip_gradients(self.accelerator, self.optimizer_args.max_grad_norm or math.inf)
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
         self.nonfinite.take(step, report["loss"], report["grad_norm"], batch["image_ids"])
         if self.reads_late:

@@ -33,10 +33,10 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives import Objective
 from mm_utils.reliability.signals import Interrupted, Interruption
-from mm_utils.training import fsdp_deepspeed
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.optim import OptimizerArguments
+from mm_utils.training.placement import preparation
 from mm_utils.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,9 @@ class Trainer:
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
-        fsdp_deepspeed.configure_backend(accelerator, objective, self.sizes.at(0))
-        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
-        fsdp_deepspeed.initialise_fsdp_root(self.objective)
+        prepared = preparation.prepare(args, accelerator, objective, optimizer, data)
+        objective, self.objective, self.optimizer = prepared.unwrapped, prepared.objective, prepared.optimizer
+        callbacks = prepared.adjust(callbacks)
         self.model = objective.model
         self.evaluate_model = evaluate
         self.state = TrainerState(
@@ -266,7 +266,7 @@ class Trainer:
         if self.evaluate_model is None or self.data.eval_loader is None:
             raise ValueError("this Trainer was given nothing to evaluate; pass data with an eval_loader, and evaluate")
         self.objective.eval()
-        with fsdp_deepspeed.unsharded(self.objective):
+        with preparation.unsharded(self.objective):
             loader = CheckedLoader(self.data.eval_loader, self._check_stop_signal)
             return self.evaluate_model(self.model, loader, self.accelerator)
 

@@ -79,8 +79,8 @@ def of_rank(image_NE: Tensor, text_NE: Tensor, scale: Tensor, own: int, tile: Ti
         return torch.cat([rows.detach(), rows.new_full((sizes[1], rows.shape[1]), 10.0)])
 
     with mock.patch("mm_utils.distributed.gather", gather):
-        mine = (side[:own].detach().requires_grad_() for side in (image_NE, text_NE))
-        return info_nce(*mine, scale, batch, tile)
+        image_nE, text_nE = (side[:own].detach().requires_grad_() for side in (image_NE, text_NE))
+        return info_nce(image_nE, text_nE, scale, batch, tile)
 
 
 def in_strips(image_NE: Tensor, text_NE: Tensor, scale: Tensor, own: int) -> Tensor:

@@ -83,13 +83,11 @@ def set_timeout(seconds: float) -> None:
 
 def make_groups(sizes: Sequence[int]) -> Any:
     """Cut the ranks into groups of these sizes; return this rank's; called on all ranks."""
-    mine = None
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         group = dist.new_group(range(end - size, end), timedelta(seconds=COLLECTIVE_TIMEOUT))
         if end - size <= rank() < end:
-            mine = group
             _groups.append(group)
-    return mine
+    return _groups[-1]
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -178,10 +176,7 @@ def any_rank(here: bool, device: torch.device) -> bool:
 
 def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> None:
     """Copy rank `source`'s tensors into all ranks', through `device`; called on all ranks."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault(tensor.dtype, []).append(tensor.detach())
-    for bucket in (bucket for same in alike.values() for bucket in buckets(same)):
+    for bucket in buckets(tensor.detach() for tensor in tensors):
         flat = torch.cat([tensor.flatten().to(device) for tensor in bucket])
         dist.broadcast(flat, source)
         for tensor, value in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
@@ -195,19 +190,18 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], group: Any = Non
     """
     if world_size() == 1:
         return
-    gradients: dict[tuple, list[Tensor]] = {}
+    gradients = []
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
-    for alike in gradients.values():
-        for bucket in buckets(alike):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            _all_reduce(flat, group=group)
-            flat /= world_size()
-            means = flat.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [mean.view_as(to) for mean, to in zip(means, bucket, strict=True)])
+            gradients.append(parameter.grad)
+    for bucket in buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        _all_reduce(flat, group=group)
+        flat /= world_size()
+        means = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [mean.view_as(to) for mean, to in zip(means, bucket, strict=True)])
 
 
 def start_sum(values: Tensor) -> Any:
@@ -215,15 +209,18 @@ def start_sum(values: Tensor) -> Any:
     return _all_reduce(values, async_op=True)
 
 
-def buckets(tensors: list[TensorLike]) -> Iterator[list[TensorLike]]:
-    """Group consecutive tensors, up to `BUCKET_ELEMENTS` together."""
-    bucket: list[TensorLike] = []
+def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:
+    """Group tensors of one type and device, in their order, up to `BUCKET_ELEMENTS` together."""
+    alike: dict[tuple, list[TensorLike]] = {}
     for tensor in tensors:
-        if bucket and sum(map(Tensor.numel, bucket)) + tensor.numel() > BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in alike.values():
+        bucket: list[TensorLike] = []
+        for tensor in same:
+            if bucket and sum(map(Tensor.numel, bucket)) + tensor.numel() > BUCKET_ELEMENTS:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
         yield bucket
 
 
@@ -240,9 +237,8 @@ def raise_everywhere(error: str | None = None, warnings: Iterable[str] = ()) -> 
     for warning in dict.fromkeys(warning for _, each in found for warning in each):
         if rank() == 0:
             logger.warning("%s", warning)
-    errors = [error for error, _ in found if error]
-    if errors:
-        raise ValueError(errors[0])
+    if first := next((error for error, _ in found if error), None):
+        raise ValueError(first)
 
 
 def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA) -> None:

@@ -22,10 +22,8 @@ class GradientAverage:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        alike: dict[tuple, list[nn.Parameter]] = {}
-        for parameter in reversed([each for each in parameters if each.requires_grad]):
-            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self._buckets = [bucket for same in alike.values() for bucket in distributed.buckets(same)]
+        trained = reversed([each for each in parameters if each.requires_grad])
+        self._buckets = list(distributed.buckets(trained))
         # Taken before the backward pass: a rank that runs out of memory in it must still send.
         self._sums = [bucket[0].new_empty(sum(each.numel() for each in bucket)) for bucket in self._buckets]
         self._missing = [{id(parameter) for parameter in bucket} for bucket in self._buckets]

@@ -87,7 +87,11 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def command_lines(text: str) -> list[str]:
-    lines = text.replace("\\\n", " ").splitlines()
+    for name, value in re.findall(r'\b([A-Z])="([^"]*)"', text):  # shorthands of a block of commands
+        text = text.replace(f'{name}="{value}"', "").replace(f"${name} ", f"{value} ")
+    lines = [
+        line.lstrip("; ") for line in text.replace("\\\n", " ").splitlines() if not line.startswith(("#", "echo "))
+    ]
     return [" ".join(line.partition("   #")[0].split()) for line in lines if line.strip()]
 
 

@@ -14,7 +14,6 @@ Shape letters: n this process's rows, N the global batch, L tokens, E embedding 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -166,9 +165,8 @@ def embed(objective: JointObjective, encoder: str, batch: Batch) -> Tensor:
     set_row_keys(model, batch.get("row_keys"))
     if encoder == "vision":
         return model.encode_image(batch["pixel_values"], with_keys_values=False)[0]
-    encode = partial(model.encode_text, with_states=False)
     lengths = batch.get("lengths") if objective.groups_texts else None
-    return encode_in_groups(encode, batch["input_ids"], batch["attention_mask"], lengths)[0]
+    return encode_in_groups(model, batch["input_ids"], batch["attention_mask"], lengths, with_states=False)[0]
 
 
 def moments(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], source: int) -> list[Tensor]:

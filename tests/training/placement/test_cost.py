@@ -80,7 +80,7 @@ def test_measuring_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     seen: list[int] = []
     monkeypatch.setattr(
         "mm_utils.training.placement.apart.encode_in_groups",
-        lambda encode, ids, *rest: seen.append(len(ids)) or encode_in_groups(encode, ids, *rest),
+        lambda model, ids, *rest, **named: seen.append(len(ids)) or encode_in_groups(model, ids, *rest, **named),
     )
     objective = tiny_objective("contrastive")
     norm = torch.nn.BatchNorm1d(16).double()

@@ -56,7 +56,7 @@ ROAD = [
     "training/step.py",
     "checkpointing/state.py",
 ]
-MAX_ROAD_LINES = 5200  # of which the modelling file, which travels alone, has 1,550
+MAX_ROAD_LINES = 5210  # of which the modelling file, which travels alone, has 1,550
 
 
 def modules() -> dict[str, Path]:

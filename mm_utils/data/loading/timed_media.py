@@ -172,10 +172,13 @@ def _window(length: float, seconds: float, rng: random.Random | None, beyond: fl
     """Return begin and length, in seconds, of a window of a medium so long.
 
     Args:
-        beyond: the window may leave the medium by this share of what it could show.
+        beyond: a drawn window may leave the medium by this share of its length; what is shorter lies anywhere in it.
     """
-    room, most = max(0.0, length - seconds), beyond * min(length, seconds)
-    return room * 0.5 if rng is None else rng.uniform(-most, room + most), seconds
+    room, most = length - seconds, beyond * seconds
+    if rng is None:
+        return max(0.0, room) * 0.5, seconds
+    low, high = (min(-most, room), room + most) if beyond else (0.0, room)
+    return rng.uniform(low, max(0.0, high)), seconds
 
 
 # -- what the processor of a model says --------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_training_windows_may_leave_a_sound_by_a_share_of_it(count: int, seed: i
     is_sound = (within >= 0) & (within < count)
     expected[is_sound] = within[is_sound]
     assert np.array_equal(shown.numpy(), expected)
-    assert is_sound.sum() >= share * min(count, 2000) - 2
+    assert is_sound.sum() >= min(count, share * 2000) - 2  # what is much shorter than the window is never cut
     assert torch.equal(
         sounds(2.0, min_share=share, jitter=9.0).read(counting(count), None)[0],
         sounds(2.0).read(counting(count), None)[0],

@@ -158,7 +158,7 @@ class TrainingTransform(Transform):
         example: Example = {name: [row[name][row["caption"]]] for name in ("input_ids", "caption_keys")}
         if self.timed is not None:
             # Rows with the same captions, templates of a class for instance, are no negatives of each other.
-            example["image_key"] = reduce(xor, set(row["caption_keys"]))
+            example["image_key"] = reduce(xor, set(row["caption_keys"]), 0)
         count = len(row["input_ids"])
         # the shown one first: cut short, it is among them
         example["all_input_ids"] = [

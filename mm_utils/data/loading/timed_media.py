@@ -118,12 +118,13 @@ class Clips(Timed):
 class Sounds(Timed):
     """Samples of a window of a sound: int16 `[n]`.
 
-    In training, a window may begin before the sound or end behind it, in silence, and its loudness varies.
+    In training, a window may begin before the sound or end behind it, in silence, and its loudness varies. What is shorter than
+    the window by as much is never cut.
 
     Attributes:
         log_mel: makes the sound tower's input of them, on the device.
         seconds: length of the window.
-        min_share: least share of what a training window could show that it shows.
+        min_share: a training window leaves a sound by at most the rest of this share of its own length.
         jitter: most decibels of `vary_loudness` in training.
     """
 

@@ -151,7 +151,7 @@ class Sounds(Timed):
         if not len(samples):
             raise UnreadableImageError("a WAV file of no samples")
         length, wanted = len(samples) / rate, self.log_mel.rate
-        begin, seconds = _window(length, self.seconds, rng, 1 - self.min_share)
+        begin, seconds = _window(length, self.seconds, rng, 1 - math.sqrt(self.min_share))
         first, count = int(begin * rate), round(seconds * rate)
         part = samples[max(0, first) : first + count]
         if rate != wanted:

@@ -115,9 +115,7 @@ def _warn_of_summary(summary: dict[str, Any], measured: dict[str, PairStatistics
     for shared in summary["captions"]["shared"][:3]:
         if shared["images"] > max(10, 0.01 * images):
             text = markdown_text(shared["caption"], 100)
-            found.append(
-                f"{shared['images']:,} {kind}s share one caption, which makes them wrong negatives of each other: {text}"
-            )
+            found.append(f"{shared['images']:,} {kind}s share one caption, which tells none from the others: {text}")
     distinct = summary["captions"]["distinct"]
     if 2 * distinct < captions:
         found.append(f"Of {captions:,} captions only {distinct:,} are distinct.")

@@ -298,11 +298,11 @@ def test_hardware_only_changes_the_speed_of_moments_in_sounds(tmp_path: Path) ->
     for name, config in (("vision", sound), ("text", TEXT)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     configs = {f"{name}_config": str(tmp_path / f"{name}.json") for name in ("vision", "text")}
-    for world in (1, 2):
+    for world in WORLDS:
         run_on_ranks(world, sounds_on_this_rank, tmp_path, ModelArguments(**configs), MOMENTS)
     right = weights_of(folder_of(tmp_path, 1, MOMENTS, 1, False))
     log = (folder_of(tmp_path, 1, MOMENTS, 1, False) / "metrics.jsonl").read_text()
     assert "moments_loss" in log
-    for world, parts in ((1, 2), (2, 1), (2, 2)):
+    for world, parts in product(WORLDS, (1, 2)):
         for name, value in weights_of(folder_of(tmp_path, world, MOMENTS, parts, False)).items():
             assert error(value, right[name]) < TOLERANCE, f"{name} on {world} processes in {parts} parts"

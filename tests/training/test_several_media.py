@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,19 +202,18 @@ def on_ranks(root: Path, folder: str, parts: int, start: Path | None, objectives
 @pytest.mark.slow
 @pytest.mark.parametrize("objectives", ["contrastive", "sigmoid"])
 def test_hardware_only_changes_the_speed(objectives: str, tmp_path: Path) -> None:
-    """On 1 and 2 processes, in 1 and 2 parts, straight on and resumed on another number of processes."""
+    """On 1, 2 and 4 processes, in 1 and 2 parts, straight on and resumed on another number of processes."""
     right = train(tmp_path, "reference", objectives=objectives)[0].weights[-1]
     began = FusionDualEncoderModel.from_pretrained(tmp_path / "reference" / f"checkpoint-{STOP}").state_dict()
     for name in ("visual_projection.weight", "media.sound.visual_projection.weight"):
         assert (began[name] - right[name]).norm() > 10 * TOLERANCE * right[name].norm()
-    for parts in (1, 2):
-        run_on_ranks(2, on_ranks, tmp_path, f"two-{parts}", parts, None, objectives)
-        start = tmp_path / f"two-{parts}" / f"checkpoint-{STOP}"
-        train(tmp_path, f"one-{parts}", parts, start, objectives)
-        run_on_ranks(
-            2, on_ranks, tmp_path, f"back-{parts}", parts, tmp_path / f"reference/checkpoint-{STOP}", objectives
-        )
-        for folder in (f"two-{parts}", f"one-{parts}", f"back-{parts}"):
+    for world, parts in product((2, 4), (1, 2)):
+        many, one, back = (f"{name}-{world}-{parts}" for name in ("many", "one", "back"))
+        run_on_ranks(world, on_ranks, tmp_path, many, parts, None, objectives)
+        train(tmp_path, one, parts, tmp_path / many / f"checkpoint-{STOP}", objectives)
+        start = tmp_path / f"reference/checkpoint-{STOP}"
+        run_on_ranks(world, on_ranks, tmp_path, back, parts, start, objectives)
+        for folder in (many, one, back):
             found = FusionDualEncoderModel.from_pretrained(tmp_path / folder).state_dict()
             for name, value in right.items():
                 error = (found[name] - value).norm() / max(float(value.norm()), STEPS * ADAM.learning_rate)

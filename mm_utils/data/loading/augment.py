@@ -1,4 +1,4 @@
-"""Cut the square for the vision tower: central in evaluation, random in training; uint8.
+"""Cut the square for the vision tower: central in evaluation, random in training; uint8. Vary colours, and sounds.
 
 Evaluation resizes the whole image with torch and cuts its centre, as the saved processor does, bit for bit. Training crops at
 whole pixels and resizes only these. Both use the same filter (bicubic, antialiased); torch takes a third of Pillow's time.
@@ -6,11 +6,13 @@ whole pixels and resizes only these. Both use the same filter (bicubic, antialia
 
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from scipy.fft import irfft, next_fast_len, rfft
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -18,6 +20,7 @@ MAX_FIXED_SCALE = 1.5
 """Above this ratio of shorter side to input size, `fixed_square` would show less than half of an image."""
 
 _STRIP = 8  # ratio of sides
+_KNOTS = (3, 6)  # least and most points of a curve over the frequencies
 _LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow's mode L
 
 
@@ -117,3 +120,28 @@ def jitter_colors(square: Tensor, strength: float, rng: random.Random) -> Tensor
     shift = ((1 - contrast) * grey).expand(3, 1)
     changed = torch.addmm(shift, matrix, colours).round_().clamp_(0, 255).to(torch.uint8)
     return changed.view(by_colour.shape).movedim(0, -3)
+
+
+def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.Random) -> np.ndarray:
+    """Make a sound, int16 `[n]`, louder or softer, as a whole and in broad bands, each by up to `decibels`.
+
+    So do other distances, rooms and microphones; no pitch and no time changes. The bands are a line through 3 to 6 random
+    points, evenly spaced in mel (FilterAugment, arXiv 2110.03282). What would be too loud for int16 is softer as a whole.
+
+    Args:
+        rate: samples a second.
+    """
+    whole, *points = (rng.uniform(-decibels, decibels) for _ in range(1 + rng.randint(*_KNOTS)))
+    size = next_fast_len(len(samples), real=True)
+    mel = _mel_scale(size, rate)
+    curve = np.interp(mel, np.linspace(0, mel[-1], len(points)), points) + whole
+    gains = np.power(np.float32(10), curve.astype(np.float32) / 20)
+    changed = irfft(rfft(samples.astype(np.float32), size) * gains, size)[: len(samples)]
+    loudest = max(1.0, float(abs(changed).max()) / 32767)
+    return (changed / np.float32(loudest)).round().astype(np.int16)
+
+
+@lru_cache(4)
+def _mel_scale(size: int, rate: int) -> np.ndarray:
+    """Return the frequencies of a real transform of so many samples in mel, up to a factor."""
+    return np.log1p(np.linspace(0, rate / 2, size // 2 + 1) / 700)

@@ -9,6 +9,8 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import xor
 from typing import Any
 
 import datasets
@@ -154,6 +156,9 @@ class TrainingTransform(Transform):
 
     def _show(self, row: dict[str, Any]) -> Example:
         example: Example = {name: [row[name][row["caption"]]] for name in ("input_ids", "caption_keys")}
+        if self.timed is not None:
+            # Rows with the same captions, templates of a class for instance, are no negatives of each other.
+            example["image_key"] = reduce(xor, set(row["caption_keys"]), 0)
         count = len(row["input_ids"])
         # the shown one first: cut short, it is among them
         example["all_input_ids"] = [
@@ -254,7 +259,8 @@ class Collator:
     Batch of b images and t captions (t = b in training):
         pixel_values: uint8 `[b, 3, S, S]`, or `[b, *timed.shape]`; input_ids, attention_mask: int64 `[t, L]`
         vision_pooled, vision_taps_0, ... in place of pixel_values, and text_pooled, text_states, as `cached` names them
-        ids: int64 `[t, 2]`, image key and caption key of every caption; caption_image: `[t]`, its image's place in b
+        ids: int64 `[t, 2]`, image key and caption key of every caption; training clips and sounds with the same captions
+            have one image key; caption_image: `[t]`, its image's place in b
         rows: `[b]`, row numbers in the data set; image_ids: list of b; lengths: list of t, in tokens
         languages: list of t, "" where unknown; empty in training
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it

@@ -26,7 +26,7 @@ from mm_utils.data.loading.dataset import (
 )
 from mm_utils.data.loading.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.loading.regions import regions_column
-from mm_utils.data.loading.timed_media import Sounds, Timed, check_window, medium_of, timed_of
+from mm_utils.data.loading.timed_media import SOUND_JITTER, Sounds, Timed, check_window, medium_of, timed_of
 from mm_utils.data.loading.tokens import NEGATIVE_IDS, tokenizer_digest
 from mm_utils.data.loading.workers import (
     RestartingLoader,
@@ -41,10 +41,11 @@ _MAX_WORKERS = 16
 _MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
 _SHOWN = 8  # images of a batch in a message
 MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
+MOST_JITTER = 30  # decibels
 
 UNUSED = {
-    "image": ("medium_seconds", "clip_frames"),
-    "clip": ("fixed_crop",),
+    "image": ("medium_seconds", "clip_frames", "sound_jitter"),
+    "clip": ("fixed_crop", "sound_jitter"),
     "sound": ("clip_frames", "fixed_crop", "color_jitter", "horizontal_flip"),
 }
 """Flags of loading that mean nothing for a medium."""
@@ -55,7 +56,7 @@ class LoaderArguments:
     """Settings of captions, windows, augmentation and workers."""
 
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
-    min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image; 1 turns cropping off.")
+    min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.")
     fixed_crop: bool = arg(
         False,
         "Cut training squares at the input's own size, not resized, where an image is stored at up to 1.5 times that: the "
@@ -74,6 +75,10 @@ class LoaderArguments:
         "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
         "writing.",
     )
+    sound_jitter: float | None = arg(
+        None,
+        f"Training sounds and their frequency bands are louder or softer by up to so many dB; default {SOUND_JITTER:g}, 0 = not.",
+    )
     similar_captions_per_batch: int = arg(
         1,
         "Put this many rows with similar captions together in a batch, as each other's hard negatives; 1 = any rows.",
@@ -81,8 +86,8 @@ class LoaderArguments:
 
     medium_seconds: float | None = arg(
         None,
-        "Length of what a new model is shown of a clip or a sound; default: whole clips, and the longest sound, at most 10 "
-        "s. Some sound towers have their own.",
+        "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "
+        "exceed, at most 10 s. Some sound towers have their own.",
     )
     clip_frames: int | None = arg(
         None,
@@ -105,6 +110,8 @@ class LoaderArguments:
         workers = str(self.dataloader_num_workers)
         if workers != "auto" and not workers.isdecimal():
             raise ValueError(f"--dataloader_num_workers is {workers}; give a number of processes from 0 on, or auto.")
+        if self.sound_jitter is not None and not 0 <= self.sound_jitter <= MOST_JITTER:
+            raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {MOST_JITTER}.")
         if not 0 <= self.color_jitter <= 1:
             raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
 
@@ -330,7 +337,7 @@ def make_loaders(
     Raises:
         ValueError: if a flag asks for another window than the model's, or of images for sounds.
     """
-    timed = timed_of(processor, arguments.min_crop_area)
+    timed = timed_of(processor, arguments.min_crop_area, arguments.sound_jitter)
     check_window(timed, arguments.medium_seconds, arguments.clip_frames)
     medium = medium_of(processor)
     for name in UNUSED[medium]:

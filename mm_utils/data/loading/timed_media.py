@@ -6,6 +6,7 @@ shares of the medium's length, so that moments of it (`mm_utils.data.loading.reg
 what comes after the end.
 """
 
+import math
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from mm_utils.data.images import UnreadableImageError, read_pixels
-from mm_utils.data.loading.augment import Window, center_square, random_squares
+from mm_utils.data.loading.augment import Window, center_square, random_squares, vary_loudness
 from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.riff import read_avi, read_wav
 
 MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
 CLIP_FRAMES = 16
+_USUAL = 0.95  # quantile of the lengths of sounds
+SOUND_JITTER = 6.0  # decibels, in training
 
 
 class Timed(ABC):
@@ -115,13 +118,20 @@ class Clips(Timed):
 class Sounds(Timed):
     """Samples of a window of a sound: int16 `[n]`.
 
+    In training, a window may begin before the sound or end behind it, in silence, and its loudness varies. What is shorter than
+    the window by as much is never cut.
+
     Attributes:
         log_mel: makes the sound tower's input of them, on the device.
         seconds: length of the window.
+        min_share: a training window leaves a sound by at most the rest of this share of its own length.
+        jitter: most decibels of `vary_loudness` in training.
     """
 
     log_mel: LogMel
     seconds: float
+    min_share: float = 1.0
+    jitter: float = 0.0
     kind = "sound"
     dtype = torch.int16
 
@@ -140,15 +150,17 @@ class Sounds(Timed):
         samples, rate = read_wav(value["bytes"] or b"")
         if not len(samples):
             raise UnreadableImageError("a WAV file of no samples")
-        length = len(samples) / rate
-        begin, seconds = _window(length, self.seconds, rng)
-        wanted = self.log_mel.rate
+        length, wanted = len(samples) / rate, self.log_mel.rate
+        begin, seconds = _window(length, self.seconds, rng, 1 - math.sqrt(self.min_share))
         first, count = int(begin * rate), round(seconds * rate)
-        part = samples[first : first + count]
+        part = samples[max(0, first) : first + count]
         if rate != wanted:
             part = resample_poly(part.astype(np.float32), wanted, rate).round().clip(-32768, 32767)
         shown = np.zeros(self.shape, np.int16)
-        shown[: len(part)] = part[: len(shown)]
+        silent = max(0, -first) * wanted // rate
+        shown[silent : silent + len(part)] = part[: len(shown) - silent]
+        if rng is not None and self.jitter:
+            shown = vary_loudness(shown, wanted, self.jitter, rng)
         window = Window(first / len(samples), 0.0, (first + count) / len(samples), 1.0)
         return torch.from_numpy(shown), (length, 1.0), window
 
@@ -157,10 +169,17 @@ class Sounds(Timed):
         return self.log_mel(samples.float() / 32768)
 
 
-def _window(length: float, seconds: float, rng: random.Random | None) -> tuple[float, float]:
-    """Return begin and length, in seconds, of a window of a medium so long."""
-    room = max(0.0, length - seconds)
-    return room * (0.5 if rng is None else rng.random()), seconds
+def _window(length: float, seconds: float, rng: random.Random | None, beyond: float = 0.0) -> tuple[float, float]:
+    """Return begin and length, in seconds, of a window of a medium so long.
+
+    Args:
+        beyond: a drawn window may leave the medium by this share of its length; what is shorter lies anywhere in it.
+    """
+    room, most = length - seconds, beyond * seconds
+    if rng is None:
+        return max(0.0, room) * 0.5, seconds
+    low, high = (min(-most, room), room + most) if beyond else (0.0, room)
+    return rng.uniform(low, max(0.0, high)), seconds
 
 
 # -- what the processor of a model says --------------------------------------------------------------------------------
@@ -174,8 +193,14 @@ def medium_of(processor: ProcessorMixin) -> str:
 
 
 def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
-    """Return the length of the window: of sounds the longest one, up to `MOST_SECONDS`; None for whole clips."""
-    return min(MOST_SECONDS, max(rows["seconds"], default=MOST_SECONDS)) if medium == "sound" else None
+    """Return the length of the window: what 95 % of the sounds do not exceed, up to `MOST_SECONDS`; None for whole clips.
+
+    One long sound would leave silence in the windows of all others. Tenths of a second; the rest of one is not waited for.
+    """
+    if medium != "sound":
+        return None
+    usual = np.quantile(rows["seconds"], _USUAL) if len(rows) else MOST_SECONDS
+    return min(MOST_SECONDS, max(0.1, math.floor(10 * usual) / 10))
 
 
 def settle_window(
@@ -207,14 +232,15 @@ def check_window(timed: Timed | None, seconds: float | None, frames: int | None)
         raise ValueError(f"--clip_frames is {frames}; {why}. Drop it.")
 
 
-def timed_of(processor: ProcessorMixin, min_crop_area: float) -> Timed | None:
-    """Return what reads the media of a processor; None for images."""
+def timed_of(processor: ProcessorMixin, min_crop_area: float, sound_jitter: float | None = None) -> Timed | None:
+    """Return what reads the media of a processor, with the augmentation of training; None for images."""
     medium = medium_of(processor)
     if medium == "image":
         return None
     if medium == "sound":
         extractor: Any = processor.feature_extractor  # type: ignore[attr-defined]
-        return Sounds(LogMel.of(extractor), extractor.window_seconds)
+        jitter = SOUND_JITTER if sound_jitter is None else sound_jitter
+        return Sounds(LogMel.of(extractor), extractor.window_seconds, min_crop_area, jitter)
     images: Any = processor.image_processor  # type: ignore[attr-defined]
     return Clips(
         images.clip_frames, images.crop_size["height"], getattr(images, "window_seconds", None), min_crop_area

@@ -88,13 +88,19 @@ def count_rows(url: str) -> int:
 
 
 def check_columns(url: str, source: Source) -> None:
-    """Raise a ValueError if a table has no column of images or captions, or no early sample of a tar can be used."""
+    """Raise a ValueError if a table has no column of images or captions, or no early sample of a tar can be used.
+
+    Clips and sounds are refused, too: only images stream.
+    """
+    medium = source.medium
     if shard_kind(url) == "arrow":
-        find_table_columns(datasets.Dataset.from_file(url).data.schema, source.title, source.columns)
+        medium = find_table_columns(datasets.Dataset.from_file(url).data.schema, source.title, source.columns).medium
     elif shard_kind(url) == "parquet":
         with open_shard(url) as file:
-            find_table_columns(pq.read_schema(file), source.title, source.columns)
-    else:
+            medium = find_table_columns(pq.read_schema(file), source.title, source.columns).medium
+    if medium in ("clip", "sound"):
+        raise ValueError(f"{source.title}; these are {medium}s, and only images can be streamed. Drop --streaming.")
+    if shard_kind(url) == "tar":
         rows = list(islice(read_rows(url, 0, source), _LOOKED_AT))
         if all(isinstance(row, str) for row in rows):
             raise ValueError(f"{source.title}; none of its first samples can be used ({rows[0]}). Check the shards.")

@@ -42,6 +42,7 @@ from mm_utils.data.sources.stored import is_saved, load_splits, open_builder, re
 from mm_utils.data.streaming.order import InterleavedOrder
 from mm_utils.data.streaming.rows import FEATURES, SUFFIXES, Row, check_columns, shard_kind
 from mm_utils.data.streaming.shards import DAMAGE, Shard, ShardReader, count_shards, expand
+from mm_utils.data.synthetic import is_embedded
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,10 @@ def _find_urls(data: DataArguments, need_validation: bool) -> tuple[str, dict[st
     if data.test_file is not None:
         raise ValueError(
             f"--test_file is {data.test_file}; a stream has no test split. Evaluate on it by eval_retrieval."
+        )
+    if is_embedded(data.dataset_name):
+        raise ValueError(
+            f"--streaming is set; {data.dataset_name} is made on this machine and has no shards. Drop --streaming."
         )
     if data.dataset_name is not None:
         title = f"--dataset_name is {data.dataset_name}"

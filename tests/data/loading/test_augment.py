@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.loading.augment import _random_box, center_square, fixed_square, jitter_colors, random_square
+from mm_utils.data.loading.augment import (
+    _random_box,
+    center_square,
+    fixed_square,
+    jitter_colors,
+    random_square,
+    vary_loudness,
+)
 
 RED = (200, 30, 60)
 
@@ -139,3 +146,43 @@ def test_a_fixed_square_is_a_part_of_the_image(width: int, height: int, seed: in
     assert square.is_contiguous()
     windows = np.lib.stride_tricks.sliding_window_view(pixels, (8, 8), axis=(0, 1))
     assert any(np.array_equal(window, square.numpy()) for row in windows for window in row)
+
+
+def tones(loud: float, count: int = 4000, rate: int = 8000) -> np.ndarray:
+    """Two tones of 500 and 3,000 Hz, which are bins of the spectrum."""
+    time = np.arange(count) / rate
+    return (loud * (np.sin(2 * np.pi * 500 * time) + np.sin(2 * np.pi * 3000 * time))).astype(np.int16)
+
+
+@given(st.integers(0, 999), st.sampled_from([0.0, 3.0, 12.0]))
+@settings(max_examples=30, deadline=None)
+def test_bands_are_louder_or_softer_and_nothing_moves(seed: int, decibels: float) -> None:
+    before = tones(1000)
+    after = vary_loudness(before, 8000, decibels, random.Random(seed))
+    assert (after.shape, after.dtype) == (before.shape, np.int16)
+    assert np.array_equal(after, vary_loudness(before, 8000, decibels, random.Random(seed)))
+    was, found = (abs(np.fft.rfft(each)) for each in (before, after))
+    bins = [250, 1500]
+    changes = 20 * np.log10(found[bins] / was[bins])
+    assert (abs(changes) <= 2 * decibels + 0.1).all()
+    assert np.delete(found, bins).max() < 0.02 * found[bins].min() + 2 * len(before) ** 0.5  # no other tone; rounding
+    if not decibels:
+        assert np.array_equal(after, before)
+
+
+def test_bands_differ_from_draw_to_draw_and_from_each_other() -> None:
+    drawn = [
+        abs(np.fft.rfft(vary_loudness(tones(1000), 8000, 6, random.Random(seed))))[[250, 1500]] for seed in range(9)
+    ]
+    louder = np.log10(np.array(drawn))
+    assert louder.std(0).min() > 0.05
+    assert (louder[:, 0] - louder[:, 1]).std() > 0.05
+
+
+def test_what_would_be_too_loud_is_softer_as_a_whole() -> None:
+    before = tones(16000)
+    for seed in range(20):
+        after = vary_loudness(before, 8000, 12, random.Random(seed))
+        spectrum = abs(np.fft.rfft(after))
+        assert abs(after.astype(int)).max() <= 32767
+        assert np.delete(spectrum, [250, 1500]).max() < 0.01 * spectrum.max()  # nothing is cut off, which would buzz

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset, Features
+from datasets import Dataset, Features, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -45,8 +45,8 @@ def brightening(count: int, fps: float = 4.0) -> dict[str, Any]:
     return {"bytes": write_avi([jpeg(10 * number) for number in range(count)], fps, (48, 32)), "path": None}
 
 
-def sounds(seconds: float, rate: int = RATE) -> Sounds:
-    return Sounds(LogMel.of(extractor(rate)), seconds)
+def sounds(seconds: float, rate: int = RATE, min_share: float = 1.0, jitter: float = 0.0) -> Sounds:
+    return Sounds(LogMel.of(extractor(rate)), seconds, min_share, jitter)
 
 
 def rows_of(kind: str, media: list[dict[str, Any]], seconds: list[float]) -> Dataset:
@@ -81,6 +81,32 @@ def test_a_sound_begins_where_its_window_says(count: int, seed: int) -> None:
         assert window.right - window.left == pytest.approx(2000 / count)
         if rng is None:
             assert first == pytest.approx(max(0, count - 2000) / 2, abs=1)
+
+
+@given(st.integers(20, 6000), st.integers(0, 99), st.floats(0.1, 1.0))
+def test_training_windows_may_leave_a_sound_by_a_share_of_it(count: int, seed: int, share: float) -> None:
+    shown, _, window = sounds(2.0, min_share=share).read(counting(count), random.Random(seed))
+    first = round(window.left * count)
+    expected = np.zeros(2000, np.int16)
+    within = np.arange(first, first + 2000)
+    is_sound = (within >= 0) & (within < count)
+    expected[is_sound] = within[is_sound]
+    assert np.array_equal(shown.numpy(), expected)
+    assert is_sound.sum() >= min(count, share * 2000) - 2  # what is much shorter than the window is never cut
+    assert torch.equal(
+        sounds(2.0, min_share=share, jitter=9.0).read(counting(count), None)[0],
+        sounds(2.0).read(counting(count), None)[0],
+    )
+
+
+def test_resampled_windows_begin_where_they_say() -> None:
+    """Silence before a sound has the length of the tower's clock, too."""
+    click = np.zeros(1000, np.int16)
+    click[500] = 20000
+    for seed in range(20):
+        read = sounds(2.0, min_share=0.5).read({"bytes": write_wav(click, 500), "path": None}, random.Random(seed))
+        begin = read[2].left * 2.0
+        assert int(read[0].argmax()) == pytest.approx((1.0 - begin) * RATE, abs=3)
 
 
 def test_sounds_are_resampled_onto_the_towers_clock() -> None:
@@ -136,14 +162,42 @@ def test_damage_is_named_and_replaced() -> None:
         Clips(2, 16, None, 1.0).read(counting(10), None)
 
 
-def test_an_example_is_a_function_of_seed_epoch_and_id() -> None:
-    rows = rows_of("clip", [brightening(number + 5) for number in range(4)], [2.0] * 4)
-    transform = TrainingTransform(16, seed=1, color_jitter=0.3, horizontal_flip=True, timed=Clips(3, 16, 1.0, 0.5))
+@pytest.mark.parametrize("kind", ["clip", "sound"])
+def test_an_example_is_a_function_of_seed_epoch_and_id(kind: str) -> None:
+    if kind == "clip":
+        rows = rows_of(kind, [brightening(number + 5) for number in range(4)], [2.0] * 4)
+        transform = TrainingTransform(16, seed=1, color_jitter=0.3, horizontal_flip=True, timed=Clips(3, 16, 1.0, 0.5))
+    else:
+        rows = rows_of(kind, [counting(2000 + number) for number in range(4)], [2.0] * 4)
+        transform = TrainingTransform(0, seed=1, timed=sounds(2.0, jitter=6.0))
     pairs, moved = TrainingPairs(rows, transform), TrainingPairs(rows.select([2, 0]), transform)
     for place, row in enumerate([2, 0]):
         assert torch.equal(moved[place, 7]["pixel_values"], pairs[row, 7]["pixel_values"])
     shown = [pairs[2, epoch]["pixel_values"] for epoch in range(4)]
     assert not all(torch.equal(shown[0], other) for other in shown[1:])
+
+
+def test_rows_with_the_same_captions_are_no_negatives_in_training() -> None:
+    rows = rows_of("sound", [counting(2000)] * 4, [2.0] * 4)
+    captions = {
+        "input_ids": [[[1, 5, 2], [1, 6, 2]]] * 3 + [[[1, 5, 2]]],
+        "caption_keys": [[7, 8], [8, 7], [7, 9], [7]],
+    }
+    rows = rows.remove_columns(["input_ids", "caption_keys"])
+    rows = concatenate_datasets([rows, Dataset.from_dict(captions)], axis=1)
+    of_training = TrainingPairs(rows, TrainingTransform(0, timed=sounds(2.0)))
+    keys = [of_training[row, 0]["image_key"] for row in range(4)]
+    assert keys[0] == keys[1]
+    assert len(set(keys[1:])) == 3
+    in_evaluation = Pairs(rows, EvaluationTransform(0, timed=sounds(2.0)))
+    assert [in_evaluation[row, 0]["image_key"] for row in range(4)] == [0, 1, 2, 3]
+
+
+def test_the_usual_length_is_the_window() -> None:
+    for seconds, expected in (([5.001] * 39 + [7.24], 5.0), ([0.9, 2.5], 2.4), ([0.04], 0.1), ([30.0] * 3, 10.0)):
+        rows = rows_of("sound", [counting(9)] * len(seconds), seconds)
+        assert default_seconds("sound", rows) == expected
+        assert default_seconds("clip", rows) is None
 
 
 def processor(kind: str) -> Any:
@@ -161,7 +215,7 @@ def made(owner: Any, **flags: Any) -> Any:
 
 def test_the_processor_knows_the_window() -> None:
     sound, clip, image = processor("sound"), processor("clip"), processor("image")
-    rows = rows_of("sound", [counting(900), counting(2500)], [0.9, 2.5])
+    rows = rows_of("sound", [counting(2500)] * 2, [2.5, 2.5])
     settle_window(sound, "sound", None, None, default_seconds("sound", rows))
     assert made(sound).shape == (2500,)
     settle_window(sound, "sound", 1.5, None, 7.0)  # of a trained model, on other data
@@ -174,6 +228,7 @@ def test_the_processor_knows_the_window() -> None:
     for owner, flags, message in (
         (image, {"medium_seconds": 2.0}, "--medium_seconds is 2.0; images do not last"),
         (image, {"clip_frames": 2}, "--clip_frames is 2; these are images"),
+        (image, {"sound_jitter": 2.0}, "--sound_jitter is 2.0; these are images"),
         (sound, {"medium_seconds": 1.5}, "--medium_seconds is 1.5; the model takes 2.5 s"),
         (sound, {"clip_frames": 4}, "--clip_frames is 4; these are sounds"),
         (clip, {"clip_frames": 4}, "--clip_frames is 4; the model takes 5"),

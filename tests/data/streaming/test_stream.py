@@ -433,6 +433,8 @@ def test_only_the_first_rows_are_streamed_on_request(sources: dict[str, str]) ->
         ({"dataset_name": "no/such"}, "--dataset_name is no/such; it could not be found"),
         ({"train_file": "a.tar", "test_file": "b.tar"}, "--test_file is b.tar; a stream has no test split"),
         ({"dataset_dir": "somewhere"}, "--streaming is set; it needs shards"),
+        ({"dataset_name": "sounds"}, "--streaming is set; sounds is made on this machine .* Drop --streaming"),
+        ({"dataset_name": "clips"}, "--streaming is set; clips is made on this machine .* Drop --streaming"),
     ],
 )
 def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
@@ -475,6 +477,23 @@ def test_shards_without_captions_are_refused(tmp_path: Path) -> None:
     members = [(f"{number}.png", image_of(number)) for number in range(30)]
     with pytest.raises(ValueError, match=r"none of its first samples can be used .* has no caption among its members"):
         open_source(write_tar(tmp_path / "a.tar", members))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "tar"])
+def test_sounds_and_clips_are_refused(kind: str, tmp_path: Path) -> None:
+    sounds = datasets.Dataset.from_list([{"audio": {"bytes": b"x", "path": None}, "captions": ["a bark"]}] * 30)
+    sounds = sounds.cast_column("audio", datasets.Audio(decode=False))
+    if kind == "parquet":
+        sounds.to_parquet(tmp_path / "a.parquet")
+        given = DataArguments(train_file=str(tmp_path / "a.parquet"))
+    elif kind == "arrow":
+        datasets.DatasetDict(train=sounds).save_to_disk(tmp_path)
+        given = DataArguments(dataset_name=str(tmp_path))
+    else:
+        write_tar(tmp_path / "a.tar", [(f"{number}.wav", b"x") for number in range(30)])
+        given = DataArguments(train_file=str(tmp_path / "a.tar"), medium="sound")
+    with pytest.raises(ValueError, match="these are sounds, and only images can be streamed"):
+        open_stream(given, StreamingArguments(True), SCHEDULE, 0)
 
 
 def test_a_data_set_of_shards_in_a_folder_has_its_splits(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class Sounds(Timed):
         if not len(samples):
             raise UnreadableImageError("a WAV file of no samples")
         length, wanted = len(samples) / rate, self.log_mel.rate
-        begin, seconds = _window(length, self.seconds, rng, 1 - math.sqrt(self.min_share))
+        begin, seconds = _window(length, self.seconds, rng, 1 - self.min_share)
         first, count = int(begin * rate), round(seconds * rate)
         part = samples[max(0, first) : first + count]
         if rate != wanted:
@@ -240,7 +240,8 @@ def timed_of(processor: ProcessorMixin, min_crop_area: float, sound_jitter: floa
     if medium == "sound":
         extractor: Any = processor.feature_extractor  # type: ignore[attr-defined]
         jitter = SOUND_JITTER if sound_jitter is None else sound_jitter
-        return Sounds(LogMel.of(extractor), extractor.window_seconds, min_crop_area, jitter)
+        side = math.sqrt(min_crop_area)  # of which the smallest square leaves the rest
+        return Sounds(LogMel.of(extractor), extractor.window_seconds, side, jitter)
     images: Any = processor.image_processor  # type: ignore[attr-defined]
     return Clips(
         images.clip_frames, images.crop_size["height"], getattr(images, "window_seconds", None), min_crop_area

@@ -85,7 +85,7 @@ class Costs:
         world: the number of processes.
         width: numbers of an embedding.
         tokens: tokens of the longest caption.
-        part: `--micro_batch_size`; with it, gradients are sent after the last part.
+        part: `--micro_batch_size`; together, gradients are sent while the last part is computed, apart after it.
     """
 
     vision: Encoder
@@ -101,7 +101,8 @@ class Costs:
         rows = pairs / self.world
         computing = self.vision.seconds(rows, self.part) + self.text.seconds(rows, self.part)
         sending = self.link.reduce(self.vision.gradient_bytes + self.text.gradient_bytes, self.world)
-        hidden = BACKWARD * computing if self.part is None else 0.0
+        last = rows if self.part is None else min(rows, self.part)
+        hidden = BACKWARD * (self.vision.seconds(last, None) + self.text.seconds(last, None))
         shared = self.link.gather(2 * pairs * self.width * _NUMBER_BYTES, self.world)
         return computing + max(0.0, sending - hidden) + shared + self.vision.update + self.text.update
 

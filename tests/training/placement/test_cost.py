@@ -68,7 +68,9 @@ def test_gradients_that_travel_beside_the_backward_pass_cost_what_is_left() -> N
     assert fast.together(20) == pytest.approx(0.6)  # 0.2 s of sending, behind 0.4 s
     assert slow.together(20) == pytest.approx(0.6 + 2 - 0.4)
     in_parts = Costs(*encoders, Link(0, 10e6), 2, 0, 0, 5)
-    assert in_parts.together(20) == pytest.approx(0.6 + 2 * 0.03 * 5 / 3 + 0.2)
+    assert in_parts.together(20) == pytest.approx(
+        0.6 + 2 * 0.03 * 5 / 3
+    )  # 0.2 s of sending, behind those of the last part
 
 
 def test_measuring_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -530,7 +530,7 @@ def tar_header(size: int) -> tuple[str, bytes]:
 def test_eight_times_the_data_take_about_eight_times_the_time(
     make: Callable[[int], tuple[str, bytes]], fault: Record, tmp_path: Path
 ) -> None:
-    """Quadratic work takes sixty-four times as long; on a busy machine, linear work may take twenty."""
+    """Quadratic work takes sixty-four times as long, each time; on a busy machine, linear work may once take thirty."""
     fault("security", f"time: {make.__doc__}")
     (tmp_path / "0.png").write_bytes(png(draw(0)))
 
@@ -545,4 +545,4 @@ def test_eight_times_the_data_take_about_eight_times_the_time(
             redact(str(error))
         return time.process_time() - began
 
-    assert seconds(160_000) < 24 * max(0.1, seconds(20_000))
+    assert any(seconds(160_000) < 24 * max(0.1, seconds(20_000)) for _ in range(3))

@@ -27,7 +27,9 @@ def reduced_bytes(size: int, ranks: int) -> float:
 
 
 class Meter:
-    """Adds up what is exchanged. On CUDA an exchange is timed by two events, which are read once both are over.
+    """Count the bytes and seconds of exchanges.
+
+    On CUDA an exchange is timed by two events, which are read once both are over.
 
     Attributes:
         received: bytes so far.

@@ -205,7 +205,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], group: Any = Non
 
 
 def start_sum(values: Tensor) -> Any:
-    """Begin to add up over the ranks, in place; what follows `wait` of the returned work finds the sum."""
+    """Begin to add up over the ranks, in place; after `wait` of the returned work, the sum is there."""
     return _all_reduce(values, async_op=True)
 
 

@@ -148,10 +148,8 @@ def parse_grid(text: str | None) -> dict[str, list[str]]:
     grid: dict[str, list[str]] = {}
     for part in text.split(";") if text is not None else ():
         name, equals, listed = part.partition("=")
-        name, values = (
-            name.strip().removeprefix("--").replace("-", "_"),
-            [value.strip() for value in listed.split(",")],
-        )
+        name = name.strip().removeprefix("--").replace("-", "_")
+        values = [value.strip() for value in listed.split(",")]
         title = f"--tune is {text}"
         if not equals or not _FLAG.fullmatch(name):
             raise ValueError(f"{title}; '{part}' is no flag with values. Write e.g. learning_rate=1e-4,3e-4.")

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices; accelerate's `set_seed` looks for packages, too: 2 % of a small step."""
+    """Seed Python, NumPy and torch on all devices.
+
+    accelerate's `set_seed` looks for packages, too, which takes 2 % of a small step.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

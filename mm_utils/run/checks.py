@@ -26,7 +26,7 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.model.build import load_config
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig
-from mm_utils.run.restarts import code_digest, versions
+from mm_utils.run.restarts import code_digest, device_name, versions
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +84,13 @@ def check_devices(accelerator: Accelerator, balance: bool) -> None:
     Raises:
         ValueError: if the speed of a rank by itself, which `balance` needs, cannot be measured.
     """
-    backend, device = accelerator.distributed_type, accelerator.device
+    backend = accelerator.distributed_type
     if balance and backend in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         raise ValueError(
             f"--balance is set; with {backend.value} processes wait for each other within every pass, and the speed of one "
             "cannot be measured. Drop it, or use DDP (accelerate_configs/multi_gpu.yaml)."
         )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    kinds = sorted(set(gather_object([name])))
+    kinds = sorted(set(gather_object([device_name(accelerator.device)])))
     if len(kinds) > 1 and not balance and distributed.rank() == 0:
         logger.warning(
             "Devices are %s; every step takes as long as on the slowest. Pass --balance, or train on devices of one kind.",

@@ -18,7 +18,7 @@ from mm_utils import distributed
 from mm_utils.data.loading.order import EQUAL_SHARES, Division
 from mm_utils.objectives import Objective
 from mm_utils.objectives.terms import Batch
-from mm_utils.training.memory import TRIALS, synthetic_batch
+from mm_utils.training.memory import TRIALS, restored_buffers, synthetic_batch
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +102,10 @@ def seconds_per_pair(
     lengths = batch["lengths"]
     [length] = distributed.max_over_ranks([round(sum(lengths) / max(1, len(lengths)))], accelerator.device)
     blank = objective.with_keys(synthetic_batch(batch, pairs, max(1, length)), step)
-    buffers = [buffer.clone() for buffer in objective.buffers()]
     objective.train()
-    turns = [_seconds_of_pass(accelerator, objective, blank, step) for _ in range(1 + TURNS)]
+    with restored_buffers(objective):
+        turns = [_seconds_of_pass(accelerator, objective, blank, step) for _ in range(1 + TURNS)]
     objective.zero_grad()
-    with torch.no_grad():
-        for buffer, value in zip(objective.buffers(), buffers, strict=True):
-            buffer.copy_(value)
     mine = torch.tensor([statistics.median(turns[1:]) / pairs], device=accelerator.device)
     return distributed.gather(mine, [1] * distributed.world_size()).tolist()
 

@@ -5,8 +5,8 @@ during training (`mm_utils.objectives.grad_cache`), so nothing has to be tried u
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,18 @@ TRIALS = (8, 32)  # pairs
 HEADROOM = 0.1  # share of the memory, for fragmentation
 ADAM_BYTES = 8  # two fp32 moments per trained parameter, allocated by the first update
 ROUND_TO = 8
+
+
+@contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Give a module its buffers back, running statistics among them, after a rehearsal of a step."""
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(module.buffers(), buffers, strict=True):
+                buffer.copy_(value)
 
 
 def find_micro_batch_size(

@@ -24,7 +24,7 @@ from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.reliability.nonfinite_steps import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
-from mm_utils.training.memory import find_micro_batch_size
+from mm_utils.training.memory import find_micro_batch_size, restored_buffers
 from mm_utils.training.optim import HEAD_RATE, LR_RULES, OptimizerArguments, schedule
 
 logger = logging.getLogger(__name__)
@@ -157,12 +157,9 @@ class TrainStep:
         # depends on where they lie, so the step after a resumption would differ in the last digits: run it once for nothing.
         wrapped = isinstance(self.objective, DistributedDataParallel)
         if self.micro_batch.size is None and wrapped and distributed.world_size() >= 3:
-            buffers = [buffer.clone() for buffer in self.objective.buffers()]
-            self._backward(batch, 0)  # of one part of the run at every start
+            with restored_buffers(self.objective):
+                self._backward(batch, 0)  # of one part of the run at every start
             self.optimizer.zero_grad()
-            with torch.no_grad():
-                for buffer, value in zip(self.objective.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
 
     def _backward(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
         def restart() -> None:

@@ -240,10 +240,8 @@ class Loaders:
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
         self.check_medium(rows)
-        pairs, batches = (
-            TrainingPairs(rows, self.training_transform(order.seed)),
-            RankBatches(order, start, stop, self.division),
-        )
+        pairs = TrainingPairs(rows, self.training_transform(order.seed))
+        batches = RankBatches(order, start, stop, self.division)
         kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names, self.timed
         collate = Collator(self.pad_token_id, self.image_size, True, *kinds)
         has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2

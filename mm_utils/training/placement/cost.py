@@ -23,6 +23,7 @@ from mm_utils import distributed
 from mm_utils.objectives.joint import JointObjective, blank_pair
 from mm_utils.objectives.terms import Batch
 from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.memory import restored_buffers
 from mm_utils.training.placement.apart import embed
 from mm_utils.training.placement.split import PARTS, parameters_of
 
@@ -148,15 +149,11 @@ def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: 
     device = accelerator.device
     own, tokens = distributed.max_over_ranks([len(batch["lengths"]), batch["input_ids"].shape[1]], device)
     most = 2 * max(1, own)
-    buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with restored_buffers(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         lines = {
             name: _measure_encoder(accelerator, objective, name, batch, most if part is None else min(part, most))
             for name in PARTS
         }
-    with torch.no_grad():
-        for buffer, value in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
     trained = {name: [weight for _, weight in parameters_of(model, name)] for name in PARTS}
     sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in trained.items()}
     encoders = {name: Encoder(*lines[name], sizes[name], _measure_update(trained[name], device)) for name in PARTS}

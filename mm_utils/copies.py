@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A tensor's values on their way to the host; `tolist` waits for them, and not for what was launched after them.
+    """A tensor's values on their way to the host; reading waits for them, and not for what was launched after them.
 
     On a CPU nothing is copied: the tensor must stay as it is.
     """
@@ -19,11 +20,21 @@ class HostCopy:
             self._is_there = torch.cuda.Event()
             self._is_there.record(torch.cuda.current_stream(values.device))
 
-    def tolist(self) -> list:
-        """Return the values as Python numbers."""
+    def numpy(self) -> np.ndarray:
+        """Return the values as an array."""
         if self._is_there is not None:
             self._is_there.synchronize()
-        return self._values.tolist()
+        return self._values.numpy()
+
+    def tolist(self) -> list:
+        """Return the values as Python numbers."""
+        return self.numpy().tolist()
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array's values on the device, on their way from pinned memory."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class DeviceCopies:

@@ -139,11 +139,14 @@ def gather(rows: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(everything.split(most), sizes, strict=True)])
 
 
-def gather_ragged(rows: Tensor, sizes: list[int], pad: int = 0) -> Tensor:
-    """Gather `[n, L]` rows whose L differs between ranks; shorter rows are padded with `pad`."""
+def gather_ragged(rows: Tensor, sizes: list[int], pad: int = 0, longest: int = 0) -> Tensor:
+    """Gather `[n, L]` rows whose L differs between ranks; shorter rows are padded with `pad`.
+
+    If no rank's L exceeds `longest`, give it: hosts need not wait to know.
+    """
     if len(sizes) == 1:
         return rows.detach()
-    longest = max(gather_sizes(rows.shape[1], rows.device))
+    longest = longest or max(gather_sizes(rows.shape[1], rows.device))
     return gather(torch.nn.functional.pad(rows, (0, longest - rows.shape[1]), value=pad), sizes)
 
 
@@ -183,30 +186,9 @@ def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> N
             tensor.copy_(value.view_as(tensor))
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], group: Any = None) -> None:
-    """Replace every gradient by its mean over the ranks, as DDP does; a missing gradient counts as zero.
-
-    With a `group`, of `make_groups`, the ranks outside of it count as ranks whose gradient is zero.
-    """
-    if world_size() == 1:
-        return
-    gradients = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    for bucket in buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        _all_reduce(flat, group=group)
-        flat /= world_size()
-        means = flat.split([gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [mean.view_as(to) for mean, to in zip(means, bucket, strict=True)])
-
-
-def start_sum(values: Tensor) -> Any:
-    """Begin to add up over the ranks, in place; after `wait` of the returned work, the sum is there."""
-    return _all_reduce(values, async_op=True)
+def start_sum(values: Tensor, group: Any = None) -> Any:
+    """Begin to add up over the ranks, or those of a group, in place; after `wait` of the returned work, the sum is there."""
+    return _all_reduce(values, group=group, async_op=True)
 
 
 def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:

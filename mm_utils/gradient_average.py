@@ -1,4 +1,4 @@
-"""Average gradients over the ranks while the backward pass that completes them still runs."""
+"""Average gradients over the ranks while the backward pass that completes them still runs, or after it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,15 +15,20 @@ class GradientAverage:
     """The mean of every gradient over the ranks, sent in buckets, those of the last parameters first.
 
     A bucket is sent once its gradients are complete and those before it are sent, so all ranks send alike, whatever each of
-    them computes. A missing gradient counts as zero.
+    them computes. A missing gradient counts as zero. On one process there is nothing to do.
 
     Args:
-        parameters: all parameters, in one order on all ranks.
+        parts: parameters, in one order on all ranks that share them, and these ranks, of `distributed.make_groups`, None for all;
+            the others count as ranks whose gradient is zero.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        trained = reversed([each for each in parameters if each.requires_grad])
-        self._buckets = list(distributed.buckets(trained))
+    def __init__(self, *parts: tuple[Iterable[nn.Parameter], Any]):
+        self._buckets: list[list[nn.Parameter]] = []
+        self._groups: list[Any] = []
+        for parameters, group in parts if distributed.world_size() > 1 else ():
+            found = list(distributed.buckets(reversed([each for each in parameters if each.requires_grad])))
+            self._buckets += found
+            self._groups += [group] * len(found)
         # Taken before the backward pass: a rank that runs out of memory in it must still send.
         self._sums = [bucket[0].new_empty(sum(each.numel() for each in bucket)) for bucket in self._buckets]
         self._missing = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
@@ -48,6 +53,7 @@ class GradientAverage:
 
     def receive(self) -> None:
         """Replace the gradients by their means, once everything is sent."""
+        self.send_rest()
         for bucket, total, work in zip(self._buckets, self._sums, self._sent, strict=True):
             with meter.exchange(0.0, total.device):
                 work.wait()
@@ -62,10 +68,11 @@ class GradientAverage:
             self._send()
 
     def _send(self, complete: bool = True) -> None:
-        bucket, total = self._buckets[len(self._sent)], self._sums[len(self._sent)]
+        place = len(self._sent)
+        bucket, total = self._buckets[place], self._sums[place]
         if complete:
             for parameter in bucket:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             torch.cat([parameter.grad.flatten() for parameter in bucket if parameter.grad is not None], out=total)
-        self._sent.append(distributed.start_sum(total))
+        self._sent.append(distributed.start_sum(total, self._groups[place]))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm_utils import distributed
+from mm_utils.roll_call import RollCall
 
 # One clean process imports everything once; the ranks of all files are forked from it in a fraction of a second.
 PRELOADED = [
@@ -52,6 +53,16 @@ def one_tensor_per_rank(sizes: list[int]) -> list[torch.Tensor]:
     return list(everything.split(sizes))
 
 
+def called(sizes: list[int], most: int, twin: bool) -> list[Any]:
+    """The answer to a roll call of rows with ids of their own; or with one caption of the first and the last row."""
+    ids = torch.arange(2 * sum(sizes)).view(-1, 2)
+    if twin and len(ids):
+        ids[-1, 1] = ids[0, 1]
+    rank = distributed.rank()
+    counts, longest, everyone, shared = RollCall(ids.split(sizes)[rank], 3 + rank, most).answer()
+    return [counts, longest, everyone.tolist(), shared]
+
+
 def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
     found = []
     for sizes in cases:
@@ -67,6 +78,7 @@ def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
                 "ragged": distributed.gather_ragged(ragged, seen, pad=7),
                 "sum": distributed.sum_over_ranks(summed),
                 "untouched": summed.tolist(),
+                "roll": [[called(sizes, most, twin) for most in (0, 2, 5)] for twin in (False, True)],
             }
         )
     return found
@@ -88,6 +100,11 @@ def test_collectives_between_processes(world: int) -> None:
             assert seen["sum"].tolist() == [world, sum(range(world))]
             assert not seen["sum"].requires_grad
             assert seen["untouched"] == [1.0, rank]
+            for twin, answers in enumerate(seen["roll"]):
+                ids = torch.arange(2 * sum(sizes)).view(-1, 2).tolist()
+                if twin and ids:
+                    ids[-1][1] = ids[0][1]
+                assert answers == 3 * [[sizes, 2 + world, ids, bool(twin) and len(ids) > 1]]
 
 
 def test_alone() -> None:

@@ -95,7 +95,6 @@ def backward_with_retry(
     Raises:
         ValueError: if the batch, or a single pair where there is a micro-batch size, does not fit into memory.
     """
-    batch = accelerator.unwrap_model(objective).deal(batch)
     while True:
         restart()
         try:
@@ -153,8 +152,8 @@ class _CachedStep:
 
     def __init__(self, accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int):
         self.accelerator, self.objective, self.step = accelerator, objective, step
-        self.unwrapped: Objective = accelerator.unwrap_model(objective)
-        self.has_ddp = isinstance(objective, DistributedDataParallel)
+        unwrapped: Any = objective.module if isinstance(objective, DistributedDataParallel) else objective
+        self.unwrapped: Objective = unwrapped
         # FSDP gathers weights in every pass and averages gradients in the last: its ranks run in lockstep.
         self.sharded = accelerator.distributed_type == DistributedType.FSDP
         self.cuts = cuts(len(batch["lengths"]), micro_batch_size)
@@ -165,7 +164,7 @@ class _CachedStep:
         self.parts = [_take(self.batch, cut) for cut in self.cuts]
         self.states: list[_RandomState] = []
         self.gradients: list[dict[str, Tensor | None]] = [{} for _ in self.cuts]
-        self.average = GradientAverage(())
+        self.average = GradientAverage()
 
     def run(self) -> Report:
         """Embed all parts, plan, and backpropagate part by part."""
@@ -178,15 +177,13 @@ class _CachedStep:
                 mine[name] = part
         sums = self._on_all_ranks(lambda: self._backward_all(kept, plan), sends=True)
         self.average.receive()
-        if not self.sharded and not self.has_ddp:
-            self.unwrapped.average_gradients()
         return self.unwrapped.report(plan, sums)
 
     def _embed(self) -> tuple[list[dict[str, Tensor]], Encoded]:
         """Return the embeddings of every part, and the last part as it was encoded, with gradient."""
         embeds = []
-        if self.has_ddp:
-            self.average = GradientAverage(self.objective.parameters())
+        if not self.sharded:
+            self.average = self.unwrapped.gradient_average()
         for place in range(len(self.cuts) - 1):
             self.states.append(_RandomState(self.accelerator.device))
             with torch.no_grad(), _frozen_statistics(self.unwrapped):

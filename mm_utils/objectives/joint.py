@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mm_utils import distributed
-from mm_utils.copies import HostCopy
+from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import row_keys, set_row_keys
-from mm_utils.objectives.losses import GlobalBatch, gather_batch, has_shared_ids
+from mm_utils.objectives.losses import GlobalBatch, gather_batch
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs, Plan, Report, RowTerm, Term
+from mm_utils.roll_call import RollCall
 
 
 class Objective(nn.Module):
@@ -84,12 +86,15 @@ class Objective(nn.Module):
         """Return this rank's part of a step, given what it read; `training.placement` differs."""
         return batch
 
-    def average_gradients(self) -> None:
-        """Average the gradients over the ranks, after the last part; DDP and FSDP do it alone."""
-        distributed.average_gradients(self.parameters())
+    def gradient_average(self) -> GradientAverage:
+        """Return what averages the gradients of a step in parts over the ranks; FSDP does it alone."""
+        return GradientAverage((self.parameters(), None))
 
     def clip_gradients(self, accelerator: Accelerator, max_norm: float) -> Tensor:
         """Clip the norm of the averaged gradient; return what it was, the same on all ranks."""
+        if accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU):
+            accelerator.unscale_gradients()  # what follows it in accelerate takes 1 % of a small step
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
         return accelerator.clip_grad_norm_(self.parameters(), max_norm)
 
     @property
@@ -159,7 +164,7 @@ class JointObjective(Objective):
 
     def __init__(self, model: FusionDualEncoderModel, weights: dict[Term, float]):
         super().__init__(model)
-        self.weights = weights
+        self.weights, self.most_rows = weights, 0  # of a rank, so far
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
@@ -176,9 +181,10 @@ class JointObjective(Objective):
         return self.reads_pairs or self.embeds_taps
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
-        """Begin a step; one process alone compares its ids now, so that its host waits for nothing of this step."""
-        known = {"shared_ids": HostCopy(has_shared_ids(batch["ids"]))} if distributed.world_size() == 1 else {}
-        return super().with_keys(batch, step) | known
+        """Begin a step; call the roll, so that hosts need not wait for it after the towers."""
+        widths = (batch[name].shape[1] for name in ("input_ids", "negative_input_ids") if name in batch)
+        roll = RollCall(batch["ids"], max(widths), self.most_rows)
+        return super().with_keys(batch, step) | {"roll_call": roll}
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
         """Run both towers on a part of a batch.
@@ -212,10 +218,13 @@ class JointObjective(Objective):
             leaf(encoded.scale),
             None if encoded.bias is None else leaf(encoded.bias),
         )
-        shared = gather_batch(own.embeds["image"], own.embeds["text"], batch["ids"], batch.get("shared_ids"))
-        plan = self.plan_embeddings(own, shared)
+        shared = gather_batch(own.embeds["image"], own.embeds["text"], batch["ids"], batch.get("roll_call"))
+        self.most_rows = max(self.most_rows, *shared.sizes)
         scale = encoded.scale.detach()
-        plan.rows = {term.name: term.plan(self.model, batch, shared, scale, step) for term in self._row_terms()}
+        # Before the loss: a host then reads what is drawn while the device still computes that.
+        rows = {term.name: term.plan(self.model, batch, shared, scale, step) for term in self._row_terms()}
+        plan = self.plan_embeddings(own, shared)
+        plan.rows = rows
         return plan
 
     def plan_embeddings(self, own: LossInputs, shared: GlobalBatch) -> Plan:

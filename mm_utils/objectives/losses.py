@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import distributed
-from mm_utils.copies import HostCopy
+from mm_utils.roll_call import RollCall
 
 Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
@@ -48,6 +48,7 @@ class GlobalBatch:
         sizes: the number of rows of each rank.
         offset: the place of this rank's first row.
         shared_ids: True if some pairs share an id; if not, no time is spent on masking them.
+        longest: tokens of the longest text of all ranks; 0 if not known.
     """
 
     image_NE: Tensor
@@ -56,23 +57,16 @@ class GlobalBatch:
     sizes: list[int]
     offset: int
     shared_ids: bool
+    longest: int = 0
 
 
-def has_shared_ids(ids_N2: Tensor) -> Tensor:
-    """Return whether some pairs share an id."""
-    ordered_N2 = ids_N2.sort(0).values
-    return (ordered_N2[1:] == ordered_N2[:-1]).any()
-
-
-def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, shared: HostCopy | None = None) -> GlobalBatch:
-    """Gather the embeddings of all ranks, in at least fp32, and the ids, of which `has_shared_ids` may be known."""
-    sizes = distributed.gather_sizes(len(image_nE), image_nE.device)
+def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: RollCall | None = None) -> GlobalBatch:
+    """Gather the embeddings of all ranks, in at least fp32, and the ids, of which a roll call may have been taken."""
+    sizes, longest, ids_N2, is_shared = (roll or RollCall(ids_n2)).answer()
     wide = torch.promote_types(image_nE.dtype, torch.float32)
     both = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)
-    ids_N2 = distributed.gather(ids_n2, sizes)
-    is_shared = bool((shared or HostCopy(has_shared_ids(ids_N2))).tolist())
     image_NE, text_NE = both.unbind(1)
-    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), is_shared)
+    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), is_shared, longest)
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:

@@ -3,31 +3,74 @@
 Shape letters: P pairs, n this rank's rows, N the global batch, T rows and C columns of a tile, E embedding width, L tokens.
 """
 
-from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils import distributed
+from mm_utils.copies import HostCopy, to_device
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
+from mm_utils.objectives.packing import knows_padding
 from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm
 
 MATCH_PRIOR_ENTROPY = 0.6365  # one positive to two negatives: a matching loss that stays here has learnt nothing
 
 
-@dataclass
-class MatchingPlan(RowPlan):
-    """The pairs that this rank scores."""
+class Pairs(NamedTuple):
+    """The pairs that a rank scores, on the host."""
 
-    image_P: Tensor  # the pair's image among this rank's
-    text_P: Tensor  # its text among all ranks'; or N + i, the negative that the data has for image i
-    is_match_P: Tensor
-    weight_P: Tensor  # of the pair's loss
-    input_ids: Tensor  # tokens of the N texts of the global batch and, if the data has them, of its N negatives
-    attention_mask: Tensor
+    image_P: np.ndarray  # the pair's image among this rank's
+    text_P: np.ndarray  # its text among all ranks'; or N + i, the negative that the data has for image i
+    is_match_P: np.ndarray
+    weight_P: np.ndarray  # of the pair's loss
+
+
+class MatchingPlan(RowPlan):
+    """The pairs that are scored, on their way to the host.
+
+    Args:
+        drawn_N4: the wrong text of every image and the wrong image of every text, -1 for none; tokens of every text and of the
+            negative that the data has for its image, 0 for none.
+        rows: this rank's rows among the N.
+        input_ids, attention_mask: tokens of the N texts of the global batch and, if the data has them, of its N negatives.
+    """
+
+    def __init__(self, drawn_N4: Tensor, rows: range, input_ids: Tensor, attention_mask: Tensor):
+        self._drawn, self._rows = HostCopy(drawn_N4), rows
+        self.input_ids, self.attention_mask = input_ids, attention_mask
+
+    @cached_property
+    def total(self) -> Tensor:  # type: ignore[override]
+        """The weight of the pairs of all ranks."""
+        text_N, image_N, _, negative_N = self._drawn.numpy().T
+        wrong = ((text_N >= 0) | (negative_N > 0)).sum() + (image_N >= 0).sum()
+        return torch.tensor(max(1, len(text_N) + int(wrong)))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of the N texts and of the N negatives."""
+        return self._drawn.numpy()[:, 2:].T.flatten()
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """This rank's pairs: all matches, its images with a wrong text, wrong images with their text, images with negatives."""
+        text_N, image_N, _, negative_N = self._drawn.numpy().T
+        rows = np.arange(self._rows.start, self._rows.stop)
+        with_text, with_negative = rows[text_N[rows] >= 0], rows[negative_N[rows] > 0]
+        with_image = np.flatnonzero((image_N >= self._rows.start) & (image_N < self._rows.stop))
+        image_P = np.concatenate([rows, with_text, image_N[with_image], with_negative]) - self._rows.start
+        text_P = np.concatenate([rows, text_N[with_text], with_image, len(text_N) + with_negative])
+        share_N = 1 / np.maximum(1, (text_N >= 0) + (negative_N > 0).astype(int))
+        weight_P = np.ones(len(image_P), np.float32)
+        weight_P[len(rows) : len(rows) + len(with_text)] = share_N[with_text]
+        weight_P[len(image_P) - len(with_negative) :] = share_N[with_negative]
+        return Pairs(image_P, text_P, np.arange(len(image_P)) < len(rows), weight_P)
 
 
 class Matching(RowTerm):
@@ -54,14 +97,18 @@ class Matching(RowTerm):
     ) -> MatchingPlan:
         """Draw the pairs, with noise keyed by the seed and the step."""
         names = ("input_ids", "attention_mask")
-        tokens = [distributed.gather_ragged(batch[name], shared.sizes) for name in names]
-        has_negative_N = tokens[1].new_zeros(len(tokens[1]), dtype=torch.bool)
+        own = [[batch[name] for name in names]]
         if "negative_input_ids" in batch:
-            negatives = [distributed.gather_ragged(batch[f"negative_{name}"], shared.sizes) for name in names]
-            has_negative_N = negatives[1].any(1)
-            tokens = [_stacked(*both) for both in zip(tokens, negatives, strict=True)]
-        scale = scale if self.hard else torch.zeros_like(scale)
-        return MatchingPlan(*self._draw_pairs(shared, scale, step, has_negative_N), *tokens)
+            own.append([batch[f"negative_{name}"] for name in names])
+        lengths = [mask.sum(1) for _, mask in own]
+        chosen = self.draw(shared, scale if self.hard else torch.zeros_like(scale), step)
+        drawn_n4 = torch.stack([*chosen, *lengths, torch.zeros_like(lengths[0])][:4], 1)
+        everyone = [
+            [distributed.gather_ragged(rows, shared.sizes, longest=shared.longest) for rows in each] for each in own
+        ]
+        tokens = (_stacked(*parts) for parts in zip(*everyone, strict=True))
+        rows = range(shared.offset, shared.offset + len(drawn_n4))
+        return MatchingPlan(distributed.gather(drawn_n4, shared.sizes), rows, *tokens)
 
     def part(
         self,
@@ -73,13 +120,15 @@ class Matching(RowTerm):
         start_row: int,
     ) -> tuple[Tensor, Tensor]:
         """Score the pairs whose image is in this part of the batch."""
-        image_P, text_P, is_match_P, weight_P = plan.image_P, plan.text_P, plan.is_match_P, plan.weight_P
+        pairs, device = plan.pairs, plan.input_ids.device
         if len(encoded) < shared.sizes[distributed.rank()]:
-            here = ((image_P >= start_row) & (image_P < start_row + len(encoded))).nonzero()[:, 0]
-            image_P, text_P, is_match_P = image_P[here] - start_row, text_P[here], is_match_P[here]
-            weight_P = weight_P[here]
-        states, mask, text_P = _texts(model, text_P, batch, encoded, plan, shared.offset + start_row)
-        logits_P = _score(model, encoded.keys_values, states, mask, image_P, text_P).float()
+            is_here = (pairs.image_P >= start_row) & (pairs.image_P < start_row + len(encoded))
+            pairs = Pairs(*(values[is_here] for values in pairs))
+        states, mask, text_P = _texts(model, pairs.text_P, batch, encoded, plan, shared.offset + start_row)
+        image_P, is_match_P, weight_P = (
+            to_device(each, device) for each in (pairs.image_P - start_row, pairs.is_match_P, pairs.weight_P)
+        )
+        logits_P = _score(model, encoded.keys_values, states, mask, image_P, to_device(text_P, device)).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
         return (weight_P * losses_P).sum(), (weight_P * ((logits_P > 0) == is_match_P)).sum()
 
@@ -87,63 +136,48 @@ class Matching(RowTerm):
         """Log also how far the loss is below the entropy of the share of matches."""
         return {**super().metrics(loss, accuracy), "matching_lift": MATCH_PRIOR_ENTROPY - loss}
 
-    def _draw_pairs(
-        self, shared: GlobalBatch, scale: Tensor, step: int, has_negative_N: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the weight of the pairs of all ranks, and image, text, match flag and weight of those of this rank."""
+    def draw(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return a wrong text of each of this rank's images and a wrong image of each of its texts, -1 for none, `[n]`."""
         mine = slice(shared.offset, shared.offset + shared.sizes[distributed.rank()])
         key = 2 * (self.seed * 1_000_003 + step)
-        chosen_texts = hard_negatives(shared.image_NE[mine], shared.text_NE, scale, shared, key)
-        chosen_images = hard_negatives(shared.text_NE[mine], shared.image_NE, scale, shared, key + 1)
-        text_N, image_N = distributed.gather(torch.stack([chosen_texts, chosen_images], 1), shared.sizes).unbind(1)
-        own = torch.arange(mine.start, mine.stop, device=text_N.device)
-        chosen = (chosen_texts >= 0, (image_N >= mine.start) & (image_N < mine.stop), has_negative_N[mine])
-        text_places, here, negative_places = _places(*chosen)
-        with_text, with_negative = own[text_places], own[negative_places]
-        image_P = torch.cat([own, with_text, image_N[here], with_negative]) - mine.start
-        text_P = torch.cat([own, text_N[with_text], here, len(text_N) + with_negative])
-        is_match_P = torch.arange(len(image_P), device=own.device) < len(own)
-        wrong_texts_N = (text_N >= 0).long() + has_negative_N
-        weight_P = torch.ones(len(image_P), device=own.device)
-        weight_P[len(own) : len(own) + len(with_text)] /= wrong_texts_N[with_text]
-        weight_P[len(image_P) - len(with_negative) :] /= wrong_texts_N[with_negative]
-        total = len(text_N) + (wrong_texts_N > 0).sum() + (image_N >= 0).sum()
-        return total.clamp(min=1), image_P, text_P, is_match_P, weight_P
+        return (
+            hard_negatives(shared.image_NE[mine], shared.text_NE, scale, shared, key),
+            hard_negatives(shared.text_NE[mine], shared.image_NE, scale, shared, key + 1),
+        )
 
 
-def _places(*masks: Tensor) -> list[Tensor]:
-    """Return where each mask is true, in order; the host waits once for all, where `nonzero` would wait for each."""
-    counts = torch.stack([mask.sum() for mask in masks]).tolist()
-    ordered = [mask.int().sort(descending=True, stable=True).indices for mask in masks]
-    return [places[:count] for places, count in zip(ordered, counts, strict=True)]
-
-
-def _stacked(tokens_NL: Tensor, negatives_NL: Tensor) -> Tensor:
-    """Return both, one below the other, padded to the longer, `[2N, L]`."""
-    width = max(tokens_NL.shape[1], negatives_NL.shape[1])
-    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in (tokens_NL, negatives_NL)])
+def _stacked(*tokens: Tensor) -> Tensor:
+    """Return texts, `[N, L]` each, one below the other, padded to the longest."""
+    width = max(part.shape[1] for part in tokens)
+    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in tokens])
 
 
 def _texts(
-    model: FusionDualEncoderModel, text_P: Tensor, batch: Batch, encoded: EncodedBatch, plan: MatchingPlan, first: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    model: FusionDualEncoderModel,
+    text_P: np.ndarray,
+    batch: Batch,
+    encoded: EncodedBatch,
+    plan: MatchingPlan,
+    first: int,
+) -> tuple[Tensor, Tensor, np.ndarray]:
     """Return states and mask of this part's texts and of the texts it needs from elsewhere, and `text_P` as places in them.
 
     The part's own texts begin at text `first` of the global batch.
     """
-    own = len(encoded)
+    own, device = len(encoded), plan.input_ids.device
     place_P = text_P - first
-    foreign = (place_P < 0) | (place_P >= own)
     if own == len(plan.input_ids):
         return encoded.text_states, batch["attention_mask"], place_P
+    is_foreign = (place_P < 0) | (place_P >= own)
+    wanted, position = np.unique(text_P[is_foreign], return_inverse=True)
+    place_P[is_foreign] = own + position
     # Every rank encodes at least one foreign text, because FSDP's ranks must run the same modules.
-    any_text = text_P.new_zeros(1), text_P[:0]
-    foreign_P = text_P[foreign]
-    wanted, position = foreign_P.unique(return_inverse=True) if len(foreign_P) else any_text
-    wanted_mask = plan.attention_mask[wanted]
-    longest = max(1, int(wanted_mask.sum(1).max()))
-    wanted_mask = wanted_mask[:, :longest]
-    pooled, foreign_states = model.text_features(plan.input_ids[wanted, :longest], wanted_mask)
+    wanted = wanted if len(wanted) else np.zeros(1, int)
+    lengths = plan.lengths[wanted]
+    longest, chosen = max(1, lengths.max()), to_device(wanted, device)
+    wanted_mask = plan.attention_mask[chosen, :longest]
+    with knows_padding(lengths.min() < longest):
+        pooled, foreign_states = model.text_features(plan.input_ids[chosen, :longest], wanted_mask)
     if "text_states" in batch:  # rounded as this rank's own are, which were stored
         foreign_states = foreign_states.to(batch["text_states"].dtype).to(pooled)
     _, foreign_states = model.project_text(pooled, foreign_states)
@@ -151,7 +185,7 @@ def _texts(
     parts = ((encoded.text_states[:own], batch["attention_mask"]), (foreign_states, wanted_mask))
     states = torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _ in parts])
     mask = torch.cat([F.pad(mask, (0, width - mask.shape[1])) for _, mask in parts])
-    return states, mask, place_P.masked_scatter(foreign, own + position)
+    return states, mask, place_P
 
 
 def _score(

@@ -11,7 +11,10 @@ Shape letters: n texts, L tokens of the longest, T tokens of all, C channels.
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,13 +24,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from mm_utils.distributed import RunError
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 _NAME = "packed_sdpa"
 _PROBED = (6, 3)  # lengths of the captions that are tried
+_has_padding: ContextVar[bool | None] = ContextVar("has_padding", default=None)
 _first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of the towers that pack, 0 or RoBERTa's
 
 
@@ -201,5 +205,25 @@ def _same(tower: Any, packed: PackedTower, ids: Tensor, mask: Tensor) -> bool:
     return all(one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs)
 
 
+@contextmanager
+def knows_padding(has_padding: bool) -> Iterator[None]:
+    """Tell the towers that run within whether any text of theirs is padded, which transformers otherwise asks the device."""
+    token = _has_padding.set(bool(has_padding))
+    try:
+        yield
+    finally:
+        _has_padding.reset(token)
+
+
+def _mask(make: Callable[..., Any], *given: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+    """Return the mask, or None, that transformers' `make` would."""
+    if not torch.compiler.is_compiling() and (padded := _has_padding.get()) is not None:
+        # Causal and bidirectional masks are left out where no token is padding, and never where one is.
+        named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if padded else {}
+        attention_mask = attention_mask if padded else None
+    return make(*given, attention_mask=attention_mask, **named)
+
+
 AttentionInterface.register(_NAME, attend)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+for _name, _make in (("sdpa", sdpa_mask), ("eager", eager_mask), (_NAME, sdpa_mask)):
+    AttentionMaskInterface.register(_name, partial(_mask, _make))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.packing import encode_packed, packs
+from mm_utils.objectives.packing import encode_packed, knows_padding, packs
 
 PASS_TOKENS = {"cpu": 32, "cuda": 8192}
 """Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device (H100)."""
@@ -76,7 +76,8 @@ def encode_in_groups(
         rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
         # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
         tokens, mask = (given[rows, :longest].contiguous() for given in (input_ids, attention_mask))
-        found = model.encode_text(tokens, mask, with_states)
+        with knows_padding(min(lengths[group.start : group.stop]) < longest):
+            found = model.encode_text(tokens, mask, with_states)
         embeds.append(found[0])
         missing = input_ids.shape[1] - longest if found[1].shape[1] else 0
         states.append(F.pad(found[1], (0, 0, 0, missing)))

@@ -167,6 +167,7 @@ class TrainStep:
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
             seed_all(place % 2**32)
 
+        batch = self.unwrapped.deal(batch)
         return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
 
     def _check_loss_scale(self, step: int) -> None:

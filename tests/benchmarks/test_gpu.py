@@ -9,7 +9,6 @@ from benchmarks import gpu
 from benchmarks.host_reads import HostReads
 from mm_utils.copies import HostCopy
 from mm_utils.model.build import ModelArguments
-from mm_utils.objectives import padding
 from mm_utils.training.step import TrainStep
 
 SIZES = {"vision_config": "tiny", "text_config": "tiny", "image_size": 32, "vocab_size": 100}
@@ -43,27 +42,17 @@ class ReadLate(TrainStep):
             group["fused"] = True
 
 
-MASKS = {"masking_utils.py:_ignore_bidirectional_mask_sdpa": 1}  # once for each group of texts
-PAIRS_READ = {"matching.py:_texts": 3, "matching.py:part": 1}  # of each part
-READS = {
-    ("contrastive", None): MASKS,
-    ("contrastive,matching", None): MASKS | {"matching.py:_places": 1},
-    ("contrastive,matching", "6"): {name: 2 * count for name, count in PAIRS_READ.items()}
-    | {"matching.py:_places": 1, **dict.fromkeys(MASKS, 5)},
-}
-
-
-@pytest.mark.parametrize(("objectives", "parts"), READS)
-def test_a_step_waits_for_no_more_than_this(objectives, parts, monkeypatch):
-    """A GPU's queue is drained so often a step; a change that adds a read must be seen here."""
+@pytest.mark.parametrize("parts", [None, "6"])
+@pytest.mark.parametrize("objectives", ["contrastive", "contrastive,matching"])
+def test_a_step_waits_for_nothing(objectives, parts, monkeypatch):
+    """A read would drain a GPU's queue; a change that adds one must be seen here."""
     monkeypatch.setattr(gpu, "TrainStep", ReadLate)
-    monkeypatch.setitem(padding.PASS_TOKENS, "cpu", padding.PASS_TOKENS["cuda"])
     setting = {"loop": "tandem", "objectives": objectives, "pairs": 12, "compiled": False}
     step, _ = gpu.make_step(gpu.make_accelerator(), setting, ModelArguments(**SIZES), parts)
     step(10**6 - 2)  # of the head's part of the run, where there is one
     with HostReads() as reads:
         step(10**6 - 1)
-    assert reads.found == READS[objectives, parts]
+    assert reads.found == {}
     assert reads.kernels > 400
 
 

@@ -173,7 +173,7 @@ def on_this_rank(folder: str, sizes: list[int], micro_batch_size: int | None) ->
     objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
     found = step(objective, share_of(whole_batch(), low, low + sizes[distributed.rank()]), micro_batch_size)
     if micro_batch_size is None:
-        distributed.average_gradients(objective.parameters())
+        objective.gradient_average().receive()
         found["gradients"] = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in objective.named_parameters()
         }

@@ -18,7 +18,7 @@ from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, Object
 from mm_utils.objectives.contrastive import Distillation, InfoNCE
 from mm_utils.objectives.language import MaskedLanguageModelling, continuations
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
-from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.matching import Matching, Pairs
 from mm_utils.objectives.terms import LossInputs
 from tests.objectives.test_losses import dense_info_nce, dense_sigmoid
 from tests.test_distributed import run_on_ranks
@@ -320,11 +320,10 @@ def test_matching_pairs(number: int) -> None:
     objective, batch = tiny_objective("contrastive_matching"), global_batch()
     encoded = objective.encode(batch)
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
-    none = torch.zeros(PAIRS, dtype=torch.bool)
-    drawn = matching_of(objective)._draw_pairs(shared, encoded.scale.detach(), number, none)
-    total, image, text, is_match, weight = drawn
+    plan = matching_of(objective).plan(objective.model, batch, shared, encoded.scale.detach(), number)
+    image, text, is_match, weight = plan.pairs
     assert (weight == 1).all()
-    assert total == len(image) == len(text) == 3 * PAIRS
+    assert plan.total == len(image) == len(text) == 3 * PAIRS
     everyone = list(range(PAIRS))
     assert image[is_match].tolist() == text[is_match].tolist() == everyone
     assert image[PAIRS : 2 * PAIRS].tolist() == text[2 * PAIRS :].tolist() == everyone
@@ -342,9 +341,9 @@ def test_the_negative_of_an_image_is_one_more_wrong_text() -> None:
         plans.append(matching_of(objective).plan(objective.model, each, shared, encoded.scale.detach(), 4))
         parts = encoded, each, plans[-1], shared, 0
         values.append(matching_of(objective).part(objective.model, *parts))
-    plain, plan = plans
+    assert plans[0].total == plans[1].total == 3 * PAIRS
+    plain, plan = (Pairs(*map(torch.from_numpy, each.pairs)) for each in plans)
     count, has_one = 3 * PAIRS, with_negatives["negative_attention_mask"].any(1)
-    assert plan.total == plain.total == count
     for name in ("image_P", "text_P", "is_match_P"):
         assert torch.equal(getattr(plan, name)[:count], getattr(plain, name))
     assert torch.equal(plan.image_P[count:], has_one.nonzero()[:, 0])
@@ -374,8 +373,8 @@ def test_an_image_without_a_wrong_text_in_the_batch_has_its_negative() -> None:
     encoded = tiny_objective("contrastive_matching").encode(batch)
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
     plan = Matching().plan(tiny_model(), batch, shared, encoded.scale.detach(), 0)
-    assert (plan.weight_P == 1).all()
-    assert plan.total == len(plan.image_P) == PAIRS + 7
+    assert (plan.pairs.weight_P == 1).all()
+    assert plan.total == len(plan.pairs.image_P) == PAIRS + 7
     assert math.isfinite(found["report"]["matching_loss"])
 
 
@@ -383,8 +382,8 @@ def test_texts_and_images_are_drawn_apart() -> None:
     """With one noise for both directions, image i would get text j exactly where text i gets image j."""
     same = torch.full((100, 4), 0.5)
     shared = gather_batch(same, same, torch.arange(200).view(100, 2))
-    _, image, text, *_ = Matching()._draw_pairs(shared, torch.tensor(1.0), 0, torch.zeros(100, dtype=torch.bool))
-    assert (text[100:200] == image[200:]).sum() < 8  # one in expectation
+    text_N, image_N = Matching().draw(shared, torch.tensor(1.0), 0)
+    assert (text_N == image_N).sum() < 8  # one in expectation
 
 
 def test_hard_negatives_look_alike_and_others_do_not() -> None:
@@ -396,7 +395,8 @@ def test_hard_negatives_look_alike_and_others_do_not() -> None:
 
     def distance(hard: bool) -> float:
         plan = Matching(hard=hard).plan(tiny_model(), batch, shared, torch.tensor(40.0), 0)
-        away = (plan.image_P - plan.text_P)[~plan.is_match_P].abs()
+        pairs = Pairs(*map(torch.from_numpy, plan.pairs))
+        away = (pairs.image_P - pairs.text_P)[~pairs.is_match_P].abs()
         return torch.minimum(away, 64 - away).float().mean().item()
 
     assert distance(hard=True) < 4

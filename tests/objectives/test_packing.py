@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel
 
+from benchmarks.host_reads import HostReads
 from mm_utils.distributed import RunError
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives import packing as packing_module
-from mm_utils.objectives.packing import PackedTower, encode_packed, pack_captions, packs
+from mm_utils.objectives.packing import PackedTower, encode_packed, knows_padding, pack_captions, packs
 from mm_utils.objectives.padding import PASS_TOKENS, computed_tokens, encode_in_groups
 from tests.objectives.test_joint import global_batch, tiny_objective
 
@@ -76,6 +77,19 @@ def encoded(model: FusionDualEncoderModel, ids: Tensor, mask: Tensor, lengths: l
     sum((each * weight).sum() for each, weight in zip((embeds, states), weights, strict=True)).backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     return [embeds.detach(), states.detach(), *gradients]
+
+
+@pytest.mark.parametrize("kind", [*TOWERS, *OTHERS])
+def test_a_device_is_not_asked_for_what_is_known(kind: str) -> None:
+    """Whether a text is padded; towers compute the same, to the bit."""
+    model = make_model(kind).eval()
+    for lengths in ([12, 12, 12], [12, 5, 1]):
+        texts = captions(model.text_model.config.pad_token_id or 0, lengths)
+        asked = model.encode_text(*texts)
+        with knows_padding(min(lengths) < 12), HostReads() as reads:
+            found = model.encode_text(*texts)
+        assert all(map(torch.equal, found, asked))
+        assert not [place for place in reads.found if place.startswith("masking_utils")]
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from mm_utils import distributed
+from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.row_noise import set_row_keys
-from mm_utils.objectives.joint import JointObjective, blank_pair, leaf
-from mm_utils.objectives.losses import GlobalBatch, has_shared_ids
+from mm_utils.objectives.joint import JointObjective, Objective, blank_pair, leaf
+from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EncodedBatch, LossInputs, Plan
+from mm_utils.roll_call import has_shared_ids
 from mm_utils.training.placement.split import PARTS, Split, loss_rows, parameters_of
 
 
@@ -81,6 +83,10 @@ class ApartObjective(JointObjective):
         mask = torch.arange(input_ids.shape[1], device=device) < rows_n[:, 2:3]
         return {"ids": rows_n[:, :2], "input_ids": input_ids, "attention_mask": mask.long(), "lengths": lengths}
 
+    def with_keys(self, batch: Batch, step: int) -> Batch:
+        """Begin a step; `deal` has called the roll."""
+        return Objective.with_keys(self, batch, step)
+
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
         """Run this process's encoder on a part of its batch."""
         own, mine = len(batch["ids"]), self.split.mine
@@ -116,11 +122,11 @@ class ApartObjective(JointObjective):
         plan.gradients = {name: mine_nE if dealt.order is None else mine_nE[dealt.order]}
         return plan
 
-    def average_gradients(self) -> None:
-        """Average an encoder's gradients among its processes, and all others' among all."""
-        distributed.average_gradients((each for _, each in parameters_of(self.model, self.split.mine)), self.group)
-        distributed.average_gradients(each for _, each in parameters_of(self.model, None))
+    def gradient_average(self) -> GradientAverage:
+        """Return what averages an encoder's gradients among its processes, and all others' among all."""
         self._stale = {"weights", "moments"}
+        owned = ((self.split.mine, self.group), (None, None))
+        return GradientAverage(*(((p for _, p in parameters_of(self.model, own)), group) for own, group in owned))
 
     def clip_gradients(self, accelerator: Accelerator, max_norm: float) -> Tensor:
         """Clip the norm of both encoders' gradient; return what it was, the same everywhere."""

@@ -20,7 +20,8 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
 from mm_utils import distributed
-from mm_utils.objectives.joint import JointObjective, blank_pair
+from mm_utils.gradient_average import GradientAverage
+from mm_utils.objectives.joint import JointObjective, Objective, blank_pair
 from mm_utils.objectives.terms import Batch
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import restored_buffers
@@ -29,7 +30,7 @@ from mm_utils.training.placement.split import PARTS, parameters_of
 
 REPEATS = 3  # measurements, of which the median counts
 SAMPLE_BYTES = 2**26  # of gradients that are sent to measure the link, at most
-BACKWARD = 2 / 3  # share of a pass; it hides the sending of gradients where DDP sends them meanwhile
+BACKWARD = 2 / 3  # share of a pass
 _NUMBER_BYTES, _TOKEN_BYTES = 4, 8
 
 
@@ -53,6 +54,10 @@ class Encoder:
         size = rows if part is None else min(rows, part)
         passes = -(-rows // size) if size else 0
         return passes * self.fixed + (rows + (1 - BACKWARD) * (rows - size)) * self.per_pair
+
+    def hides(self, rows: float, part: int | None) -> float:
+        """Return the time of the backward pass of the last part, behind which gradients are sent."""
+        return BACKWARD * self.seconds(rows if part is None else min(rows, part), None)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Costs:
         world: the number of processes.
         width: numbers of an embedding.
         tokens: tokens of the longest caption.
-        part: `--micro_batch_size`; together, gradients are sent while the last part is computed, apart after it.
+        part: `--micro_batch_size`; gradients are sent while the last part is computed.
     """
 
     vision: Encoder
@@ -102,8 +107,7 @@ class Costs:
         rows = pairs / self.world
         computing = self.vision.seconds(rows, self.part) + self.text.seconds(rows, self.part)
         sending = self.link.reduce(self.vision.gradient_bytes + self.text.gradient_bytes, self.world)
-        last = rows if self.part is None else min(rows, self.part)
-        hidden = BACKWARD * (self.vision.seconds(last, None) + self.text.seconds(last, None))
+        hidden = self.vision.hides(rows, self.part) + self.text.hides(rows, self.part)
         shared = self.link.gather(2 * pairs * self.width * _NUMBER_BYTES, self.world)
         return computing + max(0.0, sending - hidden) + shared + self.vision.update + self.text.update
 
@@ -112,7 +116,7 @@ class Costs:
         text = self.world - vision
         slower = max(
             encoder.seconds(pairs / count, self.part)
-            + self.link.reduce(encoder.gradient_bytes, count)
+            + max(0.0, self.link.reduce(encoder.gradient_bytes, count) - encoder.hides(pairs / count, self.part))
             + encoder.update
             for encoder, count in ((self.vision, vision), (self.text, text))
         )
@@ -144,7 +148,7 @@ def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: 
     The model is left as it was, in training mode, on the device.
     """
     model = objective.model.to(accelerator.device).train()
-    batch = objective.with_keys(batch, 0)
+    batch = Objective.with_keys(objective, batch, 0)
     part = None if args.micro_batch_size is None else int(args.micro_batch_size)
     device = accelerator.device
     own, tokens = distributed.max_over_ranks([len(batch["lengths"]), batch["input_ids"].shape[1]], device)
@@ -229,9 +233,13 @@ def _measure_link(device: torch.device, size: int) -> Link:
     seconds = []
     for count in (1, size // _NUMBER_BYTES):
         gradient = nn.Parameter(torch.zeros(count, device=device))
-        seconds.append(_median_seconds(device, partial(distributed.average_gradients, [gradient])))
+        seconds.append(_median_seconds(device, partial(_average, gradient)))
     world, seconds = distributed.world_size(), _slowest(seconds, device)
     return Link(seconds[0], 2 * (world - 1) / world * size / max(1e-9, seconds[1] - seconds[0]))
+
+
+def _average(parameter: nn.Parameter) -> None:
+    GradientAverage(([parameter], None)).receive()
 
 
 def _median_seconds(device: torch.device, work: Callable[[], object]) -> float:

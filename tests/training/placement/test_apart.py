@@ -89,7 +89,7 @@ def exchanged_on_this_rank() -> dict[str, torch.Tensor]:
     for name, parameter in apart.named_parameters():
         if name.startswith("model.vis" if rank == 0 else "model.text") or "logit" in name:
             parameter.grad = torch.ones_like(parameter)
-    apart.average_gradients()
+    apart.gradient_average().receive()
     optimizer.step()
     apart.teacher.update()
     apart.exchange()  # before an evaluation

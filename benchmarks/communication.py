@@ -85,14 +85,13 @@ def predict(terms: list[str], size: StepSize) -> dict[str, float]:
         "contrastive": size.losses * gathered(rows * 3 * FLOAT),
         "sigmoid": size.losses * reduced_bytes(FLOAT, size.ranks),
         "self_distillation": gathered(rows * embeddings, rows * 5 * FLOAT),
-        "matching": gathered(rows * 2 * INTEGER)
-        + sum(2 * gathered(INTEGER, rows * length * INTEGER) for length in tokens),
+        "matching": gathered(rows * 4 * INTEGER, 2 * len(tokens) * rows * max(tokens) * INTEGER),
         "masked_lm": reduced_bytes(INTEGER, size.ranks),
         "captioning": reduced_bytes(INTEGER, size.ranks),
     }
     reported = 2 * FLOAT * len({"matching", "masked_lm", "captioning"} & set(terms))
     return {
-        "embeddings and ids": gathered(INTEGER, rows * embeddings, rows * 2 * INTEGER),
+        "embeddings and ids": gathered((1 + rows) * 2 * INTEGER, rows * embeddings),
         **{name: of_term[name] for name in terms},
         "losses of rows": reduced_bytes(reported, size.ranks),
         "memory of parts": 2 * reduced_bytes(INTEGER, size.ranks) * size.has_parts,
@@ -114,13 +113,13 @@ def count(
     if prepared is not objective:
         prepared.register_comm_hook(None, hook)
     found = []
-    for size in micro_batch_sizes:
+    for size in [None, *micro_batch_sizes]:  # in the first step, ids travel twice
         before = meter.received
         backward(accelerator, prepared, batch, 0, size)
         found.append(meter.received - before + sum(of_buckets))
         prepared.zero_grad()
         of_buckets.clear()
-    return found
+    return found[1:]
 
 
 def size_of_step(

@@ -50,7 +50,8 @@ def on_this_rank(cases: list[tuple[str, tuple[int, ...], int]]) -> list[dict[str
         low = sum(images[:rank])
         mine = share_of(global_batch(kind), low, low + (images[rank] if rank < len(images) else 0))
         objective = ApartObjective(objective_of(kind), split, 0)
-        report = backward_with_retry(ALONE, objective, mine, 5, MicroBatch(part), objective.zero_grad)
+        dealt = objective.deal(mine)
+        report = backward_with_retry(ALONE, objective, dealt, 5, MicroBatch(part), objective.zero_grad)
         found.append(measured(objective, report))
     return found
 

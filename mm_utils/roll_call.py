@@ -22,7 +22,7 @@ def has_shared_ids(ids_N2: Tensor) -> Tensor:
 class RollCall:
     """Call all ranks; called on all.
 
-    How many rows the others have is not known yet, so each rank sends as many as the fullest had in the step before. Where one
+    How many rows the others have is not known yet, so each rank sends as many as the fullest has had so far. Where one
     has more, all send their ids again, and wait.
 
     Args:

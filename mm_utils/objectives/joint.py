@@ -164,7 +164,8 @@ class JointObjective(Objective):
 
     def __init__(self, model: FusionDualEncoderModel, weights: dict[Term, float]):
         super().__init__(model)
-        self.weights, self.most_rows = weights, 0  # of a rank, so far
+        self.weights = weights
+        self.most_rows = 0  # that a rank had in a step so far
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length

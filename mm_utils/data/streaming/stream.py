@@ -1,7 +1,8 @@
 """Stream training pairs: data sets larger than the disk are read shard by shard during training.
 
 A stream reads Parquet and WebDataset tar shards, on disk or on a server, a data set on the Hub that is made of them, and
-folders that `prepare_data` wrote. Images are embedded in the shards; paths are not followed.
+folders that `prepare_data` wrote. Images are embedded in the shards; paths are not followed. So are clips and sounds, as
+`prepare_data` keeps them.
 
 `mm_utils.data.streaming.order` decides the order and gives its guarantees, which are weaker than those of a data set on
 disk: step s always has the same rows, and every row comes once an epoch, but rows are shuffled in blocks alone. Besides:
@@ -35,12 +36,13 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
 from mm_utils.data.loading.order import SHOWN_IN_VALIDATION, BatchSizes
+from mm_utils.data.media import kind_of
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.sources.columns import SPLIT_NAMES
 from mm_utils.data.sources.source import DataArguments, Source
 from mm_utils.data.sources.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.data.streaming.order import InterleavedOrder
-from mm_utils.data.streaming.rows import FEATURES, SUFFIXES, Row, check_columns, shard_kind
+from mm_utils.data.streaming.rows import SUFFIXES, Row, check_columns, features_of, shard_kind
 from mm_utils.data.streaming.shards import DAMAGE, Shard, ShardReader, count_shards, expand
 from mm_utils.data.synthetic import is_embedded
 from mm_utils.text import one_line
@@ -96,7 +98,7 @@ class Stream:
         shards: the files, or runs of rows in a file, that `order` counts.
         order: the rows of every step.
         source: names the columns of the shards.
-        validation: rows with `FEATURES`, on disk in the datasets cache.
+        validation: rows with `features_of` their kind, on disk in the datasets cache.
         held_out: images of `validation`, which training must not show.
         fingerprint: 16 hexadecimal digits that depend on the shards' names, numbers of rows, sizes and 128 KiB of content.
     """
@@ -166,7 +168,14 @@ def open_stream(
         raise ValueError(
             f"{title}; its shards hold fewer than 2 rows. Give shards with one image and its caption per row."
         )
-    check_columns(files[0].url, source)
+    medium = check_columns(files[0].url, source)
+    if medium != "image":
+        source = replace(source, medium=medium)
+    if validation is not None and kind_of(validation.features) != medium:
+        raise ValueError(
+            f"--validation_file is {data.validation_file}; it holds {kind_of(validation.features)}s, and the stream {medium}s. "
+            "Give one of the same kind."
+        )
     held_out: set[str] = set()
     if validation is None and urls.get("validation"):
         heads = _first_rows(count_shards(urls["validation"]), data.max_eval_samples or HELD_OUT)
@@ -286,7 +295,7 @@ def _read_all(shards: list[Shard], source: Source) -> Dataset:
         )
     return Dataset.from_generator(
         _usable_rows,
-        features=FEATURES,
+        features=features_of(source.medium),
         cache_dir=str(datasets.config.HF_DATASETS_CACHE),
         gen_kwargs={"whole": (shards, source)},  # as a tuple, for a list would be shared out among processes
     )

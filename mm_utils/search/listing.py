@@ -10,7 +10,7 @@ import datasets
 import pyarrow as pa
 
 from mm_utils.data.faults import REASONS, Fault, storable
-from mm_utils.data.media import FEATURES
+from mm_utils.data.media import FEATURES, cached_rows
 from mm_utils.data.paths import Jail, Limits
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.timed import MOST_BYTES
@@ -121,9 +121,7 @@ def shard_listing(pattern: str, medium: str = "image") -> Listing:
         raise ValueError(f"{title}; they hold no {medium} ({skipped[0]['detail'] if skipped else 'they are empty'}).")
     features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
     of_kind = {} if medium == "image" else {"medium": medium}
-    rows = datasets.Dataset.from_generator(_images, features=features, gen_kwargs={"shards": shards, **of_kind})
-    assert isinstance(rows, datasets.Dataset)
-    return Listing(ids, rows, skipped, raw=True)
+    return Listing(ids, cached_rows(_images, features, {"shards": shards, **of_kind}), skipped, raw=True)
 
 
 def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sample]]:

@@ -29,14 +29,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 from datasets import Dataset
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
 from mm_utils.data.loading.order import SHOWN_IN_VALIDATION, BatchSizes
-from mm_utils.data.media import kind_of
+from mm_utils.data.media import cached_rows, kind_of
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.sources.columns import SPLIT_NAMES
 from mm_utils.data.sources.source import DataArguments, Source
@@ -293,12 +292,8 @@ def _read_all(shards: list[Shard], source: Source) -> Dataset:
         raise ValueError(
             f"shard {shards[0].url}; no row of validation can be used. Check --image_column and --caption_column."
         )
-    return Dataset.from_generator(
-        _usable_rows,
-        features=features_of(source.medium),
-        cache_dir=str(datasets.config.HF_DATASETS_CACHE),
-        gen_kwargs={"whole": (shards, source)},  # as a tuple, for a list would be shared out among processes
-    )
+    # As a tuple, for a list would be shared out among processes.
+    return cached_rows(_usable_rows, features_of(source.medium), {"whole": (shards, source)})
 
 
 def _usable_rows(whole: tuple[Sequence[Shard], Source]) -> Iterator[dict[str, Any]]:

@@ -196,5 +196,5 @@ def test_the_kind_is_one_and_is_asked_for_where_it_is_not_clear(tmp_path: Path) 
         opened({"train_file": path})
     given, flags = DataArguments(train_file=path, medium="sound"), StreamingArguments(True, 1, 4)
     assert open_stream(given, flags, SIZES, 3).num_rows == 19
-    with pytest.raises(ValueError, match=r"--validation_file is v.csv; it holds images, and the stream sounds"):
+    with pytest.raises(ValueError, match=r"--validation_file is v.csv; it holds no sounds, and the stream does"):
         open_stream(replace(given, validation_file="v.csv"), flags, SIZES, 3, media_rows("image", [b"x"]))

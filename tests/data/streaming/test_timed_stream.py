@@ -1,29 +1,34 @@
 """Streams of sounds and clips, as prepared sets keep them: the rows of a data set on disk, in the order of a stream."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from transformers import ClapFeatureExtractor, PreTrainedTokenizerFast
+from transformers import ClapFeatureExtractor, PreTrainedTokenizerFast, ProcessorMixin
 
 from mm_utils.data.loading.dataset import Collator, Pairs, TrainingTransform
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders
+from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.loading.order import BatchSizes
-from mm_utils.data.loading.timed_media import Clips, Sounds, Timed, default_seconds
+from mm_utils.data.loading.timed_media import Clips, Sounds, Timed
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.sources.source import DataArguments
-from mm_utils.data.streaming.loader import StreamSteps, train_stream
+from mm_utils.data.streaming.loader import StreamSteps
 from mm_utils.data.streaming.order import Reader
 from mm_utils.data.streaming.stream import Stream, StreamingArguments, open_stream
-from mm_utils.model.processor import train_tokenizer
+from mm_utils.data.training_data import open_data
+from mm_utils.model.build import ModelArguments
+from mm_utils.model.processor import load_processor, train_tokenizer
 from tests.data.media_files import COLOURS, clip, media_rows, tone
 from tests.data.sources.reading import write_tar
 
@@ -35,7 +40,7 @@ SIZES = BatchSizes((0,), (10,))
 def contents(medium: str) -> list[bytes]:
     """Sounds and clips of several lengths, no two alike."""
     if medium == "sound":
-        return [tone(20 + 7 * at, 0, rate=RATE, each=0.3 + 0.01 * at) for at in range(ROWS)]
+        return [tone(20 + 7 * at, 0, rate=RATE, each=0.6 + 0.02 * at) for at in range(ROWS)]
     shown = [[COLOURS[at // 4**place % 4] for place in range(3)] for at in range(ROWS)]
     return [clip([*colours, *colours[: at % 3]]) for at, colours in enumerate(shown)]
 
@@ -129,20 +134,28 @@ def test_examples_are_those_of_a_data_set_on_disk(
 
 
 @pytest.mark.parametrize("medium", ["sound", "clip"])
-def test_a_run_has_the_window_and_the_input_of_its_tower(
-    medium: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    stream = opened(write_shards(tmp_path / "shards", "arrow", media_rows(medium, contents(medium)), medium))
-    assert stream.validation.features["image"] == FEATURES[medium]
-    assert stream.validation["id"] == ["m0", "m15"]
-    assert stream.validation["seconds"] == ([0.6, 0.9] if medium == "sound" else [0.75, 0.75])
-    assert default_seconds(medium, stream.validation) == (0.8 if medium == "sound" else None)
-    arguments = LoaderArguments(16, dataloader_num_workers="0")
-    loaders = Loaders(arguments, torch.device("cpu"), 0, 8, [0.5] * 3, [0.5] * 3, timed=timed_of(medium))
-    [batch] = train_stream(loaders, stream, tokenizer, 0, 1)
-    assert batch["pixel_values"].shape == loaders.blank(10).shape
+def test_a_run_has_the_window_and_the_input_of_its_tower(medium: str, tmp_path: Path) -> None:
+    given = write_shards(tmp_path / "shards", "arrow", media_rows(medium, contents(medium)), medium)
+    schedule: Any = SimpleNamespace(seed=3, per_device_eval_batch_size=4, batch_sizes=SIZES)
+
+    def make(captions: Iterator[str], medium: str, seconds: float | None) -> ProcessorMixin:
+        return load_processor(ModelArguments(image_size=32), captions, medium, seconds)
+
+    flags = StreamingArguments(True, 3, 4), LoaderArguments(dataloader_num_workers="0")
+    data = open_data(Accelerator(cpu=True), DataArguments(**given), *flags, schedule, make)
+    held = data.splits["validation"]
+    assert (data.medium, held["id"][:]) == (medium, ["m0", "m15"])
+    assert held.features["image"] == FEATURES[medium]
+    assert held["seconds"][:] == ([1.2, 1.8] if medium == "sound" else [0.75, 0.75])
+    assert getattr(data.loaders.timed, "seconds", None) == (
+        2.0 if medium == "sound" else None
+    )  # the tower counts whole ones
+    [batch] = data.train_batches(0, 1)
+    assert data.eval_loader is not None
+    [evaluated] = data.eval_loader
+    assert batch["pixel_values"].shape == data.loaders.blank(10).shape
+    assert evaluated["pixel_values"].shape == data.loaders.blank(2).shape
     assert batch["pixel_values"].is_floating_point()
-    loaders.check_medium(stream.validation)
 
 
 def test_what_a_stream_does_not_decode_is_refused_with_the_remedy(tmp_path: Path) -> None:

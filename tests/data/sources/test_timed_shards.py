@@ -135,7 +135,14 @@ def test_shards_of_clips_are_prepared_at_the_first_start(tmp_path: Path, own_cac
     assert (len(frames), fps, row["seconds"], len(pairs["train"])) == (3, 4.0, 0.75, 3)
 
 
-@pytest.mark.parametrize(("suffix", "codec"), [("flac", "flac"), ("ogg", "libopus"), ("mp3", "libmp3lame")])
+@pytest.mark.parametrize(
+    ("suffix", "codec"),
+    [
+        ("mp3", "libmp3lame"),
+        pytest.param("flac", "flac", marks=pytest.mark.slow),
+        pytest.param("ogg", "libopus", marks=pytest.mark.slow),
+    ],
+)
 def test_other_sounds_take_a_codec(suffix: str, codec: str, tmp_path: Path, own_cache: Path) -> None:
     pytest.importorskip("av")
     from tests.data.prepare.made_media import encoded

@@ -1,8 +1,8 @@
 """Stream training pairs: data sets larger than the disk are read shard by shard during training.
 
 A stream reads Parquet and WebDataset tar shards, on disk or on a server, a data set on the Hub that is made of them, and
-folders that `prepare_data` wrote. Images are embedded in the shards; paths are not followed. So are clips and sounds, as
-`prepare_data` keeps them.
+folders that `prepare_data` wrote. Images are embedded in the shards, and so are clips and sounds, as `prepare_data` keeps them;
+paths are not followed.
 
 `mm_utils.data.streaming.order` decides the order and gives its guarantees, which are weaker than those of a data set on
 disk: step s always has the same rows, and every row comes once an epoch, but rows are shuffled in blocks alone. Besides:

@@ -3,7 +3,7 @@
 A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
     accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
 
-The images of tar shards, with or without captions:
+The images, clips or sounds of tar shards, with or without captions:
     accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images "web-{000..009}.tar" --index_dir outputs/index
 
 A prepared data set with its captions, or any other source that scripts/pretrain.py takes:
@@ -41,7 +41,7 @@ class EmbedArguments:
     images: str | None = arg(
         None,
         "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs. For a model of "
-        "clips or sounds, a folder of these.",
+        "clips or sounds, of these.",
     )
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
@@ -78,9 +78,9 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     loaders = make_loaders(workers, accelerator.device, load_processor_of(args.model_name_or_path))
 
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
-    if args.images and args.images.lower().endswith(".tar") and loaders.medium == "image":
+    if args.images and args.images.lower().endswith(".tar"):
         with accelerator.main_process_first():
-            listing = shard_listing(args.images)
+            listing = shard_listing(args.images, loaders.medium)
     elif args.images:
         kind = data_args.allow_outside_root, loaders.medium
         found = list_folder(args.images, *kind) if accelerator.process_index == 0 else None

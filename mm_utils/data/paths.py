@@ -153,3 +153,17 @@ def _nfc(name: str) -> str:
 
 def _folded(name: str) -> str:
     return _nfc(_nfc(name).casefold())
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for; the pattern itself if it has none."""
+    match = re.search(r"\{([^{}]+)\}", pattern)
+    if match is None:
+        return [pattern]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if span is None:
+        choices = match[1].split(",")
+    else:
+        choices = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [name for choice in choices for name in expand_braces(before + choice + after)]

@@ -162,7 +162,8 @@ def _processor(
 ) -> ProcessorMixin:
     """Return the processor of the media of all splits, with the window that the arguments ask for."""
     medium = kind_of(splits["validation"].features)
-    default = None if medium == "image" else default_seconds(medium, splits["train"])
+    known = splits.get("train", splits["validation"])  # a stream has no split of all its training rows
+    default = None if medium == "image" else default_seconds(medium, known)
     timed = {} if medium == "image" else {"medium": medium, "seconds": args.medium_seconds or default}
     processor = make(captions, **timed)
     settle_window(processor, medium, args.medium_seconds, args.clip_frames, default)

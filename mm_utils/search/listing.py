@@ -10,9 +10,10 @@ import datasets
 import pyarrow as pa
 
 from mm_utils.data.faults import REASONS, Fault, storable
-from mm_utils.data.media import FEATURES
+from mm_utils.data.media import FEATURES, cached_rows
 from mm_utils.data.paths import Jail, Limits
 from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.prepare.timed import MOST_BYTES
 from mm_utils.data.sources.columns import SUFFIXES
 from mm_utils.data.sources.source import Source
 from mm_utils.data.sources.webdataset import Sample, captions_of_sample, read_shard, shard_paths
@@ -40,11 +41,13 @@ class Listing:
         ids: their ids, each once.
         rows: their `image` and `captions`, as `mm_utils.data.pairs` has them.
         skipped: lines of `skipped.jsonl` for files that cannot be taken.
+        raw: the bytes of clips and sounds are those of any file, not yet as prepared sets keep them.
     """
 
     ids: list[str]
     rows: datasets.Dataset
     skipped: list[Skip] = field(default_factory=list)
+    raw: bool = False
 
 
 def list_folder(folder: str, allow_outside: bool = False, medium: str = "image") -> tuple[list[str], list[Skip]]:
@@ -94,13 +97,13 @@ def folder_listing(folder: str, names: list[str], skipped: list[Skip], medium: s
     return Listing(names, datasets.Dataset(table.cast(features.arrow_schema)), skipped)
 
 
-def shard_listing(pattern: str) -> Listing:
-    """Return the images of tar shards, with the captions beside them; their ids are the shard's name and the sample's.
+def shard_listing(pattern: str, medium: str = "image") -> Listing:
+    """Return the media of tar shards, with the captions beside them; their ids are the shard's name and the sample's.
 
-    The images are copied into the datasets cache, once.
+    Their files are copied into the datasets cache, once.
 
     Raises:
-        ValueError: if there is no such shard, or no image in them.
+        ValueError: if there is no such shard, or no such medium in them.
     """
     title = f"--images is {pattern}"
     shards = [
@@ -108,16 +111,17 @@ def shard_listing(pattern: str) -> Listing:
     ]
     ids, skipped = [], []
     for path, name, sample in _samples(shards):
-        fault = sample.fault or (None if sample.image else Fault("image_missing", f"{path}: {name} has no image"))
+        missing = None if sample.medium(medium) else Fault("image_missing", f"{path}: {name} has no {medium}")
+        fault = sample.fault or missing
         if fault is None:
             ids.append(name)
         else:
             skipped.append(skip(name, fault))
     if not ids:
-        raise ValueError(f"{title}; they hold no image ({skipped[0]['detail'] if skipped else 'they are empty'}).")
-    rows = datasets.Dataset.from_generator(_images, features=_FEATURES, gen_kwargs={"shards": shards})
-    assert isinstance(rows, datasets.Dataset)
-    return Listing(ids, rows, skipped)
+        raise ValueError(f"{title}; they hold no {medium} ({skipped[0]['detail'] if skipped else 'they are empty'}).")
+    features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
+    of_kind = {} if medium == "image" else {"medium": medium}
+    return Listing(ids, cached_rows(_images, features, {"shards": shards, **of_kind}), skipped, raw=True)
 
 
 def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sample]]:
@@ -128,17 +132,18 @@ def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sam
             yield path, storable(f"{shard}/{sample.key}"), sample
 
 
-def _images(shards: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
+def _images(shards: list[tuple[str, int, int]], medium: str = "image") -> Iterator[dict[str, Any]]:
     for path, _, sample in _samples(shards):
-        if sample.fault is not None or sample.image is None:
+        member = sample.medium(medium)
+        if sample.fault is not None or member is None:
             continue
         try:
-            captions, _ = captions_of_sample(sample, sample.values(), Source(path), {})
+            captions, _ = captions_of_sample(sample, sample.values(), Source(path, medium=medium), {})
         except Fault:  # an image needs no caption here
             captions = []
         texts = [" ".join(each.split()) for each in captions if isinstance(each, str)]
         try:
-            content = sample.image.read(Limits())
+            content = member.read(limits_of(medium))
         except Fault:  # too large, or empty; left out when it is to be embedded
             content = b""
         yield {"image": {"bytes": content, "path": None}, "captions": texts}
@@ -165,6 +170,11 @@ def stamps(listing: Listing) -> pa.Table:
         found.extend(map(_stamp, block["image"], block["captions"]))
     table = pa.Table.from_pylist(found, pa.schema([each for each in STAMPS if each.name != "id"]))
     return table.add_column(0, STAMPS.field("id"), [pa.array(listing.ids, pa.string())])
+
+
+def limits_of(medium: str) -> Limits:
+    """Return the limits of reading a file, which for clips and sounds are those of `prepare_data`."""
+    return Limits() if medium == "image" else Limits(max_bytes=MOST_BYTES)
 
 
 def skip(name: str, fault: Fault) -> Skip:

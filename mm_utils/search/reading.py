@@ -20,7 +20,7 @@ from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.data.prepare.decoding.sounds import read_sound
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.reports.pictures import picture
-from mm_utils.search.listing import Listing, skip
+from mm_utils.search.listing import Listing, limits_of, skip
 
 THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
 QUALITY = 85  # of the JPEG of a thumbnail: about 25 kB
@@ -68,7 +68,7 @@ class Reader(Dataset):
     def __init__(self, listing: Listing, places: Sequence[int], loaders: Loaders):
         self.listing, self.places = listing, places
         self.side, self.timed = loaders.image_size, loaders.timed
-        self.limits, self.checks = Limits(), CheckArguments()
+        self.limits, self.checks = limits_of(loaders.medium), CheckArguments()
 
     def __len__(self) -> int:
         return len(self.places)
@@ -95,7 +95,7 @@ class Reader(Dataset):
             image = {"bytes": content, "path": path}
         own["content_hash"] = stored_hash(content)
         if self.timed is not None:
-            stored = stock_file(content, self.timed) if own["path"] else content
+            stored = stock_file(content, self.timed) if own["path"] or self.listing.raw else content
             return own | self._show_timed({"bytes": stored, "path": None}, self.timed)
         square, thumbnail = self._show(image)
         return {**own, "square": square, "thumbnail": thumbnail}

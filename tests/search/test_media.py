@@ -14,16 +14,18 @@ from PIL import Image
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.loading.timed_media import settle_window
-from mm_utils.data.media.riff import read_wav
+from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.reports.pictures import picture
 from mm_utils.search.embedding import Embedder
 from mm_utils.search.index import model_fingerprint
-from mm_utils.search.listing import Listing, folder_listing, list_folder, pair_listing
+from mm_utils.search.listing import Listing, folder_listing, list_folder, pair_listing, shard_listing
+from mm_utils.search.reading import stock_file
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from tests.data.media_files import clip, media_rows, tone
+from tests.data.sources.reading import write_tar
 from tests.search.serving import Served, served
 
 PITCHES = (200, 400, 800, 1600, 3200)
@@ -143,25 +145,81 @@ def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher) -> 
     assert next(running, None) is None
 
 
-def test_a_folder_of_sounds_follows_its_files(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+def moving(*colours: str) -> bytes:
+    """A GIF, four frames a second, which no codec is needed for."""
+    buffer = io.BytesIO()
+    frames = [Image.new("RGB", (32, 24), colour) for colour in colours]
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=250)
+    return buffer.getvalue()
+
+
+FILES = {
+    "sound": ("wav", [tone(pitch, rate=8000) for pitch in PITCHES], tone(5000)),
+    "clip": ("gif", [moving(*turn) for turn in [*TURNS, ("black", "red")]], moving("lime", "white")),
+}
+
+
+def test_a_folder_follows_its_files(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    """Sounds, and videos as moving pictures."""
     medium, model, _ = indexed
-    if medium == "clip":
-        pytest.skip("the files of clips are read as those of sounds")
-    folder, index = tmp_path / "sounds", tmp_path / "index"
+    suffix, contents, other = FILES[medium]
+    folder, index = tmp_path / "media", tmp_path / "index"
     folder.mkdir()
-    for number, pitch in enumerate(PITCHES):
-        (folder / f"{number}.wav").write_bytes(tone(pitch, rate=8000))
+    for number, content in enumerate(contents):
+        (folder / f"{number}.{suffix}").write_bytes(content)
     (folder / "picture.png").touch()
-    (folder / "broken.wav").write_bytes(b"RIFF")
+    (folder / f"broken.{suffix}").write_bytes(b"RIFF")
 
     def run() -> Any:
-        return update(index, model, folder_listing(str(folder), *list_folder(str(folder), medium="sound"), "sound"))
+        return update(index, model, folder_listing(str(folder), *list_folder(str(folder), medium=medium), medium))
 
     assert (run().embedded, run().kept) == (5, 5)
-    (folder / "0.wav").write_bytes(tone(5000))
+    (folder / f"0.{suffix}").write_bytes(other)
     assert run().embedded == 1
     searcher = Searcher(index, device="cpu")
-    samples, rate = read_wav(searcher.content(1))
-    assert (rate, len(samples)) == (16000, 8000)
-    assert searcher.search_file(str(folder / "0.wav"), 1)[0].id == "0.wav"
-    assert [json.loads(line)["id"] for line in (index / "skipped.jsonl").read_text().splitlines()] == ["broken.wav"]
+    assert datasets.load_from_disk(str(index))["id"] == [f"{at}.{suffix}" for at in range(5)]
+    if medium == "sound":
+        samples, rate = read_wav(searcher.content(1))
+        assert (rate, len(samples)) == (16000, 8000)
+        assert searcher.search_file(str(folder / "0.wav"), 1)[0].id == "0.wav"
+    else:
+        frames, rate = read_avi(searcher.content(1))
+        assert (rate, len(frames)) == (8.0, 4)  # of the two frames, each shown for a quarter of a second
+        with Image.open(io.BytesIO(bytes(frames[0]))) as first:
+            assert first.getpixel((16, 12)) == pytest.approx((0, 255, 0), abs=8)  # lime, then red
+    skipped = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["reason"][:7]) for line in skipped] == [(f"broken.{suffix}", "medium_")]
+
+
+@pytest.mark.slow
+def test_videos_of_a_folder_take_a_codec(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from tests.data.prepare.made_media import steady, video
+
+    (tmp_path / "media").mkdir()
+    files = {"a.mp4": video(steady(10, 1), form="mp4"), "b.mkv": video(steady(10, 2), [(1, 2)]), "c.avi": clip()}
+    for name, content in files.items():
+        (tmp_path / "media" / name).write_bytes(content)
+    found = list_folder(str(tmp_path / "media"), medium="clip")
+    model = save_model(tmp_path / "model", "clip")
+    assert update(tmp_path / "index", model, folder_listing(str(tmp_path / "media"), *found, "clip")).embedded == 3
+    searcher = Searcher(tmp_path / "index", device="cpu")
+    assert [len(read_avi(searcher.content(row))[0]) for row in range(3)] == [8, 16, 8]
+
+
+def test_shards_are_read_as_folders_are(indexed: tuple[str, Path, Path], tmp_path: Path, own_cache: Path) -> None:
+    medium, model, _ = indexed
+    suffix, contents, _ = FILES[medium]
+    members = [(f"{at}.{suffix}", content) for at, content in enumerate(contents)]
+    members.insert(2, ("1.txt", b"a tone\nor a turn"))
+    path = write_tar(tmp_path / "s.tar", [*members, (f"8.{suffix}", b"x"), ("9.txt", b"alone")])
+    listing = shard_listing(path, medium)
+    assert listing.ids == ["s/0", "s/1", "s/2", "s/3", "s/4", "s/8"]
+    assert listing.rows["captions"][:2] == [[], ["a tone or a turn"]]
+    assert [line["detail"][-9 - len(medium) :] for line in listing.skipped] == [f"9 has no {medium}"]
+    done = update(tmp_path / "index", model, listing)
+    assert (done.embedded, done.skipped) == (5, 2)
+    searcher = Searcher(tmp_path / "index", device="cpu")
+    timed = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model))).timed
+    assert timed is not None
+    assert [searcher.content(row) for row in range(5)] == [stock_file(content, timed) for content in contents]

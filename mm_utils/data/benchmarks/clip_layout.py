@@ -72,11 +72,12 @@ def templates_beside(folder: str) -> tuple[str, ...]:
 
 def _labelled(shards: list[tuple[str, int, int]]) -> Iterator[dict[str, object]]:
     for path, *_ in shards:
-        for sample in read_shard(path):
+        for sample in read_shard(path, ("image",)):
             if sample.fault is not None:
                 raise sample.fault
-            if sample.image is None or "cls" not in sample.texts:
-                missing = "image" if sample.image is None else "label (.cls)"
+            member = sample.medium("image")
+            if member is None or "cls" not in sample.texts:
+                missing = "image" if member is None else "label (.cls)"
                 raise ValueError(f"{path}, member {sample.key}, has no {missing}. Write it, or leave the sample out.")
-            image = {"bytes": sample.image.read(Limits()), "path": None}
+            image = {"bytes": member.read(Limits()), "path": None}
             yield {"image": image, "label": sample.text("cls").strip()}

@@ -30,7 +30,7 @@ from mm_utils.data.sources.webdataset import read_webdataset
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
-_OF_IMAGES = ("coco", "karpathy", "flickr", "webdataset")
+_OF_IMAGES = ("coco", "karpathy", "flickr")
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
 _PHOTOS_LOOKED_AT = 50  # in which a caption is looked for

@@ -1,4 +1,4 @@
-"""Records of tar shards; members with one name up to the first dot are a sample.
+"""Records of tar shards; members with one name up to the first dot are a sample: an image, clip or sound, and its texts.
 
 A folder of shards may have a folder per split, and CLIP_benchmark's ``dataset_type.txt``.
 
@@ -8,18 +8,25 @@ and Python pickles, which run code when they are read, set the whole sample asid
 
 import glob
 import os
-import re
 import tarfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_BYTES
-from mm_utils.data.paths import check_own_file, is_url
-from mm_utils.data.sources.columns import BESIDE, SPLIT_NAMES, USUAL_NAMES, Columns, captions_of, split_of
+from mm_utils.data.paths import check_own_file, expand_braces, is_url
+from mm_utils.data.sources.columns import (
+    BESIDE,
+    SPLIT_NAMES,
+    SUFFIXES,
+    USUAL_NAMES,
+    Columns,
+    captions_of,
+    split_of,
+)
 from mm_utils.data.sources.records import (
-    IMAGE_SUFFIXES,
     BadRow,
     BytesImage,
     ImageRef,
@@ -35,6 +42,7 @@ _TEXTS = ("txt", "caption", "json", "cls")
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
 _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
+_LOOKED_AT = 100  # samples that tell the kind of the media
 
 
 class BoundedHeader(tarfile.TarInfo):
@@ -53,12 +61,16 @@ class BoundedHeader(tarfile.TarInfo):
 
 @dataclass
 class Sample:
-    """The members of one key: the image, the texts by extension, and a fault if any."""
+    """The members of one key: a file of each kind of medium, the texts by extension, and a fault if any."""
 
     key: str
-    image: MemberImage | BytesImage | None = None
+    media: dict[str, MemberImage | BytesImage] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
     fault: Fault | None = None
+
+    def medium(self, kind: str) -> MemberImage | BytesImage | None:
+        """Return the image, clip or sound; a video, where no file of its sound is beside it, is one of its sound, too."""
+        return self.media.get(kind) or (self.media.get("clip") if kind == "sound" else None)
 
     def set_aside(self, reason: str, detail: str) -> None:
         """Record a fault; the first one stays."""
@@ -80,15 +92,16 @@ class Sample:
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read the shards of `source`, each by itself; an id is the split's folder, the shard's name and the key."""
-    builder = RecordBuilder(source, safety, ".")
-    names = class_names(source)
+    names, paths = class_names(source), shard_paths(source)
     is_folder, a_line = os.path.isdir(source.path), has_caption_a_line(source.path)
-    for path in shard_paths(source):
-        if is_folder:
-            check_own_file(path, source.path, safety.allow_outside_root, source.title)
+    for path in paths if is_folder else ():
+        check_own_file(path, source.path, safety.allow_outside_root, source.title)
+    medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
+    builder = RecordBuilder(replace(source, medium=medium), safety, ".")
+    for path in paths:
         split = split_of_folder(path, source.path) if is_folder else None
         shard = "/".join(filter(None, (split, os.path.splitext(os.path.basename(path))[0])))
-        for sample in read_shard(path):
+        for sample in read_shard(path, (medium, "clip") if medium == "sound" else (medium,)):
             where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
             try:
                 yield _record(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
@@ -125,15 +138,37 @@ def has_caption_a_line(folder: str) -> bool:
     return kind is not None and read_regular_file(kind, _LONGEST_TEXT).strip().lower() == b"retrieval"
 
 
-def read_shard(path: str) -> Iterator[Sample]:
-    """Read the samples of a tar file; a cut archive ends with a fault under the empty key.
+def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
+    """Return the kind of the media that a source asks for, else that of its first samples; images where nothing tells it.
+
+    Raises:
+        ValueError: if there are several kinds.
+    """
+    if source.medium != "auto":
+        return source.medium
+    first: dict[str, str] = {}
+    for sample in islice(samples, _LOOKED_AT):
+        for kind, member in sample.media.items():
+            if kind != "clip" or not member.name.lower().endswith(".gif"):  # which is an image, too
+                first.setdefault(kind, member.name)
+    if len(first) > 1:
+        option = "--medium " if source.columns.option.startswith("--") else ",medium="
+        raise ValueError(
+            f"{source.title}; its samples hold {' and '.join(f'{kind}s' for kind in first)}, such as "
+            f"{' and '.join(first.values())}. Set {option}{' or '.join(first)}."
+        )
+    return next(iter(first), "image")
+
+
+def read_shard(path: str, kinds: Collection[str] = tuple(SUFFIXES)) -> Iterator[Sample]:
+    """Read the samples of a tar file, with media of these `kinds`; a cut archive ends with a fault under the empty key.
 
     The sample that the cut goes through is left out: some of its members may be missing.
     """
     count = 0
     try:
         with tarfile.open(path, "r:", tarinfo=BoundedHeader) as archive:
-            for sample in read_samples(archive, path, size=os.path.getsize(path)):
+            for sample in read_samples(archive, path, kinds=kinds, size=os.path.getsize(path)):
                 yield sample
                 count += 1
     except (tarfile.TarError, RecursionError, EOFError, ValueError, OSError) as error:
@@ -142,22 +177,28 @@ def read_shard(path: str) -> Iterator[Sample]:
 
 
 def read_samples(
-    archive: tarfile.TarFile, path: str, *, size: int | None = None, first: int | None = None
+    archive: tarfile.TarFile,
+    path: str,
+    *,
+    kinds: Collection[str] = tuple(SUFFIXES),
+    size: int | None = None,
+    first: int | None = None,
 ) -> Iterator[Sample]:
     """Read the samples of an open archive.
 
     Args:
-        path: the archive's name, in faults and images.
+        path: the archive's name, in faults and media.
+        kinds: those of the media that are wanted.
         size: the bytes of the file, if it is known; a member that goes beyond them is an error.
-        first: the number of the first sample whose contents are read, images too; those before have none. By default
-            images stay in the file and are read from `path`.
+        first: the number of the first sample whose contents are read, media too; those before have none. By default
+            media stay in the file and are read from `path`.
 
     Raises:
         tarfile.TarError: if the archive is damaged or cut.
     """
     current, number, keys = None, -1, set[str]()
     for member in _members(archive, size):
-        key, extension = _key(member.name)
+        key, _ = _key(member.name)
         if current is None or key != current.key:
             if current is not None:
                 yield current
@@ -166,7 +207,7 @@ def read_samples(
                 current.set_aside("duplicate_id", f"the key {key} is in {path} twice")
             keys.add(key)
         if first is None or number >= first:
-            _add(current, member, extension, archive, path, in_memory=first is not None)
+            _add(current, member, kinds, archive, path, in_memory=first is not None)
     if current is not None:
         yield current
 
@@ -198,23 +239,29 @@ def _key(name: str) -> tuple[str, str]:
 
 
 def _add(
-    sample: Sample, member: tarfile.TarInfo, extension: str, archive: tarfile.TarFile, path: str, in_memory: bool
+    sample: Sample,
+    member: tarfile.TarInfo,
+    kinds: Collection[str],
+    archive: tarfile.TarFile,
+    path: str,
+    in_memory: bool,
 ) -> None:
-    name = storable(member.name)
+    name, (_, extension) = storable(member.name), _key(member.name)
+    media = [kind for kind in kinds if f".{extension}" in SUFFIXES[kind]]
     reason = _unsafe(member, extension)
     if reason is not None:
         sample.set_aside("unsafe_member", f"{name} {reason}")
-    elif f".{extension}" in IMAGE_SUFFIXES:
+    elif media:
         title = f"{path}, member {name}"
-        if sample.image is not None:
-            if sample.image.name == title:
-                sample.set_aside("duplicate_id", f"{name} is there twice")
-        elif not in_memory:
-            sample.image = MemberImage(title, path, member.offset_data, member.size)
-        elif member.size > MOST_BYTES:
+        new = [each for each in media if each not in sample.media]
+        if any(found.name == title for found in sample.media.values()):
+            sample.set_aside("duplicate_id", f"{name} is there twice")
+        elif new and not in_memory:
+            sample.media |= dict.fromkeys(new, MemberImage(title, path, member.offset_data, member.size))
+        elif new and member.size > MOST_BYTES:
             sample.set_aside("too_many_bytes", f"{name} has {member.size:,} bytes; {MOST_BYTES:,} is the most")
-        else:
-            sample.image = BytesImage(title, _content(archive, member))
+        elif new:
+            sample.media |= dict.fromkeys(new, BytesImage(title, _content(archive, member)))
     elif extension in _TEXTS:
         if extension in sample.texts:
             sample.set_aside("duplicate_id", f"{name} is there twice")
@@ -259,15 +306,17 @@ def _record(
         captions = captions[0].splitlines()
         languages = languages and languages * len(captions)
     image: ImageRef
-    if sample.image is not None:
-        image = sample.image
+    member = sample.medium(builder.medium)
+    if member is not None:
+        image = member
     elif builder.safety.allow_download and is_url(str(values.get("url"))):
         image, _ = builder.image(values["url"])
     else:
-        raise Fault("image_missing", f"{sample.key} has no image among its members")
+        raise Fault("image_missing", f"{sample.key} has no {builder.medium} among its members")
     if values.get("split") is not None and not builder.source.split:
         split = split_of(values["split"])
-    beside: dict[str, Any] = {name: values.get(name) for name in BESIDE}
+    beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
+    beside["cut"] = values.get("start"), values.get("end")
     return builder.record(where, (image, storable(key)), captions, languages=languages, split=split, **beside)
 
 
@@ -294,21 +343,7 @@ def captions_of_sample(
         label = sample.text("cls").strip()
         if label.isdigit() and label not in names:
             raise Fault("unmatched_image", f"class {label} has no name; set classes= to a file of names")
-        captions = [each.replace("{}", names.get(label, label)) for each in source.templates]
+        captions = source.captions_of_class(names.get(label, label), source.medium)
     else:
         raise Fault("unmatched_image", f"{sample.key} has no caption among its members")
     return captions_of({"caption": captions, str(columns.language): language}, columns)
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for; the pattern itself if it has none."""
-    match = re.search(r"\{([^{}]+)\}", pattern)
-    if match is None:
-        return [pattern]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if span is None:
-        choices = match[1].split(",")
-    else:
-        choices = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
-    before, after = pattern[: match.start()], pattern[match.end() :]
-    return [name for choice in choices for name in expand_braces(before + choice + after)]

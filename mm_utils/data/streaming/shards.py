@@ -20,8 +20,8 @@ import datasets
 import fsspec
 import pyarrow as pa
 
+from mm_utils.data.paths import expand_braces
 from mm_utils.data.sources.source import Source
-from mm_utils.data.sources.webdataset import expand_braces
 from mm_utils.data.streaming.rows import Row, count_rows, read_rows, shard_kind
 from mm_utils.files import is_passing, retry, write_atomic
 from mm_utils.text import one_line

@@ -1,7 +1,8 @@
 """Stream training pairs: data sets larger than the disk are read shard by shard during training.
 
 A stream reads Parquet and WebDataset tar shards, on disk or on a server, a data set on the Hub that is made of them, and
-folders that `prepare_data` wrote. Images are embedded in the shards; paths are not followed.
+folders that `prepare_data` wrote. Images are embedded in the shards, and so are clips and sounds, as `prepare_data` keeps them;
+paths are not followed.
 
 `mm_utils.data.streaming.order` decides the order and gives its guarantees, which are weaker than those of a data set on
 disk: step s always has the same rows, and every row comes once an epoch, but rows are shuffled in blocks alone. Besides:
@@ -28,7 +29,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 from datasets import Dataset
 
 from mm_utils import distributed
@@ -40,7 +40,7 @@ from mm_utils.data.sources.columns import SPLIT_NAMES
 from mm_utils.data.sources.source import DataArguments, Source
 from mm_utils.data.sources.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.data.streaming.order import InterleavedOrder
-from mm_utils.data.streaming.rows import FEATURES, SUFFIXES, Row, check_columns, shard_kind
+from mm_utils.data.streaming.rows import SUFFIXES, Row, check_columns, features_of, shard_kind, store_rows
 from mm_utils.data.streaming.shards import DAMAGE, Shard, ShardReader, count_shards, expand
 from mm_utils.data.synthetic import is_embedded
 from mm_utils.text import one_line
@@ -96,7 +96,7 @@ class Stream:
         shards: the files, or runs of rows in a file, that `order` counts.
         order: the rows of every step.
         source: names the columns of the shards.
-        validation: rows with `FEATURES`, on disk in the datasets cache.
+        validation: rows with `features_of` their kind, on disk in the datasets cache.
         held_out: images of `validation`, which training must not show.
         fingerprint: 16 hexadecimal digits that depend on the shards' names, numbers of rows, sizes and 128 KiB of content.
     """
@@ -166,7 +166,13 @@ def open_stream(
         raise ValueError(
             f"{title}; its shards hold fewer than 2 rows. Give shards with one image and its caption per row."
         )
-    check_columns(files[0].url, source)
+    medium = check_columns(files[0].url, source)
+    if medium != "image":
+        source = replace(source, medium=medium)
+    if validation is not None and validation.features["image"] != features_of(medium)["image"]:
+        raise ValueError(
+            f"--validation_file is {data.validation_file}; it holds no {medium}s, and the stream does. Give one of the same kind."
+        )
     held_out: set[str] = set()
     if validation is None and urls.get("validation"):
         heads = _first_rows(count_shards(urls["validation"]), data.max_eval_samples or HELD_OUT)
@@ -284,12 +290,8 @@ def _read_all(shards: list[Shard], source: Source) -> Dataset:
         raise ValueError(
             f"shard {shards[0].url}; no row of validation can be used. Check --image_column and --caption_column."
         )
-    return Dataset.from_generator(
-        _usable_rows,
-        features=FEATURES,
-        cache_dir=str(datasets.config.HF_DATASETS_CACHE),
-        gen_kwargs={"whole": (shards, source)},  # as a tuple, for a list would be shared out among processes
-    )
+    # As a tuple, for a list would be shared out among processes.
+    return store_rows(_usable_rows, {"whole": (shards, source)}, source.medium)
 
 
 def _usable_rows(whole: tuple[Sequence[Shard], Source]) -> Iterator[dict[str, Any]]:

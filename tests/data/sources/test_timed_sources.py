@@ -164,6 +164,6 @@ def test_a_folder_of_two_kinds_is_a_question(tmp_path: Path) -> None:
 
 
 def test_formats_of_images_alone_say_so(tmp_path: Path) -> None:
-    files(tmp_path, "a.tar")
-    with pytest.raises(ValueError, match="webdataset is read for images alone, and the medium is sound"):
-        read(tmp_path / "a.tar", medium="sound")
+    (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
+    with pytest.raises(ValueError, match="coco is read for images alone, and the medium is sound"):
+        read(tmp_path / "a.json", medium="sound")

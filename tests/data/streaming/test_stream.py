@@ -479,23 +479,6 @@ def test_shards_without_captions_are_refused(tmp_path: Path) -> None:
         open_source(write_tar(tmp_path / "a.tar", members))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "tar"])
-def test_sounds_and_clips_are_refused(kind: str, tmp_path: Path) -> None:
-    sounds = datasets.Dataset.from_list([{"audio": {"bytes": b"x", "path": None}, "captions": ["a bark"]}] * 30)
-    sounds = sounds.cast_column("audio", datasets.Audio(decode=False))
-    if kind == "parquet":
-        sounds.to_parquet(tmp_path / "a.parquet")
-        given = DataArguments(train_file=str(tmp_path / "a.parquet"))
-    elif kind == "arrow":
-        datasets.DatasetDict(train=sounds).save_to_disk(tmp_path)
-        given = DataArguments(dataset_name=str(tmp_path))
-    else:
-        write_tar(tmp_path / "a.tar", [(f"{number}.wav", b"x") for number in range(30)])
-        given = DataArguments(train_file=str(tmp_path / "a.tar"), medium="sound")
-    with pytest.raises(ValueError, match="these are sounds, and only images can be streamed"):
-        open_stream(given, StreamingArguments(True), SCHEDULE, 0)
-
-
 def test_a_data_set_of_shards_in_a_folder_has_its_splits(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-00000.parquet", rows_of(range(30)))
     write_parquet(tmp_path / "validation-00000.parquet", rows_of(range(40, 45)))

@@ -20,6 +20,7 @@ from pathlib import Path
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
 from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
+from mm_utils.data.loading.timed_media import medium_of
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with accelerator.main_process_first():
-        images = load_labelled(data_args)
+        images = load_labelled(data_args, medium_of(processor))
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor)

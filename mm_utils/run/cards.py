@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from transformers import AutoConfig
 
 from mm_utils.data.loading.tokens import languages_of
+from mm_utils.data.media import COLUMNS
 from mm_utils.data.tasks import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.data.words.language_codes import iso_languages
@@ -166,6 +167,11 @@ def record_retrieval(
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, split_name)
 
 
+def classifier_input(model: FusionDualEncoderForClassification) -> str:
+    """Say what the classifier reads."""
+    return CLASSIFIER_INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
+
+
 def _class_in(folder: Path) -> str:
     """Return the name of the class whose model a folder holds; empty if there is no such folder."""
     return AutoConfig.from_pretrained(folder).architectures[0] if folder.is_dir() else ""
@@ -198,6 +204,10 @@ def classification_card(
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
+    medium, column = model.config.medium, COLUMNS[model.config.medium]
+    hub_task = CLASSIFIER_TASKS[inputs]
+    if medium != "image":
+        hub_task = hub_task.replace("visual", column).replace("image", column)
     name = task.title.rpartition(" is ")[2]
     rows, results, glance = [], [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
@@ -206,7 +216,7 @@ def classification_card(
                 *data_names({"dataset_name": name}, EMBEDDED), split, {"rows": len(task.splits[split])}
             )
             for measure in ("accuracy", "macro_f1"):
-                results.append(data.result(CLASSIFIER_TASKS[inputs], measure, metrics[prefix + measure], measure))
+                results.append(data.result(hub_task, measure, metrics[prefix + measure], measure))
             accuracy, low, high, f1, majority = (
                 f"{metrics[prefix + name]:.3f}"
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
@@ -230,8 +240,9 @@ def classification_card(
         base_models=[start] if not Path(start).exists() else [],
         # The other inputs have no pipeline that reads them with this class.
         pipeline_tag="text-classification" if inputs == "text" else None,
-        tags=("classification", "dual-encoder"),
-        summary=f"It classifies into {len(task.classes)} classes by {CLASSIFIER_INPUTS[inputs]}.",
+        tags=("classification", "dual-encoder", *([] if medium == "image" else [column])),
+        medium=medium,
+        summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
         classifier_inputs=inputs,
     )
 

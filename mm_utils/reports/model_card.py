@@ -164,7 +164,7 @@ def _front_matter(card: CardInfo) -> ModelCardData:
         language=card.languages or None,
         library_name="transformers",
         pipeline_tag=card.pipeline_tag,
-        tags=[*(card.tags or _retrieval_tags(card.medium)), "custom_code"],
+        tags=[*(card.tags or _retrieval_tags(card.medium)), *_medium_tags(card.medium), "custom_code"],
         base_model=known(card.base_models),
         datasets=known(card.datasets),
         metrics=list(dict.fromkeys(result.metric_type for result in card.results)) or None,
@@ -174,8 +174,11 @@ def _front_matter(card: CardInfo) -> ModelCardData:
 
 
 def _retrieval_tags(medium: str) -> list[str]:
-    column = COLUMNS[medium]
-    return [f"{column}-text-retrieval", *RETRIEVAL_TAGS, *([] if medium == "image" else [column])]
+    return [f"{COLUMNS[medium]}-text-retrieval", *RETRIEVAL_TAGS]
+
+
+def _medium_tags(medium: str) -> list[str]:
+    return [] if medium == "image" else [COLUMNS[medium]]
 
 
 def _glance(card: CardInfo) -> list[tuple[str, str]]:

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from transformers import AutoConfig
 
 from mm_utils.data.loading.tokens import languages_of
-from mm_utils.data.media import COLUMNS
 from mm_utils.data.tasks import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.data.words.language_codes import iso_languages
@@ -21,6 +20,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 from mm_utils.reports.card_results import (
     DIRECTIONS,
     EvaluatedData,
+    classifier_task,
     data_names,
     is_on_hub,
     retrieval_results,
@@ -40,12 +40,6 @@ CLASSIFIER_INPUTS = {
     "pair": "the embeddings of an image and a text, side by side",
     "image": "the embedding of an image",
     "text": "the embedding of a text",
-}
-CLASSIFIER_TASKS = {  # of the Hub
-    "fused": "visual-question-answering",
-    "pair": "visual-question-answering",
-    "image": "image-classification",
-    "text": "text-classification",
 }
 
 
@@ -204,10 +198,7 @@ def classification_card(
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
-    medium, column = model.config.medium, COLUMNS[model.config.medium]
-    hub_task = CLASSIFIER_TASKS[inputs]
-    if medium != "image":
-        hub_task = hub_task.replace("visual", column).replace("image", column)
+    medium = model.config.medium
     name = task.title.rpartition(" is ")[2]
     rows, results, glance = [], [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
@@ -216,7 +207,9 @@ def classification_card(
                 *data_names({"dataset_name": name}, EMBEDDED), split, {"rows": len(task.splits[split])}
             )
             for measure in ("accuracy", "macro_f1"):
-                results.append(data.result(hub_task, measure, metrics[prefix + measure], measure))
+                results.append(
+                    data.result(classifier_task(inputs, medium), measure, metrics[prefix + measure], measure)
+                )
             accuracy, low, high, f1, majority = (
                 f"{metrics[prefix + name]:.3f}"
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
@@ -240,7 +233,7 @@ def classification_card(
         base_models=[start] if not Path(start).exists() else [],
         # The other inputs have no pipeline that reads them with this class.
         pipeline_tag="text-classification" if inputs == "text" else None,
-        tags=("classification", "dual-encoder", *([] if medium == "image" else [column])),
+        tags=("classification", "dual-encoder"),
         medium=medium,
         summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
         classifier_inputs=inputs,

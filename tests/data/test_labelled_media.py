@@ -106,7 +106,7 @@ def test_frames_with_their_times(tmp_path: Path) -> None:
     assert (first, last, fps) == (2, 0, 4.0)
 
 
-@pytest.mark.parametrize("medium", ["sound", "clip"])
+@pytest.mark.parametrize("medium", ["sound", pytest.param("clip", marks=pytest.mark.slow)])
 def test_a_folder_per_class(medium: str, tmp_path: Path) -> None:
     if medium == "clip":
         pytest.importorskip("av")

@@ -12,6 +12,8 @@ from mm_utils.data.sources.folders import read_classes
 from mm_utils.data.sources.records import Record
 from mm_utils.data.sources.source import PathArguments, Source
 
+_STORED = (".parquet", ".arrow", ".tar")  # files of data sets, which `datasets` reads
+
 
 def read_class_folder(name: str, wanted: Wanted, title: str, paths: PathArguments) -> dict[str, LabelledRows] | None:
     """Read clips or sounds in a folder per class, below folders of splits or not; None if these are not what a folder holds.
@@ -19,11 +21,13 @@ def read_class_folder(name: str, wanted: Wanted, title: str, paths: PathArgument
     Raises:
         ValueError: if it holds clips or sounds alone, and the model is for others.
     """
-    kinds = kinds_of_folder(Path(name)) if Path(name).is_dir() else {}
-    if "image" not in kinds and not kinds.keys() <= {wanted.medium}:
-        refuse_kind(f"{title}; it", next(iter(kinds)), wanted.medium)
-    if wanted.medium == "image" or wanted.medium not in kinds:
+    folder = Path(name)
+    kinds = kinds_of_folder(folder) if folder.is_dir() else {}
+    holds_images = "image" in kinds and (wanted.medium == "image" or wanted.medium not in kinds)
+    if not kinds or holds_images or any(next(folder.rglob(f"*{suffix}"), None) for suffix in _STORED):
         return None
+    if wanted.medium not in kinds:
+        refuse_kind(f"{title}; it", next(iter(kinds)), wanted.medium)
     parts: dict[str, list[Record]] = {}
     bad: list[str] = []
     for item in read_classes(Source(name, "classes", templates=("{}",), medium=wanted.medium, title=title), paths):

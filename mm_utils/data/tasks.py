@@ -20,7 +20,7 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from mm_utils.arguments import arg
 from mm_utils.data.images import encode
 from mm_utils.data.labelled.folders import read_class_folder, read_prepared
-from mm_utils.data.labelled.rows import LabelledRows, Wanted, read_dataset, read_file, refuse_kind
+from mm_utils.data.labelled.rows import LabelledRows, Wanted, media_of, read_dataset, read_file, refuse_kind
 from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.paths import Jail
@@ -188,7 +188,7 @@ def _read_embedded(name: str) -> dict[str, LabelledRows]:
     for split, rows in LOADERS[name.partition(":")[0]]().items():
         places, texts, labels = map(list, zip(*TASKS[name](rows), strict=True))
         beside = Dataset.from_dict({"text": texts, "answers": [[label] for label in labels]})
-        images = rows.select_columns(["image"]).select(places)
+        images = media_of(rows).select(places)
         found[split] = LabelledRows(name, datasets.concatenate_datasets([images, beside], axis=1))
     return found
 
@@ -255,10 +255,11 @@ def _build(rows: Dataset, answers: list[Counter[str]], classes: list[str], split
             for given in answers
         ]
     if "image" in rows.column_names:
-        images = rows.select_columns(["image"])
+        images = media_of(rows)
     else:
-        schema = Features({"image": FEATURES[medium]}).arrow_schema
-        images = Dataset(pa.Table.from_pydict({"image": [_smallest(medium)] * count}, schema=schema))
+        smallest = {"image": [_smallest(medium)] * count, **({} if medium == "image" else {"seconds": [0.0] * count})}
+        kinds = Features({name: FEATURES[medium] if name == "image" else Value("float64") for name in smallest})
+        images = Dataset(pa.Table.from_pydict(smallest, schema=kinds.arrow_schema))
     built = datasets.concatenate_datasets([images, Dataset.from_dict(columns, Features(features))], axis=1)
     others = columns["label"].count(-1)
     if others:

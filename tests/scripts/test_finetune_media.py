@@ -67,6 +67,15 @@ def test_the_saved_model_says_what_was_measured(finished: tuple[Path, dict], que
     assert AutoProcessor.from_pretrained(folder).feature_extractor.window_seconds == 1.0
 
 
+def test_a_dry_run_tells_the_seconds(
+    model: str, questions: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = ["--dry_run", "--output_dir", str(tmp_path / "out")]
+    finetune.main(["--model_name_or_path", model, *questions, *SHORT, *out])
+    assert "sounds: 0.4 to 0.4, median 0.4, at most 0.4 s" in caplog.text
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_card_has_code_for_sounds(finished: tuple[Path, dict]) -> None:
     card = (finished[0] / "README.md").read_text()
     assert re.search(r"into 2 classes by the fusion head.*CLS.* on a sound and a text\.", card)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, concatenate_datasets
 
-from mm_utils.data.labelled.rows import LabelledRows, Wanted, count_bad, refuse_kind
+from mm_utils.data.labelled.rows import LabelledRows, Wanted, count_bad, media_of, refuse_kind
 from mm_utils.data.prepare.medium_cache import store_media
 from mm_utils.data.sources.columns import caption_classes
 from mm_utils.data.sources.detect import kinds_of_folder
@@ -52,6 +52,6 @@ def read_prepared(splits: DatasetDict, title: str) -> dict[str, LabelledRows]:
     found = {}
     for split, rows in splits.items():
         beside = Dataset.from_dict({"answers": [next(firsts) for _ in range(len(rows))]})
-        labelled = concatenate_datasets([rows.select_columns(["image"]), beside], axis=1)
+        labelled = concatenate_datasets([media_of(rows), beside], axis=1)
         found[split] = LabelledRows(f"{title}, split {split}", labelled)
     return found

@@ -63,7 +63,7 @@ class LabelledRows:
     Attributes:
         title: begins messages.
         rows: `answers`, the labels of each row by name; and, where the source has them, `text` and `image`, undecoded. Clips
-            and sounds are as prepared sets store them, with the `file_hash` that parts of one file have in common.
+            and sounds are as prepared sets store them, with `seconds`, and the `file_hash` that parts of a file have in common.
         names: the source's own names of the classes in order, if it has any.
         numbers: the labels are numbers that the source does not name.
         faults: by row, the column, and the reason why it cannot be used.
@@ -159,6 +159,11 @@ def read_dataset(rows: Dataset, wanted: Wanted, title: str, jail: Jail, *, text_
     media = [row for _, row in dataset_rows(rows, raw, beside, embedded)]
     values |= {name: [row[name] for row in media] for name in TIMES if name in media[0]}
     return _build(title, columns, values | {"image": [row[image] for row in media]}, jail, wanted, names)
+
+
+def media_of(rows: Dataset) -> Dataset:
+    """Return the columns of the media alone: the file, and how long a clip or a sound lasts."""
+    return rows.select_columns([name for name in ("image", "seconds") if name in rows.column_names])
 
 
 def _with_checked_paths(images: Dataset, jail: Jail, faults: dict[int, str]) -> Dataset:

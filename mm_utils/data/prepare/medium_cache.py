@@ -39,6 +39,7 @@ TIMES = ("start", "end", "times")
 _STORED = Features(
     {
         "image": {"bytes": Value("binary"), "path": Value("string")},
+        "seconds": Value("float64"),
         "file_hash": Value("string"),
         "fault": Value("string"),
     }
@@ -67,8 +68,8 @@ def store_media(records: Sequence[Record], num_proc: int | None) -> tuple[Datase
     """Store clips or sounds once, in the datasets cache, in the form of prepared ones.
 
     Returns:
-        Their column `image`, with the `file_hash` that parts of one file have in common; and by row the reason why one cannot
-        be used, whose bytes are null.
+        Their column `image`, with `seconds`, and the `file_hash` that parts of one file have in common; and by row the reason
+        why one cannot be used, whose bytes are null.
     """
     kind, stamps = records[0].medium, dict[str, str]()
     settings = (_VERSION, RAW_CHECKS, IN_PLACE, IN_PLACE.timed, find_spec("av") is None)
@@ -99,12 +100,9 @@ def _stored(row: dict[str, int], records: Sequence[Record]) -> dict[str, Any]:
     try:
         found = Worker(RAW_CHECKS, IN_PLACE, "").image(records[row["row"]], measured=False, notes=Counter())
     except Fault as fault:
-        return {
-            "image": {"bytes": None, "path": None},
-            "file_hash": "",
-            "fault": f"{fault.detail}. {REASONS[fault.reason]}".rstrip("."),
-        }
-    return {"image": found["image"], "file_hash": found["file_hash"], "fault": None}
+        why = f"{fault.detail}. {REASONS[fault.reason]}".rstrip(".")
+        return {"image": {"bytes": None, "path": None}, "seconds": 0.0, "file_hash": "", "fault": why}
+    return {**{name: found[name] for name in ("image", "seconds", "file_hash")}, "fault": None}
 
 
 def stamp_of(image: ImageRef, known: dict[str, str]) -> str:

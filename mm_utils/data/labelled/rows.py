@@ -156,7 +156,7 @@ def read_dataset(rows: Dataset, wanted: Wanted, title: str, jail: Jail, *, text_
         faults = {row: f"column {image}: {fault}" for row, fault in faults.items()}
         return _build(title, columns, values, jail, wanted, names, images, faults)
     beside = Columns(image, columns["label"], medium=wanted.medium)
-    media = [row for _, row in dataset_rows(rows, raw, beside, embedded)]
+    media = [row for _, row in dataset_rows(rows, raw, beside, embedded) if isinstance(row, dict)]
     values |= {name: [row[name] for row in media] for name in TIMES if name in media[0]}
     return _build(title, columns, values | {"image": [row[image] for row in media]}, jail, wanted, names)
 

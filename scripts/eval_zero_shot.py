@@ -1,10 +1,10 @@
-"""Measure zero-shot classification: an image is given the class whose text, "a photo of a {}.", is nearest to it.
+"""Measure zero-shot classification: an image, clip or sound is given the class whose text, "a photo of a {}.", is nearest.
 
 A benchmark by name, with its classes and prompts, from the Hub; or from a local folder of it:
     accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes cifar10
     accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes imagenet1k --dataset_name imagenet/
 
-A folder of images per class, with the table and picture of confusions:
+A folder of images, clips or sounds per class, with the table and picture of confusions:
     accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --classes names.txt --output_dir outputs/zero-shot
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
 from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
+from mm_utils.data.loading.timed_media import medium_of
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with accelerator.main_process_first():
-        images = load_labelled(data_args)
+        images = load_labelled(data_args, medium_of(processor))
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor)

@@ -1,4 +1,4 @@
-"""Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers), of images, or of texts.
+"""Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers), of media, or of texts.
 
 On a laptop, from the model that scripts/pretrain.py trained: the colour of the things in a picture
     accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour
@@ -10,6 +10,9 @@ The same from both embeddings side by side, for comparison:
 Questions about your own images, answered by one of the 1,000 most frequent answers:
     accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
         --text_column question --label_column answers --num_answers 1000
+
+Sounds of a prepared set, whose captions tell the classes; a folder per class, or a file with a column of labels, goes as well:
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/sounds --dataset_name data/sounds
 
 A folder of images per class; adapters in a vision transformer, lower layers slower, weights between start and end:
     accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\

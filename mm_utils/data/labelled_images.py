@@ -23,10 +23,12 @@ from mm_utils.data.benchmarks.clip_layout import (
     templates_beside,
 )
 from mm_utils.data.benchmarks.named import CLASSIFICATION, Benchmark, fetch, find_benchmark
-from mm_utils.data.labelled_rows import LabelledRows, read_dataset
+from mm_utils.data.labelled.folders import read_class_folder
+from mm_utils.data.labelled.rows import LabelledRows, Wanted, read_dataset
+from mm_utils.data.media import kind_of
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
-from mm_utils.data.sources.columns import SPLIT_NAMES, listed
-from mm_utils.data.sources.source import Source, class_names
+from mm_utils.data.sources.columns import SPLIT_NAMES, caption_classes, listed
+from mm_utils.data.sources.source import PathArguments, Source, class_names
 from mm_utils.data.sources.stored import dataset_jail, load_splits
 
 logger = logging.getLogger(__name__)
@@ -34,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LabelledArguments:
-    """Labelled images, and the names of their classes."""
+    """Labelled images, clips or sounds, and the names of their classes."""
 
     dataset_name: str | None = arg(
         None,
-        "A data set on the Hub, a local folder of one (Parquet, images in a folder per class, or tar shards as CLIP_benchmark "
-        "writes them), or a folder made by save_to_disk. Of a prepared set, clips and sounds too, equal captions are a class.",
+        "A data set on the Hub, a local folder of one (Parquet, files in a folder per class, or images in tar shards as "
+        "CLIP_benchmark writes them), or a folder made by save_to_disk. Of a prepared set, equal captions are a class.",
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     split: str | None = arg(
         None, "Split; default: that of the benchmark, else the first there is of validation, test and train."
     )
-    image_column: str | None = arg(None, "Column of images; found by its type or its usual names.")
+    image_column: str | None = arg(None, "Column of images, clips or sounds; found by its type or its usual names.")
     label_column: str | None = arg(None, "Column of labels; found by its type (ClassLabel) or its usual names.")
     classes: str | None = arg(
         None,
@@ -97,8 +99,8 @@ class LabelledImages:
     texts: list[list[str]] | None = None
 
 
-def load_labelled(args: LabelledArguments) -> LabelledImages:
-    """Load the split that `args` names.
+def load_labelled(args: LabelledArguments, medium: str = "image") -> LabelledImages:
+    """Load the split that `args` names, of the kind of media that the model is for.
 
     Raises:
         ValueError: in one line, if there is no such split or column, no image, a label that is no class, or a class
@@ -117,7 +119,12 @@ def load_labelled(args: LabelledArguments) -> LabelledImages:
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     usual = usual if benchmark is None else [benchmark.split, *usual]
     templates: tuple[str, ...] = ()
-    if holds_shards(name):
+    wanted = Wanted(args.label_column, args.image_column, medium=medium)
+    folders = read_class_folder(name, wanted, title, PathArguments())
+    if folders is not None:
+        split, file = _choose_split(args.split, list(folders), usual), args.classes
+        rows = folders[split].rows
+    elif holds_shards(name):
         shards, beside = shards_by_split(name, title), Path(name, CLASS_NAMES)
         split, templates = _choose_split(args.split, list(shards), usual), templates_beside(name)
         rows = read_labelled_shards(shards[split], f"{title}, split {split}")
@@ -126,9 +133,11 @@ def load_labelled(args: LabelledArguments) -> LabelledImages:
         splits = load_splits(name, args.dataset_config_name, None, title)
         split = _choose_split(args.split, list(splits), usual)
         rows, file = splits[split], args.classes
-    wanted = {"image": args.image_column, "label": args.label_column}
-    found = read_dataset(rows, wanted, f"{title}, split {split}", dataset_jail(name, None, allow_outside=False))
-    _check_rows(found, rows)
+    if folders is None:
+        found = read_dataset(rows, wanted, f"{title}, split {split}", dataset_jail(name, None, allow_outside=False))
+    else:
+        found = folders[split]
+    found = _check_rows(found, rows)
     labels = [given[0] for given in found.rows["answers"]]
     known = found.names or (None if found.numbers else sorted(set(labels)))
     if benchmark is not None:
@@ -155,13 +164,8 @@ def _load_prepared(args: LabelledArguments, name: str, title: str) -> LabelledIm
     for flag in ("classes", "label_column", "image_column"):
         if getattr(args, flag) is not None:
             raise ValueError(f"{title}; it is prepared, and its captions tell the classes. Drop --{flag}.")
-    captions = [tuple(dict.fromkeys(each)) for each in splits[split]["captions"]]
+    captions = caption_classes(splits[split]["captions"], title)
     known = sorted(set(captions))
-    if not 2 <= len(known) < len(captions):
-        raise ValueError(
-            f"{title}; {len(captions):,} rows have {len(known):,} different captions, which are no classes. Give a set that was "
-            "prepared from a folder per class, or whose captions are those of its classes."
-        )
     place_of = {each: place for place, each in enumerate(known)}
     most = min(map(len, known))
     numbers = torch.tensor([place_of[each] for each in captions])
@@ -170,15 +174,19 @@ def _load_prepared(args: LabelledArguments, name: str, title: str) -> LabelledIm
     return LabelledImages(rows, label_M, [each[0] for each in known], split, texts=texts)
 
 
-def _check_rows(found: LabelledRows, rows: Dataset) -> None:
-    """Raise a ValueError without images, or if a row cannot be used."""
+def _check_rows(found: LabelledRows, rows: Dataset) -> LabelledRows:
+    """Return the rows without clips and sounds that cannot be read; raise a ValueError if another row cannot be used."""
     if not found.has("image"):
         raise ValueError(f"{found.title}; no image column was recognised. {listed(rows.column_names)}")
+    is_timed = kind_of(found.rows.features) != "image"
     for row, reason in found.faults.items():
+        if is_timed and "no label" not in reason:
+            continue
         advice = "Choose a --split whose labels are public, or set --label_column."
         raise ValueError(
-            f"{found.title}, row {row}: {reason}. {advice if 'label' in reason else 'Copy the image there.'}"
+            f"{found.title}, row {row}, {reason}. {advice if 'no label' in reason else 'Copy the image there.'}"
         )
+    return found.usable()
 
 
 def _evaluated(rows: Dataset) -> Dataset:

@@ -1,36 +1,38 @@
-"""Load labelled splits to fine-tune on: images, texts or pairs of both, each with a class.
+"""Load labelled splits to fine-tune on: images, clips or sounds, texts, or pairs of both, each with a class.
 
 A row is in the schema of `mm_utils.data.pairs`, with one text as its `captions` and its class as `label`. What a task has
-none of is filled in, an empty text or an image of one pixel, and not read.
+none of is filled in, an empty text or the smallest medium, and not read.
 """
 
 import hashlib
 import logging
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
+import PIL.Image
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, Features, Image, List, Value
+from datasets import Dataset, DatasetDict, Features, List, Value
 
 from mm_utils.arguments import arg
-from mm_utils.data.labelled_rows import LabelledRows, read_dataset, read_file
+from mm_utils.data.images import encode
+from mm_utils.data.labelled.folders import read_class_folder, read_prepared
+from mm_utils.data.labelled.rows import LabelledRows, Wanted, media_of, read_dataset, read_file, refuse_kind
+from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.paths import Jail
-from mm_utils.data.scenes import SIZES, TEXTURES, load_scenes, order_pairs
+from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.sources.columns import SPLIT_NAMES, SPLITS, held_out
+from mm_utils.data.sources.source import PathArguments
 from mm_utils.data.sources.stored import dataset_jail, load_splits
+from mm_utils.data.synthetic.questions import LOADERS, TASKS
 
 logger = logging.getLogger(__name__)
 
 _AGREEING = 3  # people whose equal answer is right; fewer count for their share (VQA, arXiv 1505.00468, section 4)
-_ONE_PIXEL = {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
-_SCENES = "scenes:"
-_QUESTIONS = 2  # about a picture, among those with a single answer
-_SIDES = {"left": "to the left of", "right": "to the right of", "above": "above", "below": "below"}
 
 
 @dataclass
@@ -39,10 +41,12 @@ class TaskArguments:
 
     task: str | None = arg(
         None,
-        "A task on the embedded scenes: scenes:describes (the default without a source), scenes:count, scenes:colour.",
+        f"A task on an embedded set of the model's kind: {', '.join(TASKS)}. Default without a source: scenes:describes.",
     )
     dataset_name: str | None = arg(
-        None, "A data set on the Hub, a local folder of one (images in a folder per class, too), or of save_to_disk."
+        None,
+        "A data set on the Hub, a local folder of one (files in a folder per class, too), or of save_to_disk; of a prepared set, "
+        "equal captions are a class.",
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     train_file: str | None = arg(
@@ -50,7 +54,9 @@ class TaskArguments:
     )
     validation_file: str | None = arg(None, "Validation rows; without any, one in twenty training images is held out.")
     test_file: str | None = arg(None, "Test rows, measured once, at the end.")
-    image_column: str | None = arg(None, "Column of image paths or images; found by type or usual names.")
+    image_column: str | None = arg(
+        None, "Column of images, clips or sounds, files or paths; found by type or usual names."
+    )
     text_column: str | None = arg(None, "Column of texts or questions; found by its usual names.")
     label_column: str | None = arg(None, "Column of classes or answers; found by type (ClassLabel) or usual names.")
     image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
@@ -67,9 +73,9 @@ class TaskArguments:
         if len(sources) > 1:
             raise ValueError(f"{' and '.join(sources)} are given together; labels have one source. Keep one of them.")
         if not sources:
-            self.task = f"{_SCENES}describes"
-        if self.task and not self.task.startswith(_SCENES):
-            raise ValueError(f"--task is {self.task}; choose scenes:describes, scenes:count or scenes:colour.")
+            self.task = "scenes:describes"
+        if self.task and self.task not in TASKS:
+            raise ValueError(f"--task is {self.task}; choose one of {', '.join(TASKS)}.")
         for name in ("validation_file", "test_file"):
             if getattr(self, name) and not self.train_file:
                 raise ValueError(f"--{name} is given without --train_file; it goes with it. Give both.")
@@ -102,25 +108,28 @@ class LabelledTask:
     title: str
 
 
-def load_task(args: TaskArguments) -> LabelledTask:
-    """Load the labelled data that `args` names.
+def load_task(args: TaskArguments, medium: str = "image") -> LabelledTask:
+    """Load the labelled data that `args` names, with the kind of media that the model is for.
 
     The most frequent of a row's answers is its class. Without a validation split, rows are held out of train by the hash
-    of their image, or text where there is none, so that none is in both.
+    of their image, file of a clip or sound, or text where there is none, so that none is in both.
 
     Raises:
         ValueError: in one line, if a file, column or split does not exist, more than half of the rows are unusable, or
             fewer than two classes are left.
     """
-    read, title = _read(args)
+    read, title = _read(args, medium)
     if "train" not in read:
         raise ValueError(f"{title}; there is no train split, only {', '.join(read)}. Give rows to train on.")
     first = read["train"]
+    if first.has("image") and (kind := kind_of(first.rows.features)) != medium:
+        refuse_kind(f"{title}; it", kind, medium)
     for split, rows in read.items():
         for kind in ("image", "text"):
+            named = medium if kind == "image" else kind
             if rows.has(kind) != first.has(kind):
                 raise ValueError(
-                    f"{title}; only one of train and {split} has a column of {kind}s. Set --{kind}_column, or give both one."
+                    f"{title}; only one of train and {split} has a column of {named}s. Set --{kind}_column, or give both one."
                 )
     parts = {split: rows.rows for split, rows in read.items()}
     if "validation" not in parts:
@@ -130,19 +139,27 @@ def load_task(args: TaskArguments) -> LabelledTask:
         parts[split] = part if most is None else part.take(min(most, len(part)))
     answers = {split: [Counter(given) for given in part["answers"]] for split, part in parts.items()}
     classes = _classes(first.names, [_most_frequent(given) for given in answers["train"]], args.num_answers, title)
-    splits = {split: _build(parts[split], answers[split], classes, split) for split in SPLITS if split in parts}
+    splits = {
+        split: _build(parts[split], answers[split], classes, split, medium) for split in SPLITS if split in parts
+    }
     return LabelledTask(DatasetDict(splits), classes, first.has("image"), first.has("text"), title)
 
 
-def _read(args: TaskArguments) -> tuple[dict[str, LabelledRows], str]:
+def _read(args: TaskArguments, medium: str) -> tuple[dict[str, LabelledRows], str]:
     if args.task is not None:
-        name = args.task.removeprefix(_SCENES)
-        return {split: _read_scenes(name, rows) for split, rows in load_scenes().items()}, f"--task is {args.task}"
-    wanted = {"image": args.image_column, "text": args.text_column, "label": args.label_column}
+        return _read_embedded(args.task), f"--task is {args.task}"
+    workers = args.preprocessing_num_workers
+    wanted = Wanted(args.label_column, args.image_column, args.text_column, medium, workers)
     found: dict[str, LabelledRows] = {}
     if args.dataset_name is not None:
         title = f"--dataset_name is {args.dataset_name}"
-        workers, outside = args.preprocessing_num_workers, args.allow_outside_root
+        outside = args.allow_outside_root
+        if is_prepared(args.dataset_name) and args.label_column is None:
+            pairs = open_prepared(args.dataset_name, title, args.dataset_config_name, outside)
+            return read_prepared(pairs, title), title
+        folders = read_class_folder(args.dataset_name, wanted, title, PathArguments(None, outside))
+        if folders is not None:
+            return {split: rows.usable() for split, rows in folders.items()}, title
         source = load_splits(args.dataset_name, args.dataset_config_name, workers, title, outside)
         jail = dataset_jail(args.dataset_name, args.image_root, outside)
         for given, rows in source.items():
@@ -166,11 +183,14 @@ def _read(args: TaskArguments) -> tuple[dict[str, LabelledRows], str]:
     return found, f"--train_file is {args.train_file}"
 
 
-def _read_scenes(task: str, scenes: Dataset) -> LabelledRows:
-    places, texts, labels = map(list, zip(*scene_examples(task, scenes), strict=True))
-    beside = Dataset.from_dict({"text": texts, "answers": [[label] for label in labels]})
-    images = scenes.select_columns(["image"]).select(places)
-    return LabelledRows(f"scenes:{task}", datasets.concatenate_datasets([images, beside], axis=1))
+def _read_embedded(name: str) -> dict[str, LabelledRows]:
+    found = {}
+    for split, rows in LOADERS[name.partition(":")[0]]().items():
+        places, texts, labels = map(list, zip(*TASKS[name](rows), strict=True))
+        beside = Dataset.from_dict({"text": texts, "answers": [[label] for label in labels]})
+        images = media_of(rows).select(places)
+        found[split] = LabelledRows(name, datasets.concatenate_datasets([images, beside], axis=1))
+    return found
 
 
 def _hold_out(train: Dataset, title: str) -> dict[str, Dataset]:
@@ -184,7 +204,9 @@ def _hold_out(train: Dataset, title: str) -> dict[str, Dataset]:
 
 
 def _content_keys(rows: Dataset) -> list[str]:
-    """Identify images by their bytes or paths, and rows without images by their texts."""
+    """Identify clips and sounds by their files, images by their bytes or paths, and rows without media by their texts."""
+    if "file_hash" in rows.column_names:
+        return rows["file_hash"][:]
     if "image" not in rows.column_names:
         return rows["text"][:]
     images = (image for batch in rows.select_columns(["image"]).iter(100) for image in batch["image"])
@@ -216,7 +238,7 @@ def _is_number(name: str) -> bool:
     return True
 
 
-def _build(rows: Dataset, answers: list[Counter[str]], classes: list[str], split: str) -> Dataset:
+def _build(rows: Dataset, answers: list[Counter[str]], classes: list[str], split: str, medium: str) -> Dataset:
     """Lay ids, captions and labels beside the images; train keeps only known classes."""
     place = {name: number for number, name in enumerate(classes)}
     count = len(rows)
@@ -233,10 +255,11 @@ def _build(rows: Dataset, answers: list[Counter[str]], classes: list[str], split
             for given in answers
         ]
     if "image" in rows.column_names:
-        images = rows.select_columns(["image"])
+        images = media_of(rows)
     else:
-        schema = Features({"image": Image(decode=False)}).arrow_schema
-        images = Dataset(pa.Table.from_pydict({"image": [_ONE_PIXEL] * count}, schema=schema))
+        smallest = {"image": [_smallest(medium)] * count, **({} if medium == "image" else {"seconds": [0.0] * count})}
+        kinds = Features({name: FEATURES[medium] if name == "image" else Value("float64") for name in smallest})
+        images = Dataset(pa.Table.from_pydict(smallest, schema=kinds.arrow_schema))
     built = datasets.concatenate_datasets([images, Dataset.from_dict(columns, Features(features))], axis=1)
     others = columns["label"].count(-1)
     if others:
@@ -247,81 +270,14 @@ def _build(rows: Dataset, answers: list[Counter[str]], classes: list[str], split
     return built.select([row for row, label in enumerate(columns["label"]) if label >= 0])
 
 
+def _smallest(medium: str) -> dict[str, Any]:
+    """Return one grey pixel, a clip of one, or a sound of one sample, as they are stored."""
+    if medium == "image":
+        return {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
+    if medium == "sound":
+        return {"bytes": write_wav(np.zeros(1, np.int16), 16_000), "path": None}
+    return {"bytes": write_avi([encode(PIL.Image.new("RGB", (1, 1), "grey"), "jpeg")], 1.0, (1, 1)), "path": None}
+
+
 def _share(answers: Counter[str], name: str) -> float:
     return 1.0 if answers.total() == 1 else min(1.0, answers[name] / _AGREEING)
-
-
-# -- tasks on the embedded scenes ---------------------------------------------------------------------------------------
-
-Example = tuple[int, str, str]
-"""Row of the scene, text, name of the class."""
-
-
-def scene_examples(task: str, split: datasets.Dataset) -> Iterator[Example]:
-    """Give the examples of a task on one split of `load_scenes`, two for most pictures.
-
-    No text alone and no picture alone decides the answer: every picture is asked about with texts of different answers,
-    and all words of a text are true of many pictures. The id of a picture decides its questions.
-
-    describes: a true caption, and the same words in the order that makes them false; yes or no, as many of each.
-    count: how many things of a size, a texture, or of any kind there are; 0 to 3.
-    colour: of the one thing on a side of another, which is named by colour and shape; one of eight, never the named one.
-
-    Raises:
-        ValueError: if there is no such task.
-    """
-    if task not in SCENE_TASKS:
-        raise ValueError(
-            f"--task is scenes:{task}; choose one of {', '.join(f'scenes:{name}' for name in SCENE_TASKS)}."
-        )
-    return SCENE_TASKS[task](split)
-
-
-def _describes(split: datasets.Dataset) -> Iterator[Example]:
-    for row, true, false in order_pairs(split):
-        yield row, true, "yes"
-        yield row, false, "no"
-
-
-def _count(split: datasets.Dataset) -> Iterator[Example]:
-    words = ("", *SIZES, *TEXTURES)
-    for row, scene in enumerate(split.select_columns(["id", "regions"])):
-        phrases = [region["phrase"].split() for region in scene["regions"]]
-        for word in random.Random(f"count {scene['id']}").sample(words, _QUESTIONS):
-            number = sum(not word or word in phrase for phrase in phrases)
-            yield row, f"how many {word} things are there?".replace("  ", " "), str(number)
-
-
-def _colour(split: datasets.Dataset) -> Iterator[Example]:
-    for row, scene in enumerate(split.select_columns(["id", "regions"])):
-        questions = list(_neighbours(scene["regions"]))
-        rng = random.Random(f"colour {scene['id']}")
-        for side, named, asked in rng.sample(questions, min(_QUESTIONS, len(questions))):
-            _, _, colour, shape = named["phrase"].split()
-            answer = asked["phrase"].split()[2]
-            yield row, f"what colour is the thing {_SIDES[side]} the {colour} {shape}?", answer
-
-
-def _neighbours(regions: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Give a side, a thing, and the only thing on that side of it."""
-    for named in regions:
-        sides: dict[str, list[dict[str, Any]]] = {}
-        for other in regions:
-            if other is not named:
-                sides.setdefault(_side(other["box"], named["box"]), []).append(other)
-        yield from ((side, named, others[0]) for side, others in sides.items() if len(others) == 1)
-
-
-def _side(box: list[float], other: list[float]) -> str:
-    """Return the side of `other` on which `box` lies, by the larger distance of the centres."""
-    across, down = ((box[axis] + box[axis + 2] / 2) - (other[axis] + other[axis + 2] / 2) for axis in (0, 1))
-    if abs(across) > abs(down):
-        return "right" if across > 0 else "left"
-    return "below" if down > 0 else "above"
-
-
-SCENE_TASKS: dict[str, Callable[[datasets.Dataset], Iterator[Example]]] = {
-    "describes": _describes,
-    "count": _count,
-    "colour": _colour,
-}

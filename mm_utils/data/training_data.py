@@ -15,7 +15,7 @@ from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.loading.machine_limits import check_loading
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 from mm_utils.data.loading.regions import tokenize_pairs
-from mm_utils.data.loading.timed_media import default_seconds, settle_window
+from mm_utils.data.loading.timed_media import default_seconds, medium_of, settle_window
 from mm_utils.data.loading.tokens import fingerprint, global_order, tokenize_splits
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
@@ -189,7 +189,7 @@ def open_task(
 ) -> tuple[LabelledTask, TrainingData]:
     """Open the labelled rows that the arguments name, tokenised, with their loaders; see `open_data`."""
     with accelerator.main_process_first():
-        task = load_task(task_args)
+        task = load_task(task_args, medium_of(processor))
         length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers
         task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)
     return task, make_data(accelerator, task.splits, None, processor, loader_args, schedule)

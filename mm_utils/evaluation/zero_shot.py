@@ -25,7 +25,8 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.labelled_images import LabelledImages
 from mm_utils.data.loading.tokens import encode_captions, pad_captions
-from mm_utils.data.sources.source import TEMPLATES
+from mm_utils.data.media import kind_of
+from mm_utils.data.sources.source import MEDIUM_TEMPLATES, TEMPLATES
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
@@ -48,7 +49,7 @@ class ZeroShotArguments:
         default=None,
         metadata={
             "help": "Texts with {} in place of the class's name, or one file with a text per line; default: those of the "
-            f"benchmark, else '{TEMPLATES[0]}' and two like it."
+            f"benchmark, else '{TEMPLATES[0]}' and two like it, or such of clips and sounds."
         },
     )
     rerank_top_k: int = arg(
@@ -110,7 +111,8 @@ class ZeroShotEvaluator:
     def __init__(
         self, images: LabelledImages, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, args: ZeroShotArguments
     ):
-        templates = args.templates or images.templates or TEMPLATES
+        usual = MEDIUM_TEMPLATES.get(kind_of(images.rows.features), TEMPLATES)
+        templates = args.templates or images.templates or usual
         by_class = [[template.replace("{}", name) for template in templates] for name in images.classes]
         if images.texts is not None:
             if args.templates:

@@ -1616,6 +1616,14 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
             return self.classifier(torch.cat(embeds, -1))
         return self.classifier(self.fusion(keys_values, text_states, attention_mask)[:, 0])
 
+    @torch.no_grad()
+    def predict(self, media: Any = None, texts: Any = None, batch_size: int = 32) -> Tensor:
+        """Return the share of each class `[B, classes]`, on the CPU, of media, texts, or as many of both; see `encode`."""
+        self.eval()
+        pixels = None if media is None else torch.cat([*self._inputs(media, self.config.medium, batch_size)])
+        tokens = () if texts is None else self._tokens([texts] if isinstance(texts, str) else texts)
+        return self.classify(pixels, *tokens).softmax(-1).float().cpu()
+
     def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,

@@ -21,6 +21,12 @@ RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
 STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
 MEASURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10")
+_CLASSIFIER_TASKS = {  # of the Hub
+    "fused": "visual-question-answering",
+    "pair": "visual-question-answering",
+    "image": "image-classification",
+    "text": "text-classification",
+}
 
 
 class EvaluatedData(NamedTuple):
@@ -118,3 +124,9 @@ def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
         logger.warning("The card %s was left as it is: %s", path, one_line(error))
         return False
     return True
+
+
+def classifier_task(inputs: str, medium: str) -> str:
+    """Return the Hub's name of what a classifier of these inputs does."""
+    found = _CLASSIFIER_TASKS[inputs]
+    return found if medium == "image" else found.replace("visual", COLUMNS[medium]).replace("image", COLUMNS[medium])

@@ -164,7 +164,7 @@ def _front_matter(card: CardInfo) -> ModelCardData:
         language=card.languages or None,
         library_name="transformers",
         pipeline_tag=card.pipeline_tag,
-        tags=[*(card.tags or _retrieval_tags(card.medium)), "custom_code"],
+        tags=[*(card.tags or _retrieval_tags(card.medium)), *_medium_tags(card.medium), "custom_code"],
         base_model=known(card.base_models),
         datasets=known(card.datasets),
         metrics=list(dict.fromkeys(result.metric_type for result in card.results)) or None,
@@ -174,8 +174,11 @@ def _front_matter(card: CardInfo) -> ModelCardData:
 
 
 def _retrieval_tags(medium: str) -> list[str]:
-    column = COLUMNS[medium]
-    return [f"{column}-text-retrieval", *RETRIEVAL_TAGS, *([] if medium == "image" else [column])]
+    return [f"{COLUMNS[medium]}-text-retrieval", *RETRIEVAL_TAGS]
+
+
+def _medium_tags(medium: str) -> list[str]:
+    return [] if medium == "image" else [COLUMNS[medium]]
 
 
 def _glance(card: CardInfo) -> list[tuple[str, str]]:
@@ -190,8 +193,11 @@ def _glance(card: CardInfo) -> list[tuple[str, str]]:
 def _usage(card: CardInfo) -> str:
     """Return code that runs as pasted, in any folder."""
     name = json.dumps(card.model, ensure_ascii=False)
-    code = _search_code(name, card) if card.classifier_inputs is None else _classify_code(name, card.classifier_inputs)
-    return _fenced("python", code)
+    if card.classifier_inputs is None:
+        return _fenced("python", _search_code(name, card))
+    if card.medium == "image" or card.classifier_inputs == "text":
+        return _fenced("python", _classify_code(name, card.classifier_inputs))
+    return _fenced("python", _predict_code(name, card))
 
 
 def _search_code(name: str, card: CardInfo) -> str:
@@ -250,6 +256,23 @@ with torch.no_grad():
     share = model(**inputs).logits.softmax(-1)[0]
 for number in share.argsort(descending=True)[:5].tolist():
     print(f"{{share[number]:.3f}}  {{model.config.id2label[number]}}")"""
+
+
+def _predict_code(name: str, card: CardInfo) -> str:
+    medium, own, made, _ = card.medium, *_EXAMPLES[card.medium]
+    has_texts = card.classifier_inputs != "image"
+    return f"""\
+{"import torch" if medium == "sound" else "from PIL import Image"}
+from transformers import AutoModelForSequenceClassification
+
+folder = {name}
+model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+
+# Take your own {own}{", and a text for each" if has_texts else ""}.
+{made}
+shares = model.predict({medium}s{f', ["a text"] * len({medium}s)' if has_texts else ""})
+for share in shares:
+    print(f"{{share.max():.3f}}  {{model.config.id2label[share.argmax().item()]}}")"""
 
 
 def _sizes(path: Path, medium: str) -> list[str]:

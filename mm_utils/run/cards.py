@@ -20,6 +20,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 from mm_utils.reports.card_results import (
     DIRECTIONS,
     EvaluatedData,
+    classifier_task,
     data_names,
     is_on_hub,
     retrieval_results,
@@ -39,12 +40,6 @@ CLASSIFIER_INPUTS = {
     "pair": "the embeddings of an image and a text, side by side",
     "image": "the embedding of an image",
     "text": "the embedding of a text",
-}
-CLASSIFIER_TASKS = {  # of the Hub
-    "fused": "visual-question-answering",
-    "pair": "visual-question-answering",
-    "image": "image-classification",
-    "text": "text-classification",
 }
 
 
@@ -166,6 +161,11 @@ def record_retrieval(
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, split_name)
 
 
+def classifier_input(model: FusionDualEncoderForClassification) -> str:
+    """Say what the classifier reads."""
+    return CLASSIFIER_INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
+
+
 def _class_in(folder: Path) -> str:
     """Return the name of the class whose model a folder holds; empty if there is no such folder."""
     return AutoConfig.from_pretrained(folder).architectures[0] if folder.is_dir() else ""
@@ -198,6 +198,7 @@ def classification_card(
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
+    medium = model.config.medium
     name = task.title.rpartition(" is ")[2]
     rows, results, glance = [], [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
@@ -206,7 +207,9 @@ def classification_card(
                 *data_names({"dataset_name": name}, EMBEDDED), split, {"rows": len(task.splits[split])}
             )
             for measure in ("accuracy", "macro_f1"):
-                results.append(data.result(CLASSIFIER_TASKS[inputs], measure, metrics[prefix + measure], measure))
+                results.append(
+                    data.result(classifier_task(inputs, medium), measure, metrics[prefix + measure], measure)
+                )
             accuracy, low, high, f1, majority = (
                 f"{metrics[prefix + name]:.3f}"
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
@@ -231,7 +234,8 @@ def classification_card(
         # The other inputs have no pipeline that reads them with this class.
         pipeline_tag="text-classification" if inputs == "text" else None,
         tags=("classification", "dual-encoder"),
-        summary=f"It classifies into {len(task.classes)} classes by {CLASSIFIER_INPUTS[inputs]}.",
+        medium=medium,
+        summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
         classifier_inputs=inputs,
     )
 

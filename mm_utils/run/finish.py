@@ -16,7 +16,7 @@ from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reports.model_card import write_model_card
 from mm_utils.reports.plots import draw_confusion, plot_training
-from mm_utils.run.cards import CLASSIFIER_INPUTS, DIRECTIONS, MEASURED, classification_card, retrieval_card
+from mm_utils.run.cards import DIRECTIONS, MEASURED, classification_card, classifier_input, retrieval_card
 from mm_utils.run.commands import commands_after_training, evaluation_command, longer_command, search_commands
 from mm_utils.run.per_medium import metrics_of, note_of_others, of_medium, write_medium
 from mm_utils.run.start import Run
@@ -197,7 +197,7 @@ def _classification_summary(
     metrics: dict[str, float],
     pushed: str | None,
 ) -> list[str]:
-    lines = ["", f"{len(task.classes)} classes, predicted from {CLASSIFIER_INPUTS[model.config.classifier_inputs]}:"]
+    lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
         if "accuracy" in found:

@@ -185,9 +185,13 @@ def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "feature", "message"),
     [
-        ([0, -1], ClassLabel(names=["a", "b"]), "row 1: it has no label. Choose a --split whose labels are public"),
-        ([0, None], ClassLabel(names=["a", "b"]), "row 1: it has no label"),
-        (["a", None], Value("string"), "row 1: it has no label"),
+        (
+            [0, -1],
+            ClassLabel(names=["a", "b"]),
+            "row 1, column label: it has no label. Choose a --split whose labels are public",
+        ),
+        ([0, None], ClassLabel(names=["a", "b"]), "row 1, column label: it has no label"),
+        (["a", None], Value("string"), "row 1, column label: it has no label"),
         ([0.5, 1.0], Value("float32"), "its labels are numbers, not a name"),
         ([0, 0], ClassLabel(names=["a"]), "it has 1 of at least 2 classes"),
         ([0, 1], ClassLabel(names=["a", " "]), "class 1 has no name. Give them in --classes"),

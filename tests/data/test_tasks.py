@@ -10,11 +10,11 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
-from mm_utils.data import tasks as labels
 from mm_utils.data.loading.dataset import Pairs, TrainingTransform
 from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.scenes import COLOURS, load_scenes
-from mm_utils.data.tasks import SCENE_TASKS, LabelledTask, TaskArguments, load_task, scene_examples
+from mm_utils.data.synthetic.questions import LOADERS, TASKS
+from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
 from mm_utils.model.processor import train_tokenizer
 from tests.data.prepare.fault_images import grey
 
@@ -120,7 +120,8 @@ def test_names_of_classes_are_kept_and_numbers_are_sorted(tmp_path: Path) -> Non
 
 
 def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels, "load_scenes", partial(load_scenes, num_train=20, num_eval=8, cache_dir=tmp_path))
+    small = partial(load_scenes, num_train=20, num_eval=8, cache_dir=tmp_path)
+    monkeypatch.setitem(LOADERS, "scenes", small)
     task = load_task(TaskArguments(max_train_samples=20, max_eval_samples=10))
     assert task.title == "--task is scenes:describes"
     assert {name: len(rows) for name, rows in task.splits.items()} == {"train": 20, "validation": 10, "test": 10}
@@ -132,7 +133,7 @@ def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("flags", "message"),
     [
         ({"task": "scenes:count", "train_file": "a"}, r"--task and --train_file are given together"),
-        ({"task": "vqa"}, r"--task is vqa; choose scenes:describes"),
+        ({"task": "vqa"}, r"--task is vqa; choose one of scenes:describes"),
         ({"test_file": "a"}, r"--test_file is given without --train_file"),
         ({"num_answers": 1}, r"--num_answers is 1; give at least 2"),
     ],
@@ -149,8 +150,12 @@ def test_errors_are_one_line_and_name_the_flag(tmp_path: Path) -> None:
         ([{"text": "a", "label": 1}], {"image_column": "b"}, r"--image_column is b; there is no such column"),
         ([{"text": "a", "label": 1}] * 3, {}, r"all rows show the same, so none can be held out"),
         ([{"text": f"{n}", "label": 1} for n in range(3)], {}, r"its labels are '1' alone, and a task has 2 classes"),
-        ([{"text": "a", "label": None}] * 3, {}, r"0 of 3 rows are usable \(it has no label\)"),
-        ([{"text": ["a", "b"], "label": 1}] * 3, {}, r"0 of 3 rows are usable \(its text is empty or no text\)"),
+        ([{"text": "a", "label": None}] * 3, {}, r"0 of 3 rows are usable \(line 1, column label: it has no label\)"),
+        (
+            [{"text": ["a", "b"], "label": 1}] * 3,
+            {},
+            r"0 of 3 rows are usable \(line 1, column text: its text is empty or no text\)",
+        ),
         ([{"text": "a", "label": 1, "split": "dev2"}] * 2, {}, r"split is dev2, not train, validation or test"),
         (
             [{"text": f"{n}", "label": {"x": 1}} for n in range(2)],
@@ -198,7 +203,7 @@ def scene_of(*things: tuple[float, float, str]) -> Dataset:
 
 
 def test_describes_is_balanced_and_no_words_decide_it(asked_scenes: Dataset) -> None:
-    examples = list(scene_examples("describes", asked_scenes))
+    examples = list(TASKS["scenes:describes"](asked_scenes))
     assert len(examples) == 2 * len(asked_scenes)
     assert Counter(label for _, _, label in examples) == {"yes": len(asked_scenes), "no": len(asked_scenes)}
     for (row_1, true, yes), (row_2, false, no) in zip(examples[::2], examples[1::2], strict=True):
@@ -208,7 +213,7 @@ def test_describes_is_balanced_and_no_words_decide_it(asked_scenes: Dataset) -> 
 
 
 def test_counts_are_those_of_the_phrases(asked_scenes: Dataset) -> None:
-    examples = list(scene_examples("count", asked_scenes))
+    examples = list(TASKS["scenes:count"](asked_scenes))
     for place, text, label in examples:
         words = text.split()
         assert (words[:2], words[-3:]) == (["how", "many"], ["things", "are", "there?"])
@@ -220,14 +225,14 @@ def test_counts_are_those_of_the_phrases(asked_scenes: Dataset) -> None:
 
 def test_a_neighbour_is_asked_for_where_there_is_one_on_that_side() -> None:
     scene = scene_of((5, 40, "large plain red star"), (50, 40, "small dotted blue circle"))
-    assert sorted(scene_examples("colour", scene)) == [
+    assert sorted(TASKS["scenes:colour"](scene)) == [
         (0, "what colour is the thing to the left of the blue circle?", "red"),
         (0, "what colour is the thing to the right of the red star?", "blue"),
     ]
     above = scene_of(
         (12, 42, "large plain red star"), (42, 42, "small dotted blue circle"), (27, 12, "large plain black cross")
     )
-    asked = {text for _, text, _ in scene_examples("colour", above)}
+    asked = {text for _, text, _ in TASKS["scenes:colour"](above)}
     possible = {
         "what colour is the thing to the left of the blue circle?": "red",
         "what colour is the thing to the right of the red star?": "blue",
@@ -236,11 +241,11 @@ def test_a_neighbour_is_asked_for_where_there_is_one_on_that_side() -> None:
     }
     assert asked <= set(possible)  # never what is below the cross: there are two
     assert len(asked) == 2
-    assert all(possible[text] == label for _, text, label in scene_examples("colour", above))
+    assert all(possible[text] == label for _, text, label in TASKS["scenes:colour"](above))
 
 
 def test_colours_are_of_things_in_the_picture(asked_scenes: Dataset) -> None:
-    examples = list(scene_examples("colour", asked_scenes))
+    examples = list(TASKS["scenes:colour"](asked_scenes))
     assert len(examples) == 2 * len(asked_scenes)
     for place, text, label in examples:
         there = [region["phrase"].split()[2] for region in asked_scenes[place]["regions"]]
@@ -249,14 +254,14 @@ def test_colours_are_of_things_in_the_picture(asked_scenes: Dataset) -> None:
         assert label != named
 
 
-@pytest.mark.parametrize("task", SCENE_TASKS)
+@pytest.mark.parametrize("task", [name for name in TASKS if name.startswith("scenes")])
 def test_the_questions_follow_from_the_scene(task: str, asked_scenes: Dataset) -> None:
-    assert list(scene_examples(task, asked_scenes)) == list(scene_examples(task, asked_scenes))
+    assert list(TASKS[task](asked_scenes)) == list(TASKS[task](asked_scenes))
     alone = asked_scenes.select([7])
-    moved = [(text, label) for place, text, label in scene_examples(task, asked_scenes) if place == 7]
-    assert [(text, label) for _, text, label in scene_examples(task, alone)] == moved
+    moved = [(text, label) for place, text, label in TASKS[task](asked_scenes) if place == 7]
+    assert [(text, label) for _, text, label in TASKS[task](alone)] == moved
 
 
 def test_an_unknown_task_is_named() -> None:
     with pytest.raises(ValueError, match=r"--task is scenes:size; choose one of scenes:describes, scenes:count"):
-        scene_examples("size", scene_of())
+        TaskArguments(task="scenes:size")

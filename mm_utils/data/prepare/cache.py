@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 from collections import defaultdict
@@ -17,28 +16,19 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.data.faults import REASONS
-from mm_utils.data.prepare.checks import PILLOW_PIXELS, CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, Reconciled, reconcile
 from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE
+from mm_utils.data.prepare.medium_cache import RAW_CHECKS, stamp_of
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import Ingested, IngestPlan, flush, ingest_sources
 from mm_utils.data.sources.detect import read_source
-from mm_utils.data.sources.records import (
-    ArrowImage,
-    FileImage,
-    FramesImage,
-    ImageRef,
-    MemberImage,
-    ParquetImage,
-    Record,
-)
+from mm_utils.data.sources.records import Record
 from mm_utils.data.sources.source import PathArguments, Source
 from mm_utils.text import redact
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 2  # part of the cache's key; raise it with every change of the rows that are written
-_CHECKS = CheckArguments(max_image_pixels=PILLOW_PIXELS, min_image_side=1, max_aspect_ratio=math.inf)
 _RECONCILE = ReconcileArguments(validation_fraction=0.0, on_leakage="keep")
 _NAMED = 3  # places that a warning names
 
@@ -85,7 +75,7 @@ def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int |
 
 def _key(sources: list[Source], paths: PathArguments) -> tuple[str, int]:
     """Hash everything that the result depends on; count the rows."""
-    settings = (_VERSION, PIL.__version__, _CHECKS, _RECONCILE, IN_PLACE, sources, paths)
+    settings = (_VERSION, PIL.__version__, RAW_CHECKS, _RECONCILE, IN_PLACE, sources, paths)
     digest = hashlib.blake2b(repr(settings).encode("utf-8", "backslashreplace"), digest_size=16)
     stamps: dict[str, str] = {}
     count = 0
@@ -97,29 +87,11 @@ def _key(sources: list[Source], paths: PathArguments) -> tuple[str, int]:
             leave=False,
             disable=distributed.rank() > 0,
         ):
-            stamp = _stamp(item.image, stamps) if isinstance(item, Record) else ""
+            stamp = stamp_of(item.image, stamps) if isinstance(item, Record) else ""
             time = f"{item.timing}{IN_PLACE.timed}" if isinstance(item, Record) and item.timing else ""
             digest.update(f"{item!r}{stamp}{time}\n".encode("utf-8", "backslashreplace"))
             count += 1
     return digest.hexdigest(), count
-
-
-def _stamp(image: ImageRef, known: dict[str, str]) -> str:
-    """Return the size and date of the file that holds an image; `known` keeps archives'."""
-    if isinstance(image, FileImage):
-        return _size_and_date(image.name)
-    if isinstance(image, FramesImage):
-        return " ".join(_stamp(frame, known) for frame in image.frames)
-    if isinstance(image, (MemberImage, ArrowImage, ParquetImage)):
-        if image.path not in known:
-            known[image.path] = _size_and_date(image.path)
-        return known[image.path]
-    return ""  # the reference is all there is
-
-
-def _size_and_date(path: str) -> str:
-    status = os.stat(path)
-    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _open(folder: Path) -> DatasetDict | None:
@@ -139,7 +111,9 @@ def _prepare(folder: Path, sources: list[Source], paths: PathArguments, workers:
     result = work / "result"
     shutil.rmtree(result, ignore_errors=True)
     try:
-        ingested = ingest_sources(sources, paths, IngestPlan(_CHECKS, IN_PLACE, workers, max_bad_fraction=0.5), work)
+        ingested = ingest_sources(
+            sources, paths, IngestPlan(RAW_CHECKS, IN_PLACE, workers, max_bad_fraction=0.5), work
+        )
         found = reconcile(ingested.parts, _RECONCILE, {}, work / "leaks.jsonl", own_ids=True)
         if found.faults:  # images that share an id, as nothing else is set aside here
             fault = found.faults[0]

@@ -145,7 +145,7 @@ def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage)
         result = ChunkResult(**json.loads(done.read_text(encoding="utf-8")))
         if result.key == key:
             return result
-    worker = _Worker(checks, storage, key)
+    worker = Worker(checks, storage, key)
     scratch = done.with_suffix(".arrow.tmp")
     with pa.OSFile(str(scratch), "wb") as file, pa.ipc.new_stream(file, PART_SCHEMA) as writer:
         for batch in _batches(worker.rows(chunk.items)):
@@ -196,7 +196,7 @@ def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist(held, PART_SCHEMA)
 
 
-class _Worker:
+class Worker:
     """Checks and stores the rows of a chunk; consecutive rows of an image decode it once."""
 
     def __init__(self, checks: CheckArguments, storage: Storage, key: str):
@@ -206,16 +206,15 @@ class _Worker:
         self.last: tuple[tuple[ImageRef, Any], dict[str, Any]] | None = None
 
     def rows(self, items: Sequence[Record | BadRow]) -> Iterator[dict[str, Any]]:
-        notes: Counter[str] = Counter()
-        rows: Counter[str] = Counter()
-        bad: Counter[str] = Counter()
+        """Give the columns of a part of every good record; set the others aside."""
+        notes, rows, bad = Counter[str](), Counter[str](), Counter[str]()
         for place, item in enumerate(items):
             rows[item.source] += 1
             try:
                 if isinstance(item, BadRow):
                     raise item.fault
                 captions, languages = self._captions(item, notes)
-                image = self._image(item, measured=place % PSNR_EVERY == 0, notes=notes)
+                image = self.image(item, measured=place % PSNR_EVERY == 0, notes=notes)
                 yield {
                     **image,
                     "id": item.id,
@@ -259,7 +258,8 @@ class _Worker:
             self._set_aside(record, fault)
         return list(good)
 
-    def _image(self, record: Record, measured: bool, notes: Counter[str]) -> dict[str, Any]:
+    def image(self, record: Record, measured: bool, notes: Counter[str]) -> dict[str, Any]:
+        """Return the columns of a record's image, clip or sound; raises a `Fault`."""
         key = record.image, record.cut
         if self.last is None or self.last[0] != key:
             if record.medium == "image":

@@ -107,7 +107,7 @@ def find_columns(
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
     medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed or {}, first or {})
     found: dict[str, str | None] = {}
-    for kind, usual in {**USUAL_NAMES, "image": _names_of(medium)}.items():
+    for kind, usual in {**USUAL_NAMES, "image": names_of(medium)}.items():
         spare = spare_image if kind == "image" else None
         option = wanted.option.format(kind)
         found[kind] = find_column(option, names, title, getattr(wanted, kind), usual) or spare
@@ -134,7 +134,7 @@ def kind_of_value(value: Any) -> str | None:
     return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 
 
-def _names_of(medium: str) -> list[str]:
+def names_of(medium: str) -> list[str]:
     """Return the usual names of the column of a medium."""
     return USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
 
@@ -213,6 +213,21 @@ def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any],
     if len(names) != len(texts):
         raise Fault("languages_mismatch", f"{len(texts)} captions have {len(names)} languages")
     return texts, ["" if is_null(name) else storable(str(name).strip()) for name in names]
+
+
+def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple[str, ...]]:
+    """Return the captions of each row, each once; equal ones, as those of a folder per class, are a class.
+
+    Raises:
+        ValueError: if no two rows have the same captions, or all have.
+    """
+    found = [tuple(dict.fromkeys(each)) for each in captions]
+    if not 2 <= len(set(found)) < len(found):
+        raise ValueError(
+            f"{title}; {len(found):,} rows have {len(set(found)):,} different captions, which are no classes. Give a set that was "
+            "prepared from a folder per class, or whose captions are those of its classes."
+        )
+    return found
 
 
 def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:

@@ -149,16 +149,21 @@ def _medium_of_folder(source: Source) -> str:
     """
     if source.medium != "auto":
         return source.medium
-    names = [name.lower() for _, name in _files_of(Path(source.path))]
-    counts = {kind: sum(name.endswith(suffixes) for name in names) for kind, suffixes in SUFFIXES.items()}
-    counts["clip"] -= sum(name.endswith(".gif") for name in names)  # which is an image, too
-    found = {kind: count for kind, count in counts.items() if count}
-    most = max(counts, key=counts.__getitem__)
+    found = kinds_of_folder(Path(source.path))
+    most = max(found, key=found.__getitem__, default="image")
     if len(found) > 1 and most != "image":
         held = " and ".join(f"{count:,} {kind}s" for kind, count in found.items())
         option = "medium=" if source.title.startswith("--sources") else "--medium "
         raise ValueError(f"{source.title}; this folder holds {held}. Set {option}{' or '.join(found)}.")
-    return most if found else "image"
+    return most
+
+
+def kinds_of_folder(folder: Path) -> dict[str, int]:
+    """Count the first files of a folder by the kind that their names tell."""
+    names = [name.lower() for _, name in _files_of(folder)]
+    counts = {kind: sum(name.endswith(suffixes) for name in names) for kind, suffixes in SUFFIXES.items()}
+    counts["clip"] -= sum(name.endswith(".gif") for name in names)  # which is an image, too
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -> str | None:

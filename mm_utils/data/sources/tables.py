@@ -180,11 +180,11 @@ def _record(
         elif by_folder and key is not None:
             split = SPLIT_NAMES.get(str(values[str(columns.image)]).split("/")[0].lower(), split)
     beside = {name: values.get(name) for name in (*BESIDE, "moments")}
-    cut = (_number(values.get("start")), _number(values.get("end")))
+    cut = (time_of(values.get("start")), time_of(values.get("end")))
     return builder.record(where, (image, key), captions, languages=languages, split=split, cut=cut, **beside)
 
 
-def _number(value: Any) -> Any:
+def time_of(value: Any) -> Any:
     """Return a number that a CSV file has as text; anything else as it is, null as None."""
     if is_null(value):
         return None
@@ -283,10 +283,11 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
     spare = next(iter(typed)) if len(typed) == 1 else None
     columns = find_columns(dataset.column_names, title, builder.source.columns, spare, typed)
     raw, embedded = with_raw_images(dataset, str(columns.image), title, columns.medium)
-    return _Table("row", columns, _dataset_rows(dataset, raw, columns, embedded), jail)
+    return _Table("row", columns, dataset_rows(dataset, raw, columns, embedded), jail)
 
 
-def _dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool) -> Rows:
+def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool) -> Rows:
+    """Give the rows of a split with their numbers, embedded media as an `ImageRef`; `raw` is from `with_raw_images`."""
     image = str(columns.image)
     cells = _ImageCells(stored, image) if embedded else None
     wanted = _read_columns(columns, raw.column_names, with_image=cells is None or not cells.mapped)

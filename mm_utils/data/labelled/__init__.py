@@ -1,0 +1,1 @@
+"""Labelled rows: images, clips or sounds, texts, or both, each with a class."""

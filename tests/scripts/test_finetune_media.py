@@ -1,0 +1,151 @@
+"""Models of sounds and of clips on labelled tasks, in process, on tiny data."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoProcessor
+
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from scripts import eval_zero_shot, finetune
+from tests.data.media_files import clip, tone
+from tests.scripts.test_finetune import losses, weights
+from tests.scripts.test_pretrain import ROOT, launch
+from tests.search.test_media import save_model
+
+SHORT = ["--global_batch_size", "6", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
+PITCHES = {"low": 250, "high": 2500}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of sounds with fresh weights."""
+    return str(save_model(tmp_path_factory.mktemp("sounds") / "model", "sound"))
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a task of pairs: is the sound as the question says?"""
+    root = tmp_path_factory.mktemp("questions")
+    rows: list[dict[str, Any]] = []
+    for name, hertz in PITCHES.items():
+        for number in range(4):
+            (root / f"{name}{number}.wav").write_bytes(tone(hertz + 20 * number, each=0.4))
+            for asked in PITCHES:
+                answer = "yes" if asked == name else "no"
+                split = "validation" if number == 3 else "train"
+                row = {"audio": f"{name}{number}.wav", "question": f"is it {asked}?", "answer": answer}
+                rows.append({**row, "split": split})
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--train_file", str(root / "rows.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def finished(model: str, questions: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    flags = ["--model_name_or_path", model, *questions, *SHORT, "--save_steps", "2", "--output_dir", str(folder)]
+    return folder, finetune.main(flags)
+
+
+def test_the_saved_model_says_what_was_measured(finished: tuple[Path, dict], questions: list[str]) -> None:
+    folder, metrics = finished
+    found = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert isinstance(found, FusionDualEncoderForClassification)
+    assert (found.config.classifier_inputs, found.config.medium) == ("fused", "sound")
+    file = Path(questions[1])
+    rows = [row for row in map(json.loads, file.read_text().splitlines()) if row["split"] == "validation"]
+    sounds = [str(file.parent / row["audio"]) for row in rows]
+    shares = found.predict(sounds, [row["question"] for row in rows])
+    assert torch.allclose(shares.sum(1), torch.ones(4))
+    right = [
+        found.config.id2label[each] == row["answer"] for each, row in zip(shares.argmax(1).tolist(), rows, strict=True)
+    ]
+    assert sum(right) / len(right) == metrics["eval_accuracy"]
+    assert AutoProcessor.from_pretrained(folder).feature_extractor.window_seconds == 1.0
+
+
+def test_a_dry_run_tells_the_seconds(
+    model: str, questions: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = ["--dry_run", "--output_dir", str(tmp_path / "out")]
+    finetune.main(["--model_name_or_path", model, *questions, *SHORT, *out])
+    assert "sounds: 0.4 to 0.4, median 0.4, at most 0.4 s" in caplog.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_has_code_for_sounds(finished: tuple[Path, dict]) -> None:
+    card = (finished[0] / "README.md").read_text()
+    assert re.search(r"into 2 classes by the fusion head.*CLS.* on a sound and a text\.", card)
+    assert "type: audio-question-answering" in card
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    printed: list[str] = []
+    exec(code, {"print": lambda text: printed.append(text)})
+    assert [line.split()[1] in ("yes", "no") for line in printed] == [True] * 3
+
+
+def test_a_resumed_run_repeats_the_straight_one(
+    finished: tuple[Path, dict], model: str, questions: list[str], tmp_path: Path
+) -> None:
+    folder, _ = finished
+    resume = ["--resume_from_checkpoint", str(folder / "checkpoint-2"), "--save_steps", "2"]
+    finetune.main(["--model_name_or_path", model, *questions, *SHORT, *resume, "--output_dir", str(tmp_path)])
+    assert losses(tmp_path) == {step: loss for step, loss in losses(folder).items() if step > 2}
+    again = weights(tmp_path)
+    assert all(torch.equal(value, again[name]) for name, value in weights(folder).items())
+
+
+@pytest.mark.parametrize("medium", ["sound", pytest.param("clip", marks=pytest.mark.slow)])
+def test_a_folder_per_class(medium: str, model: str, tmp_path: Path) -> None:
+    """It is learnt, and the same folder is measured without training."""
+    if medium == "clip":
+        pytest.importorskip("av")
+        model = str(save_model(tmp_path / "model", "clip"))
+    colours = {"low": "red", "high": "blue"}
+    for name, hertz in PITCHES.items():
+        for split, count in (("train", 6), ("validation", 2)):
+            (tmp_path / "media" / split / name).mkdir(parents=True)
+            for number in range(count):
+                sound, shown = tone(hertz + 20 * number, each=0.4), clip([colours[name]] * 4, (32 + number, 32))
+                content, suffix = (sound, "wav") if medium == "sound" else (shown, "avi")
+                (tmp_path / "media" / split / name / f"{number}.{suffix}").write_bytes(content)
+    data = ["--model_name_or_path", model, "--dataset_name", str(tmp_path / "media")]
+    metrics = finetune.main(
+        [*data, *SHORT, "--learning_rate", "1e-3", "--max_steps", "8", "--output_dir", str(tmp_path / "out")]
+    )
+    assert metrics["eval_accuracy"] == 1.0
+    before = eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])
+    assert before["accuracy@1"] in (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert before["chance@1"] == 0.5
+
+
+def test_a_model_of_images_refuses_sounds(questions: list[str], model: str, tmp_path: Path) -> None:
+    images = str(save_model(tmp_path / "images", "image"))
+    with pytest.raises(ValueError, match="column audio holds sounds, and the model is for images"):
+        finetune.main(["--model_name_or_path", images, *questions, *SHORT, "--output_dir", str(tmp_path / "out")])
+    wrong = [
+        "--model_name_or_path",
+        model,
+        *questions,
+        *SHORT,
+        "--horizontal_flip",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    with pytest.raises(ValueError, match=r"--horizontal_flip is True; these are sounds. Drop it"):
+        finetune.main(wrong)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(
+    finished: tuple[Path, dict], model: str, questions: list[str], tmp_path: Path
+) -> None:
+    flags = ["--model_name_or_path", model, *questions, *SHORT, "--save_steps", "2", "--classifier_dropout", "0"]
+    finetune.main([*flags, "--output_dir", str(tmp_path / "one")])
+    config = str(ROOT / "accelerate_configs/two_processes.yaml")
+    script = [str(ROOT / "scripts/finetune.py"), *flags, "--output_dir", str(tmp_path / "two")]
+    two = launch(["--config_file", config, *script], tmp_path, ACCELERATE_USE_CPU="true")
+    assert two.returncode == 0, two.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

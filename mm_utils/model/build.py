@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,11 +199,7 @@ def build_model(
     if args.model_name_or_path:
         model = load_model(args.model_name_or_path, medium=medium, **_head(args)).float()
         reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
-        if medium not in reads:
-            raise ValueError(
-                f"--model_name_or_path is {args.model_name_or_path}; it reads {'s or '.join(reads)}s, and the data are {medium}s. "
-                "Choose another model."
-            )
+        check_reads(args.model_name_or_path, reads, medium)
     else:
         vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
         text_model, text_pooling = _backbone(args, "text", tokenizer)
@@ -234,6 +231,15 @@ def build_model(
     if args.torch_compile:
         compile_parts(model)
     return model
+
+
+def check_reads(name: str, reads: Sequence[str], medium: str) -> None:
+    """Raise ValueError if a whole model does not read the medium of the data."""
+    if medium not in reads:
+        raise ValueError(
+            f"--model_name_or_path is {name}; it reads {'s or '.join(reads)}s, and the data are {medium}s. Choose another "
+            "model."
+        )
 
 
 def _head(args: ModelArguments) -> dict[str, Any]:

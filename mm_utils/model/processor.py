@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from mm_utils.files import atomic_folder
-from mm_utils.model.build import ModelArguments, vision_preset
+from mm_utils.model.build import ModelArguments, check_reads, vision_preset
 from mm_utils.model.pretrained import explained, load_config
 from mm_utils.model.stock import complete
 from mm_utils.text import one_line
@@ -73,11 +73,13 @@ def load_processor(
         at: with several media, the place of this one (`ModelArguments.of`).
 
     Raises:
-        ValueError: if a part is missing or damaged, or the sound tower cannot hear so much.
+        ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot hear so much.
     """
     args = args.of(at)
-    if args.model_name_or_path:
-        return load_processor_of(args.model_name_or_path)
+    if name := args.model_name_or_path:
+        whole = load_processor_of(name)
+        check_reads(name, ("sound",) if hasattr(whole, "feature_extractor") else ("image", "clip"), medium)
+        return whole
     if medium == "sound":
         return ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))
     images: Any = _image_processor(args, medium)
@@ -100,12 +102,10 @@ def _own_frames(args: ModelArguments) -> int | None:
 def load_processor_of(name: str) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`."""
     with explained(f"the processor of {name} is missing or damaged", name):
-        if of_sounds := _is_of_sounds(name):
-            processor: Any = ClapProcessor.from_pretrained(name, trust_remote_code=False)
-        else:
-            processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
+        kind: Any = ClapProcessor if _is_of_sounds(name) else VisionTextDualEncoderProcessor
+        processor = kind.from_pretrained(name, trust_remote_code=False)
         complete(processor.tokenizer)
-    if of_sounds:
+    if kind is ClapProcessor:
         _set_window(processor.feature_extractor, None, f"the model is {name}")
         return processor
     own = processor.image_processor

@@ -18,7 +18,7 @@ from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.data.media.riff import write_wav
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from scripts import pretrain
 from tests.data.several_media.small_media import small_media
@@ -170,6 +170,8 @@ def test_what_cannot_work_is_named(folder: Folder, tmp_path: Path) -> None:
     for kind, medium in (("clap", "image"), ("xclip", "sound")):
         with pytest.raises(ValueError, match=f"it reads {MEDIUM[kind]}s, and the data are {medium}s"):
             build_model(ModelArguments(model_name_or_path=folder(kind)), None, medium=medium)
+    with pytest.raises(ValueError, match="it reads images or clips, and the data are sounds"):
+        load_processor(ModelArguments(model_name_or_path=folder("xclip")), (), "sound")
     images = write_stock(tmp_path / "clip", "clip")
     with pytest.raises(ValueError, match="it reads images or clips, and the data are sounds"):
         build_model(ModelArguments(model_name_or_path=images), None, medium="sound")

@@ -223,11 +223,12 @@ def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
     """Write the stock model of the saved one; log why if impossible."""
     try:
         stock = FusionDualEncoderModel.from_pretrained(folder).to_dual_encoder()
+        processor = stock_processor(processor, stock.config)
     except ValueError as error:
         logger.info("No dual_encoder/ folder: %s.", error)
         return
     stock.save_pretrained(folder / _DUAL_ENCODER)
-    stock_processor(processor, stock.config).save_pretrained(folder / _DUAL_ENCODER)
+    processor.save_pretrained(folder / _DUAL_ENCODER)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

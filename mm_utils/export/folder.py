@@ -36,7 +36,8 @@ python without_torch.py "a red door" photos/*.jpg
 ```
 """,
     "sound": """`vision_model.onnx` takes what the feature extractor of `preprocessor_config.json` makes of samples, which is not in the
-graph: `transformers.AutoFeatureExtractor` makes it with numpy alone. A sound is the middle `window_seconds`, or all of it and silence.
+graph: `transformers.AutoFeatureExtractor` makes it with numpy alone. A sound is the middle `window_seconds`, or all of it, and silence
+if the extractor's `padding` does not repeat it. Where the extractor makes four channels, take the first.
 """,
     "clip": """`vision_model.onnx` takes `clip_frames` frames of a clip at equal distances, `[clips, frames, 3, S, S]`, each resized and
 normalised by the image processor of `preprocessor_config.json`.

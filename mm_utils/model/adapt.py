@@ -114,7 +114,7 @@ def switch_off_dropout(model: FusionDualEncoderModel) -> None:
         ValueError: if a backbone still draws random numbers in training.
     """
     found = {}
-    for name, tower in (("vision", image_backbone(model.vision_model)), ("text", model.text_model)):
+    for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
         highest = 0.0
         for module in tower.modules():
             own_config = vars(module).get("config")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,6 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
     "base": {"model_type": "bert"},
 }  # fmt: skip
 
-NO_DUAL_ENCODERS = {
-    "clap": "it has two temperatures and projections of two layers. Give it as --vision_model_name_or_path, which takes its "
-    "sound tower.",
-    "xclip": "what it makes of a text depends on the clip, so that texts cannot be encoded alone. Give a CLIP, which looks at "
-    "every frame of a clip.",
-}
-
 
 @dataclass
 class ModelArguments:
@@ -77,7 +71,8 @@ class ModelArguments:
     model_name_or_path: str | None = arg(
         None,
         "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, Chinese CLIP or "
-        "VisionTextDualEncoderModel, which gets the head of --fusion_layers.",
+        "VisionTextDualEncoderModel, for sounds a CLAP, for clips an X-CLIP, whose prompts are left out, or any of those for "
+        "images; it gets the head of --fusion_layers.",
     )
     vision_model_name_or_path: str | None = arg(
         None,
@@ -203,11 +198,8 @@ def build_model(
     """
     if args.model_name_or_path:
         model = load_model(args.model_name_or_path, medium=medium, **_head(args)).float()
-        if model.config.medium != medium:
-            raise ValueError(
-                f"--model_name_or_path is {args.model_name_or_path}; it reads {model.config.medium}s, and the data are {medium}s. "
-                "Choose another model."
-            )
+        reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
+        check_reads(args.model_name_or_path, reads, medium)
     else:
         vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
         text_model, text_pooling = _backbone(args, "text", tokenizer)
@@ -241,6 +233,15 @@ def build_model(
     return model
 
 
+def check_reads(name: str, reads: Sequence[str], medium: str) -> None:
+    """Raise ValueError if a whole model does not read the medium of the data."""
+    if medium not in reads:
+        raise ValueError(
+            f"--model_name_or_path is {name}; it reads {'s or '.join(reads)}s, and the data are {medium}s. Choose another "
+            "model."
+        )
+
+
 def _head(args: ModelArguments) -> dict[str, Any]:
     """Return the fields of the configuration that shape a new fusion head."""
     given = {name: getattr(args, name) for name in ("fusion_dim", "fusion_heads") if getattr(args, name)}
@@ -271,8 +272,6 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     title = f"{name} holds no model"
     try:
         config = load_config(title, name)
-        if config.model_type in NO_DUAL_ENCODERS:
-            raise ValueError(f"{title} that can be taken as a whole; {NO_DUAL_ENCODERS[config.model_type]}")
         if config.model_type in DUAL_ENCODERS:
             return load_stock(name, config, **head)
         with explained(title, name):

@@ -1,10 +1,9 @@
 """A dual encoder of texts and images, clips or sounds, with a cross-attention fusion head, for any `AutoModel` towers.
 
 The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`, `CLIPModel`,
-`ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`. `FusionDualEncoderModel.from_dual_encoder` takes a model of these classes,
-and `FusionDualEncoderModel.to_dual_encoder` converts back. In the fusion head
-(`fusion.`), text tokens attend to image tokens. `FusionHead.encode_vision` computes keys and values once per image, and every
-candidate text reuses them.
+`ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`, and `FusionDualEncoderModel.to_dual_encoder` converts to them. In the fusion
+head (`fusion.`), text tokens attend to image tokens. `FusionHead.encode_vision` computes keys and values once per image, and
+every candidate text reuses them.
 
 This file depends on torch and transformers alone, because it is saved with every checkpoint that is pushed.
 
@@ -33,7 +32,6 @@ from transformers import (
     AutoModelForZeroShotImageClassification,
     AutoProcessor,
     ChineseCLIPTextModel,
-    ClapAudioModel,
     PreTrainedConfig,
     PreTrainedModel,
     Siglip2TextModel,
@@ -42,13 +40,15 @@ from transformers import (
 )
 from transformers.image_utils import is_pil_image, load_image
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
+from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer, ClapTextModel
+from transformers.models.x_clip import modeling_x_clip as x_clip
 from transformers.utils import ModelOutput
 
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
 DIRECTIONS = ("text_to_image", "both")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
-DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2")
+DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap", "xclip")
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
@@ -217,7 +217,7 @@ def input_shape(backbone: Any) -> tuple[int, ...]:
     """
     config = backbone.config
     if isinstance(backbone, FramesTower):
-        return 4, *input_shape(backbone.backbone)
+        return *(() if hasattr(config, "num_frames") else (4,)), *input_shape(backbone.backbone)
     if hasattr(config, "conv_stride"):
         return (16 * math.prod(config.conv_stride),)
     if hasattr(config, "max_source_positions"):
@@ -246,8 +246,10 @@ def image_backbone(tower: Any) -> Any:
     return tower.backbone if isinstance(tower, FramesTower) else tower
 
 
-def vision_tower(config: Any) -> PreTrainedModel:
+def vision_tower(config: Any) -> Any:
     """Make the media tower of a config: of Whisper the encoder."""
+    if config.model_type == "xclip_vision_model":
+        return XCLIPTower(x_clip.XCLIPVisionModel(config))
     made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else AutoModel.from_config(config)
     return made.get_encoder() if config.model_type == "whisper" else made
 
@@ -256,8 +258,9 @@ def _text_tower(config: Any) -> PreTrainedModel:
     """Make the text tower of a config; `AutoModel` does not know some of the stock models' own."""
     if config.model_type == "chinese_clip_text_model":
         return ChineseCLIPTextModel(config, add_pooling_layer=False)
-    own = {"siglip_text_model": SiglipTextModel, "siglip2_text_model": Siglip2TextModel}.get(config.model_type)
-    return AutoModel.from_config(config) if own is None else own(config)
+    classes: Any = SiglipTextModel, Siglip2TextModel, ClapTextModel, x_clip.XCLIPTextModel
+    own = {each.config_class.model_type: each for each in classes}.get(config.model_type, AutoModel.from_config)
+    return own(config)
 
 
 def _take_images(vision_model: PreTrainedModel) -> None:
@@ -314,21 +317,14 @@ def _probe(backbone: Any, tower: str) -> ModelOutput:
         raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
     one, again, row = (output["last_hidden_state"] for output in (first, second, among))
     if not _close(one, again):
-        masked = backbone.config.model_type == "vit_mae"
-        raise ValueError(
-            f"{name} gives other outputs for the same input each time, in evaluation too: "
-            + ("it hides random patches" if masked else "it draws random numbers")
-            + ". "
-            + ("Load its weights as a ViTModel, with model_type vit." if masked else "Choose another backbone.")
-        )
+        why = "it draws random numbers. Choose another backbone."
+        if backbone.config.model_type == "vit_mae":
+            why = "it hides random patches. Load its weights as a ViTModel, with model_type vit."
+        raise ValueError(f"{name} gives other outputs for the same input each time, in evaluation too: {why}")
     row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
     if len(among["last_hidden_state"]) != 2 or not _close(one, row):
-        found = (
-            "an image's output depends on the other images"
-            if tower == "vision"
-            else "a text's output depends on padding"
-        )
-        raise ValueError(f"{name} does not keep the rows of a batch apart: {found}. Choose another backbone.")
+        why = "an image's output depends on the other images" if tower == "vision" else "a text's depends on padding"
+        raise ValueError(f"{name} does not keep the rows of a batch apart: {why}. Choose another backbone.")
     return first
 
 
@@ -579,16 +575,36 @@ class FramesTower(nn.Module):
         clips, steps = pixel_values.shape[:2]
         images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
         output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
-        frames = _pool(output, self.pooling).unflatten(0, (clips, steps))
-        change = frames.diff(dim=1)
-        at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
-        waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
-        told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
-        frames = self.layers(frames + self.mix(torch.cat(told, -1)))
+        frames = self.look_over_time(_pool(output, self.pooling).unflatten(0, (clips, steps)))
         in_time = frames.transpose(1, 2)[:, :, None]
         states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
         maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
         return ModelOutput(last_hidden_state=in_time, pooler_output=frames.mean(1), hidden_states=(*maps, in_time))
+
+    def look_over_time(self, frames: Tensor) -> Tensor:
+        """`[B, T, C]` -> `[B, T, C]`."""
+        change, steps = frames.diff(dim=1), frames.shape[1]
+        at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
+        waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
+        told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
+        return self.layers(frames + self.mix(torch.cat(told, -1)))
+
+
+class XCLIPTower(FramesTower):
+    """The video side of X-CLIP (arXiv 2208.02816): frames with messages between them, projection, layers over time."""
+
+    def __init__(self, backbone: PreTrainedModel):
+        nn.Module.__init__(self)
+        self.backbone, self.pooling, self.config = backbone, "pooler", backbone.config
+        own: Any = copy.copy(self.config)
+        vars(own).update({name[4:]: value for name, value in vars(own).items() if name.startswith("mit_")})
+        self.projection = nn.Linear(self.config.hidden_size, own.hidden_size, bias=False)
+        self.mit = x_clip.XCLIPMultiframeIntegrationTransformer(own)
+        nn.init.zeros_(self.mit.position_embedding)
+
+    def look_over_time(self, frames: Tensor) -> Tensor:
+        """`[B, T, C]` -> `[B, T, E]`, whose mean is the embedding."""
+        return self.mit(self.projection(frames))[0]
 
 
 class TextBridge(nn.Module):
@@ -806,6 +822,15 @@ def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | No
     return tower
 
 
+def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.Module:
+    """Return a new projection: of two layers for CLAP; none where the tower ends in the embedding space."""
+    if config.dual_encoder_type == "clap":
+        return ClapProjectionLayer(getattr(config, f"{tower}_config"))
+    if config.dual_encoder_type in UNPROJECTED or (config.dual_encoder_type, tower) == ("xclip", "vision"):
+        return nn.Identity()
+    return nn.Linear(width, config.projection_dim, bias=False)
+
+
 class MediaTower(nn.Module):
     """The tower of a further kind of media, and its projection, with the names that they have in a model of that kind."""
 
@@ -846,15 +871,11 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.vision_model: Any = _media_tower(config, vision_model)
         self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
         self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
-        self.visual_projection: nn.Module = nn.Identity()
-        self.text_projection: nn.Module = nn.Identity()
-        if config.dual_encoder_type not in UNPROJECTED:
-            self.visual_projection = nn.Linear(config.vision_pooled_width, config.projection_dim, bias=False)
-            self.text_projection = nn.Linear(config.text_width, config.projection_dim, bias=False)
+        self.visual_projection = _projection(config, "vision", config.vision_pooled_width)
+        self.text_projection = _projection(config, "text", config.text_width)
         self.media = nn.ModuleDict()
         for medium, own in ((each, config.of(each)) for each in config.media or {}):
-            projection = nn.Linear(own.vision_pooled_width, own.projection_dim, bias=False)
-            self.media[medium] = MediaTower(_media_tower(own), projection)
+            self.media[medium] = MediaTower(_media_tower(own), _projection(own, "vision", own.vision_pooled_width))
         self._of: dict[str, FusionDualEncoderModel] = {}
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
         bias = config.logit_bias_init_value
@@ -911,14 +932,14 @@ class FusionDualEncoderModel(PreTrainedModel):
             best = "mean" if pooler is None or first_token_only else "pooler"
             config[name] = best if wanted == "auto" else wanted
         pooled_width = _pool(vision, config["vision_pooling"]).shape[-1]
-        over_frames = medium == "clip" and len(input_shape(vision_model)) == 3
-        if over_frames:
+        if medium == "clip" and len(input_shape(vision_model)) == 3:
             vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
             vision = _probe(vision_model, "vision")
         hidden_states = [_along_time(hidden, vision_model, medium) for hidden in vision["hidden_states"]]
         most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))
         taps = _default_taps(list(map(_num_positions, hidden_states)), most)
         # Regions are read from the last tap: of frames, what the layers over time give.
+        over_frames = isinstance(vision_model, FramesTower)
         config.setdefault("fusion_vision_taps", sorted(taps, key=lambda tap: over_frames and tap == -1))
         config.setdefault("fusion_text_taps", _default_taps([1] * len(text["hidden_states"]), most))
         resolved = FusionDualEncoderConfig(
@@ -937,33 +958,6 @@ class FusionDualEncoderModel(PreTrainedModel):
                         f"indices from {-len(states)} to {len(states) - 1}."
                     )
         return cls(resolved, vision_model, text_model)
-
-    @classmethod
-    def from_dual_encoder(cls, stock: Any, **config: Any) -> "FusionDualEncoderModel":
-        """Convert a stock model of `DUAL_ENCODERS` with its embeddings, temperature and bias.
-
-        Args:
-            config: fields of the new config. A SigLIP model needs `text_padding`.
-
-        Raises:
-            ValueError: if it is not given, or as in `from_backbones`.
-        """
-        if stock.config.model_type in UNPROJECTED and not config.get("text_padding"):
-            raise ValueError("text_padding is missing; SigLIP reads padding. Give its length, side and pad_token_id.")
-        kind, bias = stock.config.model_type, getattr(stock, "logit_bias", None)
-        taken = {
-            "dual_encoder_type": kind,
-            "vision_pooling": "pooler",
-            "text_pooling": "cls" if kind == "chinese_clip" else "pooler",
-            "projection_dim": getattr(stock.config, "projection_dim", None)
-            or stock.config.text_config.projection_size,
-            "logit_bias_init_value": None if bias is None else bias.item(),
-        }
-        model = cls.from_backbones(stock.vision_model, stock.text_model, **{**taken, **config})
-        if kind not in UNPROJECTED:
-            model.visual_projection, model.text_projection = stock.visual_projection, stock.text_projection
-        model.logit_scale = nn.Parameter(stock.logit_scale.detach().squeeze())
-        return model
 
     def check_repeatable(self) -> None:
         """Raise ValueError if a tower gives other outputs for the same input each time."""
@@ -1432,7 +1426,9 @@ class FusionDualEncoderModel(PreTrainedModel):
             ValueError: if the stock class cannot express this model, with the reason.
         """
         kind, weights = self.config.dual_encoder_type, dict(self.state_dict())
-        if self.config.medium != "image":
+        if kind == "xclip":
+            raise ValueError("the stock class makes a text depend on the clip, and this model does not")
+        if self.config.medium != "image" and kind != "clap":
             raise ValueError(f"the stock class reads images, and this model {self.config.medium}s")
         configs = {
             "vision_config": self.vision_model.config.to_dict(),
@@ -1443,6 +1439,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         if kind not in UNPROJECTED:
             configs["projection_dim"] = self.config.projection_dim
             configs["logit_scale_init_value"] = self.config.logit_scale_init_value
+        if kind == "clap":  # the names of sounds, and the temperature twice
+            configs["audio_config"] = configs.pop("vision_config")
+            configs["projection_hidden_act"] = self.config.text_config.projection_hidden_act
+            configs["logit_scale_init_value"] = math.exp(self.config.logit_scale_init_value)
+            weights |= {f"audio_{name.partition('_')[2]}": weights[name] for name in weights if name.startswith("vis")}
+            weights |= {f"logit_scale_{side}": self.logit_scale.detach().clone() for side in "at"}
         stock = AutoModel.from_config(AutoConfig.for_model(kind, **configs))
         weights.setdefault("logit_bias", torch.zeros_like(self.logit_scale))
         stock.load_state_dict({name: weights[name].view_as(v) for name, v in stock.state_dict().items()}, assign=True)
@@ -1507,8 +1509,10 @@ def _heard(sound: Any, extractor: Any) -> Tensor:
             raise ImportError(f"a sound of {rate} Hz is resampled by scipy to {wanted}. pip install scipy.") from error
         samples = torch.from_numpy(resample_poly(samples.numpy(), wanted, rate))
     samples = (samples * 32768).round().clamp(-32768, 32767) / 32768  # as they are stored
-    heard = F.pad(samples, (0, round(seconds * wanted) - len(samples))).numpy()
-    return extractor(heard, sampling_rate=wanted, return_tensors="pt")[extractor.model_input_names[0]]
+    if "repeat" not in getattr(extractor, "padding", ""):  # else the extractor fills the window with loops
+        samples = F.pad(samples, (0, round(seconds * wanted) - len(samples)))
+    features = extractor(samples.numpy(), sampling_rate=wanted, return_tensors="pt")[extractor.model_input_names[0]]
+    return features[:, :1] if features.dim() == 4 else features  # a fused CLAP's has four copies of a window
 
 
 @torch.no_grad()

@@ -145,6 +145,13 @@ def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTra
     """Load the configuration of a model, a folder or a Hub id; raise as `explained` does."""
     with explained(what, name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if config.model_type == "clap":
+        if config.audio_config.fusion_type == "channel_map":
+            raise ValueError(
+                f"{what}; its fusion_type is channel_map, which reads four spectrograms of a sound, and here it has one. Choose "
+                "another model."
+            )
+        config.audio_config.enable_fusion = False  # the path of sounds that are longer than a window
     attention = str(getattr(config, "_attn_implementation", None) or "")
     if "/" in attention and not trust_remote_code:  # a repository of compiled code
         raise OwnCodeError(

@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from mm_utils.files import atomic_folder
-from mm_utils.model.build import ModelArguments, vision_preset
+from mm_utils.model.build import ModelArguments, check_reads, vision_preset
 from mm_utils.model.pretrained import explained, load_config
 from mm_utils.model.stock import complete
 from mm_utils.text import one_line
@@ -73,45 +73,45 @@ def load_processor(
         at: with several media, the place of this one (`ModelArguments.of`).
 
     Raises:
-        ValueError: if a part is missing or damaged, or the sound tower cannot hear so much.
+        ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot hear so much.
     """
     args = args.of(at)
-    if args.model_name_or_path:
-        return load_processor_of(args.model_name_or_path)
+    if name := args.model_name_or_path:
+        whole = load_processor_of(name)
+        check_reads(name, ("sound",) if hasattr(whole, "feature_extractor") else ("image", "clip"), medium)
+        return whole
     if medium == "sound":
         return ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))
     images: Any = _image_processor(args, medium)
-    if medium == "clip" and (frames := _own_frames(args)):
-        images.clip_frames = frames
+    if medium == "clip":
+        images.clip_frames = _own_frames(args)
     return VisionTextDualEncoderProcessor(images, _tokenizer(args, captions))
 
 
 def _own_frames(args: ModelArguments) -> int | None:
     """Return how many frames a video backbone reads; None for others, which read any number."""
-    name = args.vision_model_name_or_path
+    name = args.model_name_or_path or args.vision_model_name_or_path
     if name:
-        config = load_config(f"--vision_model_name_or_path is {name}", name, args.trust_remote_code).to_dict()
+        config = load_config(f"the model is {name}", name, args.trust_remote_code)
+        config = getattr(config, "vision_config", config)  # X-CLIP's
     else:
-        config = AutoConfig.for_model(**vision_preset(args, "clip")).to_dict()
-    return config.get("num_frames") or config.get("frames_per_clip")
+        config = AutoConfig.for_model(**vision_preset(args, "clip"))
+    return getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
 
 
 def load_processor_of(name: str) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`."""
     with explained(f"the processor of {name} is missing or damaged", name):
-        of_sounds = _is_of_sounds(name)
-        if of_sounds:
-            processor: Any = ClapProcessor.from_pretrained(name, trust_remote_code=False)
-        else:
-            processor = VisionTextDualEncoderProcessor.from_pretrained(name, trust_remote_code=False)
+        kind: Any = ClapProcessor if _is_of_sounds(name) else VisionTextDualEncoderProcessor
+        processor = kind.from_pretrained(name, trust_remote_code=False)
         complete(processor.tokenizer)
-    if of_sounds:
+    if kind is ClapProcessor:
         _set_window(processor.feature_extractor, None, f"the model is {name}")
         return processor
-    squares: Any = _center_square_processor(processor.image_processor, what=f"the model is {name}")
-    if frames := getattr(processor.image_processor, "clip_frames", None):
-        squares.clip_frames = frames
-        squares.window_seconds = getattr(processor.image_processor, "window_seconds", None)
+    own = processor.image_processor
+    squares: Any = _center_square_processor(own, what=f"the model is {name}")
+    if frames := getattr(own, "clip_frames", None) or _own_frames(ModelArguments(name)):
+        squares.clip_frames, squares.window_seconds = frames, getattr(own, "window_seconds", None)
     processor.image_processor = squares
     return processor
 

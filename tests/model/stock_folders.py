@@ -12,6 +12,8 @@ from transformers import (
     AutoModel,
     BertTokenizer,
     ChineseCLIPProcessor,
+    ClapFeatureExtractor,
+    ClapProcessor,
     CLIPImageProcessor,
     CLIPProcessor,
     CLIPTokenizer,
@@ -20,6 +22,7 @@ from transformers import (
     Siglip2Processor,
     SiglipImageProcessor,
     SiglipProcessor,
+    XCLIPProcessor,
 )
 
 KINDS = ("clip", "siglip", "siglip2", "chinese_clip")
@@ -103,6 +106,74 @@ def write_stock(folder: Path, kind: str, **text: Any) -> str:
             model.logit_bias.fill_(-3.5)
     model.save_pretrained(folder)
     made.save_pretrained(folder)
+    return str(folder)
+
+
+def clap_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of letters with the special tokens of RoBERTa, of which <pad> is 1."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *LETTERS]
+    letters = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    letters.normalizer = normalizers.Lowercase()
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    ends = [("<s>", 0), ("</s>", 2)]
+    letters.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_max_length=100,
+    )
+
+
+def write_clap(folder: Path, fused: bool = False, **audio: Any) -> str:
+    """Write a random ClapModel with its processor, which hears a second of 16 kHz in loops."""
+    tokenizer = clap_tokenizer()
+    audio = {
+        "spec_size": 64, "num_mel_bins": 16, "patch_size": 4, "patch_stride": [4, 4], "window_size": 4, "depths": [1, 1],
+        "num_attention_heads": [1, 2], "patch_embeds_hidden_size": 8, "hidden_size": 16, "enable_fusion": fused, **audio,
+    }  # fmt: skip
+    text = {**TOWER, "vocab_size": len(tokenizer), "max_position_embeddings": 102, "hidden_dropout_prob": 0.1}
+    config = AutoConfig.for_model("clap", audio_config=audio, text_config=text, projection_dim=24)
+    extractor = ClapFeatureExtractor(
+        feature_size=16, sampling_rate=16000, hop_length=160, max_length_s=1, frequency_max=8000,
+        truncation="fusion" if fused else "rand_trunc",
+    )  # fmt: skip
+    scales = {"logit_scale_a": 2.0, "logit_scale_t": 3.0}
+    return _write(folder, config, scales, ClapProcessor(extractor, tokenizer))
+
+
+def write_xclip(folder: Path, frames_processor: type = CLIPImageProcessor, **entries: Any) -> str:
+    """Write a random XCLIPModel of four frames with its processor; published ones have VideoMAE's for the frames."""
+    tokenizer = clip_tokenizer()
+    over_time = {"mit_hidden_size": 24, "mit_intermediate_size": 48, "mit_num_attention_heads": 3}
+    entries = {
+        "text_config": {**TOWER, "vocab_size": len(tokenizer), "max_position_embeddings": 77},
+        "vision_config": {**TOWER, **over_time, "num_frames": 4, "image_size": SIDE, "patch_size": PATCH},
+        "projection_dim": 24,
+        "prompt_num_attention_heads": 2,
+        **entries,
+    }
+    images = frames_processor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    config = AutoConfig.for_model("xclip", **entries)
+    return _write(folder, config, {"logit_scale": 2.0}, XCLIPProcessor(images, tokenizer))
+
+
+def _write(folder: Path, config: Any, scales: dict[str, float], processor: Any) -> str:
+    torch.manual_seed(0)
+    model: Any = AutoModel.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, scale in scales.items():
+            model.get_parameter(name).fill_(scale)
+        for name, value in model.named_buffers():
+            if name.endswith("running_mean"):
+                value.fill_(-40.0)  # decibels
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
     return str(folder)
 
 

@@ -42,6 +42,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from mm_utils.model import modeling_fusion_dual_encoder as modeling
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
+from mm_utils.model.stock import from_dual_encoder
 
 VOCABULARY = 50
 END = VOCABULARY - 1
@@ -348,7 +349,7 @@ def test_a_stock_model_is_converted_and_back(fusion_layers):
     stock = VisionTextDualEncoderModel(config, *towers).eval()
     batch = batch_for(stock)
     expected = outputs(stock, batch, (*EMBEDS, "logits_per_image"))
-    model = FusionDualEncoderModel.from_dual_encoder(stock, fusion_layers=fusion_layers).eval()
+    model = from_dual_encoder(stock, fusion_layers=fusion_layers).eval()
     assert (model.fusion is None) == (fusion_layers == 0)
     assert model.config.projection_dim == 12
     assert model.logit_scale.item() == 1.5
@@ -379,7 +380,7 @@ def test_padding_changes_nothing_however_the_model_was_made(tmp_path):
     model.save_pretrained(tmp_path)
     stock = build(text_pooling="pooler").to_dual_encoder()
     FusionDualEncoderConfig(model.vision_model.config, model.text_model.config)
-    for other in (model, AutoModel.from_pretrained(tmp_path), FusionDualEncoderModel.from_dual_encoder(stock).eval()):
+    for other in (model, AutoModel.from_pretrained(tmp_path), from_dual_encoder(stock).eval()):
         assert max(padding_error(other).values()) < 1e-5
 
 

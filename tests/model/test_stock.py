@@ -16,7 +16,7 @@ from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, _pad_unmasked
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.stock import stock_processor
+from mm_utils.model.stock import from_dual_encoder, stock_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.padding import encode_in_groups
 from tests.model.stock_folders import KINDS, TEXTS, noise, siglip_tokenizer, write_stock
@@ -205,7 +205,7 @@ def test_siglip_takes_texts_that_were_padded_to_its_length(folder):
 
 def test_siglip_is_not_converted_without_its_padding(folder):
     with pytest.raises(ValueError, match="text_padding is missing; SigLIP reads padding"):
-        FusionDualEncoderModel.from_dual_encoder(AutoModel.from_pretrained(folder("siglip")))
+        from_dual_encoder(AutoModel.from_pretrained(folder("siglip")))
 
 
 @pytest.mark.parametrize("end", [2, None])

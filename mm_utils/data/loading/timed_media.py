@@ -157,6 +157,7 @@ class Sounds(Timed):
         if rate != wanted:
             part = resample_poly(part.astype(np.float32), wanted, rate).round().clip(-32768, 32767)
         shown = np.zeros(self.shape, np.int16)
+        part = np.tile(part, self.log_mel.loops(len(part)))
         silent = max(0, -first) * wanted // rate
         shown[silent : silent + len(part)] = part[: len(shown) - silent]
         if rng is not None and self.jitter:

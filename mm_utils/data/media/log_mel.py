@@ -64,6 +64,10 @@ class LogMel(ABC):
         """Return what decides the numbers, the same on every machine: for keys of caches and the identity of a run."""
         return dict(self._description)
 
+    def loops(self, samples: int) -> int:
+        """Return how many times the extractor repeats a sound of so many samples to fill the window."""
+        return 1
+
     @abstractmethod
     def _features(self, waveforms: Tensor) -> Tensor: ...
 
@@ -136,20 +140,26 @@ class _Clap(LogMel):
 
     def __init__(self, extractor: ClapFeatureExtractor) -> None:
         super().__init__(extractor)
-        if extractor.truncation != "rand_trunc" or extractor.padding not in ("pad", "repeat", "repeatpad"):
+        fused = extractor.truncation == "fusion"  # it makes four of a window: here the first, the whole one
+        known = fused or extractor.truncation == "rand_trunc"
+        if not known or extractor.padding not in ("pad", "repeat", "repeatpad"):
             raise ValueError(
                 f'the feature extractor has truncation "{extractor.truncation}" and padding "{extractor.padding}"; '
-                'known are "rand_trunc", with "pad", "repeat" or "repeatpad".'
+                'known are "rand_trunc" and "fusion", with "pad", "repeat" or "repeatpad".'
             )
         self.samples, self.padding = int(extractor.nb_max_samples), extractor.padding
         self.fft, self.hop = extractor.fft_window_size, extractor.hop_length
-        filters = torch.as_tensor(extractor.mel_filters_slaney)
+        self._description |= {"truncation": "fusion"} if fused else {}
+        self._description |= {"short": "in loops"} if self.padding != "pad" else {}
+        filters = torch.as_tensor(extractor.mel_filters if fused else extractor.mel_filters_slaney)
         self._constants = (torch.hann_window(self.fft, dtype=torch.float64), filters)
 
+    def loops(self, samples: int) -> int:
+        whole, rest = divmod(self.samples, samples)
+        return {"pad": 1, "repeat": whole + bool(rest), "repeatpad": max(1, whole)}[self.padding]
+
     def _features(self, waveforms: Tensor) -> Tensor:
-        whole, rest = divmod(self.samples, waveforms.shape[1])
-        times = {"pad": 1, "repeat": whole + bool(rest), "repeatpad": max(1, whole)}[self.padding]
-        waveforms = waveforms.repeat(1, times)
+        waveforms = waveforms.repeat(1, self.loops(waveforms.shape[1]))
         waveforms = pad(waveforms, (0, self.samples - waveforms.shape[1]))  # below 0: cuts
         bands = self._mel(self._centred(waveforms, self.fft, self.hop), self.fft)
         return 10 * bands.clamp_min(1e-10).log10()[:, None]

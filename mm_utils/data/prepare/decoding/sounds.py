@@ -11,6 +11,7 @@ from PIL import Image
 from scipy.signal import resample_poly
 
 from mm_utils.data.faults import Fault
+from mm_utils.data.media.riff import MOST_RATE
 from mm_utils.data.prepare.decoding.containers import (
     TOLERANCE,
     best_stream,
@@ -22,7 +23,7 @@ from mm_utils.data.prepare.decoding.containers import (
     open_container,
 )
 
-LEAST_RATE, MOST_RATE = 1_000, 384_000  # samples a second
+LEAST_RATE = 1_000  # samples a second
 _MOST_CHANNELS = 64
 _SILENT = 3 / 32768  # the noise of rounding and dither
 _SURPLUS = 0.1  # seconds

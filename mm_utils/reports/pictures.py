@@ -49,7 +49,7 @@ def animation(content: bytes) -> bytes:
     """
     frames, fps = read_avi(content)
     count = min(_MOST_FRAMES, len(frames))
-    shown = [shrink(_frame(frames[place * len(frames) // count]), SIDE) for place in range(count)]
+    shown = [shrink(_frame(frames[place * len(frames) // count], SIDE), SIDE) for place in range(count)]
     buffer = io.BytesIO()
     each = round(1000 * len(frames) / fps / count)  # milliseconds
     shown[0].save(buffer, "WEBP", save_all=True, append_images=shown[1:], duration=each, loop=0, quality=70, method=2)

@@ -15,6 +15,7 @@ from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.loading.timed_media import settle_window
 from mm_utils.data.media.riff import read_wav
+from mm_utils.data.prepare.decoding import sounds
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.reports.pictures import picture
@@ -119,6 +120,19 @@ def test_similar_and_a_file_that_is_searched_for(
             searcher.search_file(wrong)
     with pytest.raises(UnreadableImageError, match=r"nowhere.wav"):
         searcher.search_file(str(tmp_path / "nowhere.wav"))
+
+
+def test_no_codec_opens_a_file_that_is_searched_for(
+    indexed: tuple[str, Path, Path], searcher: Searcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A WAV file may hold MP3 and much else."""
+    if indexed[0] == "clip":
+        pytest.skip("clips are not searched for by files")
+    monkeypatch.setattr(sounds, "open_container", lambda content: pytest.fail("FFmpeg has a stranger's file"))
+    compressed = bytearray(CONTENTS["sound"][0])
+    compressed[20:22] = (0x55).to_bytes(2, "little")
+    with pytest.raises(UnreadableImageError, match="no WAV file of plain samples"):
+        searcher.search_file(bytes(compressed))
 
 
 def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:

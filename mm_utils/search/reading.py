@@ -14,7 +14,7 @@ from mm_utils.data.loading.augment import center_square
 from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.timed_media import Sounds, Timed
 from mm_utils.data.media.riff import write_avi, write_wav
-from mm_utils.data.paths import Limits, read_file
+from mm_utils.data.paths import MEDIA_LIMITS, Limits, read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.data.prepare.decoding.sounds import read_sound
@@ -67,7 +67,8 @@ class Reader(Dataset):
     def __init__(self, listing: Listing, places: Sequence[int], loaders: Loaders):
         self.listing, self.places = listing, places
         self.side, self.timed = loaders.image_size, loaders.timed
-        self.limits, self.checks = Limits(), CheckArguments()
+        self.limits = Limits() if self.timed is None else MEDIA_LIMITS
+        self.checks = CheckArguments()
 
     def __len__(self) -> int:
         return len(self.places)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,20 @@ def test_a_folder_of_sounds_follows_its_files(indexed: tuple[str, Path, Path], t
     assert (rate, len(samples)) == (16000, 8000)
     assert searcher.search_file(str(folder / "0.wav"), 1)[0].id == "0.wav"
     assert [json.loads(line)["id"] for line in (index / "skipped.jsonl").read_text().splitlines()] == ["broken.wav"]
+
+
+def test_a_file_as_large_as_preparing_takes_is_embedded(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    """A minute of a telephone's video has more than the 64 MiB of an image."""
+    medium, model, _ = indexed
+    if medium == "clip":
+        pytest.skip("the files of clips are read as those of sounds")
+    content, note = CONTENTS["sound"][0], 65 << 20
+    with open(tmp_path / "large.wav", "wb") as file:
+        file.write(b"RIFF" + (len(content) + note).to_bytes(4, "little") + b"WAVEjunk" + note.to_bytes(4, "little"))
+        file.seek(note, io.SEEK_CUR)
+        file.write(content[12:])
+    listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path), medium="sound"), "sound")
+    index = tmp_path / "index"
+    assert update(index, model, listing).embedded == 1
+    os.utime(tmp_path / "large.wav")
+    assert update(index, model, listing).kept == 1

@@ -36,6 +36,10 @@ class Limits:
     attempts: int = 3
 
 
+MEDIA_LIMITS = Limits(max_bytes=512 << 20)
+"""Of a file of sound or video."""
+
+
 def is_url(name: str) -> bool:
     """Return whether `name` is an address of any scheme, such as ``https://`` or ``pipe:``."""
     return _URL.match(name) is not None

@@ -9,8 +9,10 @@ import datasets
 from accelerate import Accelerator
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from PIL import Image
 from torch import Tensor
 
+from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
 from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
@@ -186,13 +188,22 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
         examples.append(
             RetrievalExample(
                 row["captions"][query - first],
-                [picture(rows[int(split.rows_M[place])]["image"], kind, 256) for place in found.tolist()],
+                [_picture(rows[int(split.rows_M[place])]["image"], kind) for place in found.tolist()],
                 scores.tolist(),
                 right_items(texts.take(slice(query, query + 1)), images, found[None])[0].tolist(),
                 f"{note} of {len(split.image_ME):,}",
             )
         )
     draw_retrieval(examples, out_path)
+
+
+def _picture(value: dict[str, Any], kind: str) -> Image.Image:
+    """Return a picture of a medium; a grey one if it cannot be drawn, as the towers may not have read the part that is damaged."""
+    try:
+        return picture(value, kind, 256)
+    except UnreadableImageError as error:
+        logger.warning("%s, so retrieval.png shows it grey", error)
+        return Image.new("RGB", (256, 256), "lightgrey")
 
 
 def _table(found: dict[str, dict[str, Any]]) -> list[str]:

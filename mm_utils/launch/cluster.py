@@ -14,6 +14,7 @@ from mm_utils.distributed import RunError
 from mm_utils.launch.arguments import Command, LaunchArguments
 from mm_utils.launch.worker import work
 from mm_utils.reliability.rendezvous import RENDEZVOUS_TIMEOUT
+from mm_utils.text import without_secrets
 
 # What Ray says every second where its dashboard is missing, and all metrics in one line, of every worker.
 _NOISE = "State API may be temporarily unavailable|Reporting training result"
@@ -70,7 +71,9 @@ def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
 
 def _variables(args: LaunchArguments) -> dict[str, str]:
     """Return the environment of Ray's processes, what `accelerate launch` would set included."""
-    passed = {name: value for name, value in os.environ.items() if _PASSED_ON.match(name) and not _SECRET.search(name)}
+    known = {name: value for name, value in os.environ.items() if _PASSED_ON.match(name) and not _SECRET.search(name)}
+    shown = without_secrets(known)  # an address may hold a password
+    passed = {name: value for name, value in known.items() if shown[name] == value}
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {**passed, "PYTHONPATH": path, "ACCELERATE_MIXED_PRECISION": args.mixed_precision}
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,9 @@ def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
             break
     metric = f"eval_{metric}"
 
-    def place(trial: Trial) -> tuple[bool, float]:
-        return not trial.metrics, -sign * trial.metrics.get(metric, float("nan"))
+    def place(trial: Trial) -> tuple[bool, bool, float]:
+        value = trial.metrics.get(metric, math.nan)
+        return not trial.metrics, math.isnan(value), -sign * value  # NaN would leave the others unsorted
 
     return sorted(trials, key=place), metric
 

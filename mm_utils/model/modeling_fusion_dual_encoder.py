@@ -1395,7 +1395,8 @@ class FusionDualEncoderModel(PreTrainedModel):
                 found = torch.cat([_heard(sound, processor.feature_extractor) for sound in batch])
             else:
                 count = getattr(processor.image_processor, "clip_frames", 16)
-                pictures = [frame for clip in batch for frame in _spread(clip, count)] if kind == "clip" else batch
+                window = count, getattr(processor.image_processor, "window_seconds", None)
+                pictures = [frame for clip in batch for frame in _spread(clip, *window)] if kind == "clip" else batch
                 read = [load_image(picture).convert("RGB") for picture in pictures]
                 found = processor.image_processor(images=read, return_tensors="pt")["pixel_values"]
                 found = found.unflatten(0, (len(batch), count)) if kind == "clip" else found
@@ -1467,8 +1468,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             text_config["num_hidden_layers"] += 1
 
 
-def _spread(clip: Any, count: int) -> list[Any]:
-    """Return frames of a clip, a path or PIL images, each the middle one of an equal part of it."""
+def _spread(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
+    """Return frames of a clip, a path or PIL images, each the middle one of an equal part of it; of a file's middle `seconds`."""
     if isinstance(clip, (list, tuple, range)):
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
     try:  # also hides it from what transformers wants installed before it loads any model of this file
@@ -1476,16 +1477,29 @@ def _spread(clip: Any, count: int) -> list[Any]:
     except ImportError as error:
         raise ImportError(f"{clip} is read by PyAV. pip install av, or pass a list of PIL images.") from error
     with av.open(str(clip)) as container:
-        places = _spread(range(sum(1 for _ in container.decode(video=0))), count)
+        total = sum(1 for _ in container.decode(video=0))
+        rate = container.streams.video[0].average_rate
+        shown = min(total, max(1, round(seconds * rate))) if seconds and rate else total
+        first = (total - shown) // 2
+        places = _spread(range(first, first + shown), count)
         container.seek(0)
-        kept = {at: frame.to_image() for at, frame in enumerate(container.decode(video=0)) if at in places}
+        frames = ((at, frame) for at, frame in enumerate(container.decode(video=0)) if at in places)
+        kept = {at: frame.to_image().rotate(frame.rotation, expand=True) for at, frame in frames}  # upright
     return [kept[at] for at in places]
 
 
 def _heard(sound: Any, extractor: Any) -> Tensor:
     """Return what a feature extractor makes of the middle of a sound, (samples, rate) or a path, and silence after its end."""
     if isinstance(sound, tuple):
-        samples, rate = torch.as_tensor(sound[0]).float(), sound[1]
+        samples, rate = torch.as_tensor(sound[0]), sound[1]
+        if (
+            samples.dim() != 1 or not samples.is_floating_point()
+        ):  # filled up to the window, a second dimension is huge
+            shape = f"{samples.dtype} {list(samples.shape)}"
+            raise ValueError(
+                f"a sound is (samples, rate), and its samples are {shape}. Give floats of one channel, [n]."
+            )
+        samples = samples.float()
     else:
         try:
             with wave.open(str(sound)) as file:

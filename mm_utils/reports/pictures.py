@@ -15,6 +15,7 @@ SIDE = 256  # pixels: width of a spectrogram, and shorter side of a frame that m
 _GAP = 2  # pixels between the frames of a clip
 _ROWS, _BELOW = 176, 16  # pixels of a spectrogram, and of its axis
 _WINDOW = 0.032  # seconds of a Fourier transform
+_MOST_WINDOWS = 1024  # of a sound: those of an hour would be gigabytes
 _DECIBELS = 70.0  # below the loudest spot, where the darkest colour begins
 _MOST_FRAMES = 32  # of a clip that moves
 
@@ -49,7 +50,7 @@ def animation(content: bytes) -> bytes:
     """
     frames, fps = read_avi(content)
     count = min(_MOST_FRAMES, len(frames))
-    shown = [shrink(_frame(frames[place * len(frames) // count]), SIDE) for place in range(count)]
+    shown = [shrink(_frame(frames[place * len(frames) // count], SIDE), SIDE) for place in range(count)]
     buffer = io.BytesIO()
     each = round(1000 * len(frames) / fps / count)  # milliseconds
     shown[0].save(buffer, "WEBP", save_all=True, append_images=shown[1:], duration=each, loop=0, quality=70, method=2)
@@ -76,9 +77,10 @@ def _spectrogram(content: bytes) -> Image.Image:
     size = max(16, round(_WINDOW * rate))
     if not len(samples):
         raise UnreadableImageError("a sound of 0 samples")
-    padded = np.pad(samples.astype(np.float32) / 2**15, (size // 2, size))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, size)[:: size // 4][: 1 + 4 * len(samples) // size]
-    power_TF = np.abs(np.fft.rfft(windows * np.hanning(size).astype(np.float32))) ** 2
+    step = max(size // 4, -(-len(samples) // _MOST_WINDOWS))
+    padded = np.pad(samples, (size // 2, size))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, size)[::step][: 1 + len(samples) // step]
+    power_TF = np.abs(np.fft.rfft(windows * (np.hanning(size) / 2**15).astype(np.float32))) ** 2
     # Rows at equal distances on the mel scale of O'Shaughnessy, the highest frequency on top.
     mels_R = np.linspace(2595 * np.log10(1 + rate / 2 / 700), 0, _ROWS)
     bins_R = 700 * (10 ** (mels_R / 2595) - 1) * size / rate

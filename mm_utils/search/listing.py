@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from mm_utils.data.faults import REASONS, Fault, storable
 from mm_utils.data.media import FEATURES, cached_rows
-from mm_utils.data.paths import Jail, Limits
+from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.prepare.timed import MOST_BYTES
 from mm_utils.data.sources.columns import SUFFIXES
 from mm_utils.data.sources.source import Source
 from mm_utils.data.sources.webdataset import Sample, captions_of_sample, read_shard, shard_paths
@@ -174,7 +173,7 @@ def stamps(listing: Listing) -> pa.Table:
 
 def limits_of(medium: str) -> Limits:
     """Return the limits of reading a file, which for clips and sounds are those of `prepare_data`."""
-    return Limits() if medium == "image" else Limits(max_bytes=MOST_BYTES)
+    return Limits() if medium == "image" else MEDIA_LIMITS
 
 
 def skip(name: str, fault: Fault) -> Skip:

@@ -14,7 +14,7 @@ from mm_utils.data.loading.augment import center_square
 from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.timed_media import Sounds, Timed
 from mm_utils.data.media.riff import write_avi, write_wav
-from mm_utils.data.paths import Limits, read_file
+from mm_utils.data.paths import read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.data.prepare.decoding.sounds import read_sound
@@ -50,9 +50,8 @@ def read_query(file: str | bytes, loaders: Loaders) -> torch.Tensor:
         name = file if isinstance(file, str) else "the file"
         try:
             content = read_file(file, Limits()) if isinstance(file, str) else file
-            if content[:4] != b"RIFF" or content[8:12] != b"WAVE":  # what needs a codec is not taken from strangers
-                raise Fault("medium_unknown_format", "it is no WAV file")
-            stored = stock_file(content, loaders.timed)
+            rate = loaders.timed.log_mel.rate
+            stored = write_wav(read_sound(content, rate, codecs=False)[0], rate)  # strangers' files meet no codec
         except Fault as fault:
             raise UnreadableImageError(f"{name}: {fault.detail}") from fault
         return loaders.timed.read({"bytes": stored, "path": None}, None)[0]

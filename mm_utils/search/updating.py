@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.paths import Limits, read_file
+from mm_utils.data.paths import MEDIA_LIMITS, read_file
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.distributed import RunError
 from mm_utils.search.embedding import Embedder, embed_share
@@ -176,7 +176,7 @@ def _unchanged(old: dict[str, Any], new: dict[str, Any]) -> bool:
     if old["mtime_ns"] == new["mtime_ns"]:
         return True
     try:
-        return stored_hash(read_file(new["path"], Limits())) == old["content_hash"]
+        return stored_hash(read_file(new["path"], MEDIA_LIMITS)) == old["content_hash"]
     except Fault:
         return False
 

@@ -16,6 +16,7 @@ from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluato
 from mm_utils.evaluation.retrieval_report import direction_figures, draw_examples, report_retrieval, scoring_costs
 from mm_utils.model.flops import FlopCounts, Quadratic
 from mm_utils.reports.plots import RetrievalExample
+from tests.data.media_files import clip, media_rows
 from tests.truthful_model import ACCELERATOR, MAIN_PROCESS, TruthfulModel
 
 FLOPS = FlopCounts(
@@ -131,3 +132,21 @@ def test_other_processes_are_silent(tmp_path: Path, caplog: pytest.LogCaptureFix
         report_retrieval(ACCELERATOR, *evaluated(), FLOPS, str(tmp_path))
     assert not caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clip_with_a_damaged_frame_is_grey(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tower that reads two frames of a clip has not seen it."""
+    evaluator, _ = evaluated(0)
+    assert evaluator.split is not None
+    content = bytearray(clip(["red"] * 8))
+    second = content.index(b"\xff\xd8", content.index(b"\xff\xd8") + 2)
+    content[second + 2 : second + 200] = bytes(198)
+    captions = [["a"] * int((evaluator.split.caption_key_T == key).sum()) for key in evaluator.split.image_key_M]
+    rows = media_rows("clip", [bytes(content)] * len(captions), captions=captions)
+    drawn: list[RetrievalExample] = []
+    monkeypatch.setattr(retrieval_report, "draw_retrieval", lambda examples, path: drawn.extend(examples))
+    draw_examples(rows, evaluator, tmp_path / "retrieval.png")
+    assert {image.getpixel((0, 0)) for example in drawn for image in example.images} == {(211, 211, 211)}
+    assert "shows it grey" in caplog.text

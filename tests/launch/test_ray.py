@@ -90,9 +90,11 @@ def starts(folder: Path) -> list[dict[str, Any]]:
 def test_workers_get_variables_but_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HOME", "HF_TOKEN", "WANDB_API_KEY", "WANDB_PROJECT", "NCCL_DEBUG", "OTHER"):
         monkeypatch.setenv(name, name)
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:hush@hub.example.org")
+    monkeypatch.setenv("WANDB_PAT", "hush")
     found = cluster._variables(LaunchArguments(mixed_precision="bf16"))
     assert {"HF_HOME", "WANDB_PROJECT", "NCCL_DEBUG"} <= found.keys()
-    assert not {"HF_TOKEN", "WANDB_API_KEY", "OTHER"} & found.keys()
+    assert not {"HF_TOKEN", "WANDB_API_KEY", "HF_ENDPOINT", "WANDB_PAT", "OTHER"} & found.keys()
     assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert str(ROOT) in found["PYTHONPATH"].split(os.pathsep)
 

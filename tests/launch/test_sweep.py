@@ -31,6 +31,12 @@ def test_the_best_comes_first(metric: str, greater: bool, order: str, tmp_path: 
     assert [trial.values["seed"] for trial in found] == [*order, "=2"]
 
 
+def test_no_number_does_not_come_before_the_best(tmp_path: Path) -> None:
+    found = trials(tmp_path)
+    found.insert(1, Trial({"seed": "4"}, tmp_path / "seed-4", {"eval_mean_recall": float("nan")}))
+    assert [trial.values["seed"] for trial in ranked(found)[0]] == ["3", "1", "4", "=2"]
+
+
 def test_the_table_and_the_file(tmp_path: Path) -> None:
     found, metric = ranked(trials(tmp_path))
     lines = table(found, metric).splitlines()

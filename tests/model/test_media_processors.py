@@ -1,6 +1,7 @@
 """Models and processors of clips and sounds by flags, and `encode` of files."""
 
 import json
+import struct
 import wave
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from transformers import (
 )
 
 from mm_utils.data.loading.timed_media import settle_window, timed_of
-from mm_utils.data.media.riff import write_wav
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.data.media.riff import write_avi, write_wav
+from mm_utils.data.prepare.decoding.clips import read_clip
+from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.processor import load_processor, load_processor_of
@@ -175,6 +177,34 @@ def test_clips_are_read_from_files(tmp_path: Path) -> None:
     )
 
 
+def test_a_turned_video_is_read_as_preparing_reads_it(tmp_path: Path) -> None:
+    """Telephones store upright videos lying, with a note that says so; and the middle is what evaluations read."""
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as file:
+        stream = file.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for at in range(16):
+            pixels = np.zeros((64, 64, 3), np.uint8)
+            pixels[: 4 * at] = 255
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode(None))
+    content = bytearray((tmp_path / "a.mp4").read_bytes())
+    matrix = content.index(b"tkhd") + 44
+    content[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # by a quarter
+    (tmp_path / "b.mp4").write_bytes(content)
+    model, processor = built("clip", image_size=32)
+    processor.image_processor.clip_frames, processor.image_processor.window_seconds = 4, 2.0
+    for name in ("a.mp4", "b.mp4"):
+        clip = read_clip((tmp_path / name).read_bytes(), 4, None)
+        timed: Any = timed_of(processor, 1.0)
+        example = timed.read({"bytes": write_avi(clip.jpegs, 4, clip.size), "path": None}, None)[0]
+        with torch.no_grad():
+            pixels_1 = (example.float() / 255 - 0.5)[None] / 0.5
+            expected = model.encode_image(pixels_1, with_keys_values=False)[0]
+        torch.testing.assert_close(model.encode(clips=tmp_path / name), expected, atol=0.02, rtol=0)
+    assert model.encode(clips=tmp_path / "a.mp4") @ model.encode(clips=tmp_path / "b.mp4").T < 0.99
+
+
 @pytest.mark.parametrize(("kind", "own"), [("videomae", VideoMAEImageProcessor), ("vjepa2", VJEPA2VideoProcessor)])
 def test_video_towers_have_their_own_colours(kind: str, own: Any, tmp_path: Path) -> None:
     vision_tower(AutoConfig.for_model(kind, **TOWERS[kind])).save_pretrained(tmp_path)
@@ -201,6 +231,13 @@ def test_towers_of_another_medium_are_refused(tmp_path: Path, tiny: Any) -> None
             build_model(ModelArguments(vision_config=name), tokenizer, medium=medium)
     with pytest.raises(ValueError, match="--patch_dropout"):
         build_model(ModelArguments(patch_dropout=0.5), tokenizer, medium="sound")
+
+
+@pytest.mark.parametrize("samples", [torch.zeros(1, 9), torch.zeros(9, 2), torch.ones(9, dtype=torch.int16)])
+def test_samples_of_other_shapes_are_refused(tiny: Any, samples: torch.Tensor) -> None:
+    """torchaudio gives [channels, n], soundfile [n, channels]; either would be filled up to a window in the wrong way."""
+    with pytest.raises(ValueError, match=r"its samples are torch.*Give floats of one channel"):
+        tiny[0].encode(sounds=[(samples, 16000)])
 
 
 def test_other_sound_files_say_what_to_do(tiny: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Pictures of clips and sounds show what is in them, where and when."""
 
 import io
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -38,6 +39,15 @@ def test_silence_is_dark_and_a_short_sound_is_shown() -> None:
     assert (silent == silent[0, 0]).all()
     assert silent.mean() < 60
     assert picture({"bytes": write_wav(np.full(3, 9000, np.int16), 8000)}, "sound").size == (256, 192)
+
+
+def test_a_long_sound_takes_little_memory() -> None:
+    """Its file has 19 MB; the windows of all of it would have 300."""
+    content = write_wav(np.tile(np.arange(-6000, 6000, dtype=np.int16), 800), 16000)
+    tracemalloc.start()
+    picture({"bytes": content}, "sound")
+    assert tracemalloc.get_traced_memory()[1] < 100e6
+    tracemalloc.stop()
 
 
 def test_the_axis_counts_seconds() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
 from mm_utils.data.loading.timed_media import settle_window
 from mm_utils.data.media.riff import read_avi, read_wav
+from mm_utils.data.prepare.decoding import sounds
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.reports.pictures import picture
@@ -123,6 +125,19 @@ def test_similar_and_a_file_that_is_searched_for(
         searcher.search_file(str(tmp_path / "nowhere.wav"))
 
 
+def test_no_codec_opens_a_file_that_is_searched_for(
+    indexed: tuple[str, Path, Path], searcher: Searcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A WAV file may hold MP3 and much else."""
+    if indexed[0] == "clip":
+        pytest.skip("clips are not searched for by files")
+    monkeypatch.setattr(sounds, "open_container", lambda content: pytest.fail("FFmpeg has a stranger's file"))
+    compressed = bytearray(CONTENTS["sound"][0])
+    compressed[20:22] = (0x55).to_bytes(2, "little")
+    with pytest.raises(UnreadableImageError, match="no WAV file of plain samples"):
+        searcher.search_file(bytes(compressed))
+
+
 def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
     medium = indexed[0]
     running = served(searcher)
@@ -223,3 +238,20 @@ def test_shards_are_read_as_folders_are(indexed: tuple[str, Path, Path], tmp_pat
     timed = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model))).timed
     assert timed is not None
     assert [searcher.content(row) for row in range(5)] == [stock_file(content, timed) for content in contents]
+
+
+def test_a_file_as_large_as_preparing_takes_is_embedded(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    """A minute of a telephone's video has more than the 64 MiB of an image."""
+    medium, model, _ = indexed
+    if medium == "clip":
+        pytest.skip("the files of clips are read as those of sounds")
+    content, note = CONTENTS["sound"][0], 65 << 20
+    with open(tmp_path / "large.wav", "wb") as file:
+        file.write(b"RIFF" + (len(content) + note).to_bytes(4, "little") + b"WAVEjunk" + note.to_bytes(4, "little"))
+        file.seek(note, io.SEEK_CUR)
+        file.write(content[12:])
+    listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path), medium="sound"), "sound")
+    index = tmp_path / "index"
+    assert update(index, model, listing).embedded == 1
+    os.utime(tmp_path / "large.wav")
+    assert update(index, model, listing).kept == 1

@@ -13,6 +13,9 @@ import numpy as np
 
 from mm_utils.data.images import UnreadableImageError
 
+MOST_RATE = 384_000  # samples a second
+_MOST_CHUNKS = 250_000  # of a file: an hour of 60 frames a second
+_JPEG = b"\xff\xd8"  # the first bytes of a frame
 _PCM, _SAMPLE = 1, 2  # format tag of plain samples; bytes of one
 _WAV_FORMAT = struct.Struct("<HHIIHH")  # tag, channels, samples and bytes a second, bytes of a frame, bits of a sample
 _AVI_HEADER = struct.Struct("<14I")
@@ -43,6 +46,8 @@ def read_wav(content: bytes) -> tuple[np.ndarray, int]:
         raise UnreadableImageError(
             f"a WAV file of {channels} channels of {bits} bits; prepared sounds are mono, 16 bits"
         )
+    if rate > MOST_RATE:  # the filter that changes it would take memory by the rate
+        raise UnreadableImageError(f"a WAV file of {rate:,} samples a second; {MOST_RATE:,} are the most")
     return np.frombuffer(chunks[b"data"], "<i2"), rate
 
 
@@ -93,6 +98,8 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
             frames = [frame for kind, frame in _walk(data[4:]) if kind == _FRAME]
     if header is None or not frames or not len(frames[0]):
         raise UnreadableImageError("an AVI file without JPEG frames; prepared clips have one stream of them")
+    if any(len(frame) and bytes(frame[:2]) != _JPEG for frame in frames):  # only these are decoded at a small scale
+        raise UnreadableImageError("an AVI file with frames that are no JPEG files")
     for at, frame in enumerate(frames):
         frames[at] = frame if len(frame) else frames[at - 1]
     return frames, header
@@ -123,9 +130,12 @@ def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[byt
 
 
 def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Give name and content of each chunk; one that is cut short is an error."""
-    at = 0
+    """Give name and content of each chunk; one that is cut short is an error, and so are too many."""
+    at = count = 0
     while at < len(content):
+        count += 1
+        if count > _MOST_CHUNKS:
+            raise UnreadableImageError(f"it has more than {_MOST_CHUNKS:,} parts")
         size = int.from_bytes(content[at + 4 : at + 8], "little")
         if at + 8 + size > len(content):
             raise UnreadableImageError(f"it ends within a part of {size:,} bytes")

@@ -19,9 +19,8 @@ TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 LONGEST_LINE = 16 << 20  # characters
 LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's captions have 0.1 GB
 _LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
-_CUE = re.compile(
-    r"(?:(\d+):)?(\d+):(\d+)[.,](\d+)[ \t]*-->[ \t]*(?:(\d+):)?(\d+):(\d+)[.,](\d+)[^\n]*\n((?:[^\n]*\S[^\n]*(?:\n|$))*)"
-)
+_TIME = r"(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})[.,](\d{1,9})"  # bounded, so that the search is linear in the file
+_CUE = re.compile(rf"{_TIME}[ \t]{{0,99}}-->[ \t]{{0,99}}{_TIME}[^\n]*(?:\n|$)((?:[^\n]*\S[^\n]*(?:\n|$))*)")
 _MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
 

@@ -41,6 +41,7 @@ from mm_utils.evaluation.probes.words import (
 )
 
 MOST_IMAGES = 5_000  # whose captions are read
+MOST_CHARACTERS = 4_000  # of a caption; time grows with their square, and longer ones are left out
 MOST_PROBES = 1_000  # of a kind: the interval is then at most 3 points to each side
 _TOKEN = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 _SENSES = {
@@ -222,7 +223,7 @@ def event_order(caption: Caption, drawing: Drawing) -> str | None:
     first, text, end, is_suffix = whole.groups(default="")
     joint, most = (_AND, 1) if is_suffix else (_THEN, 0)  # a dog barks, and it rains after that
     events, joints = joint.split(text, most), joint.findall(text)
-    if len(events) < 2 or events[0].lower() == events[-1].lower():
+    if len(events) < 2 or not all(events) or events[0].lower() == events[-1].lower():
         return None
     if text[0].isupper() and not first:
         events[0] = events[0][0].lower() + events[0][1:]
@@ -296,7 +297,7 @@ def _english(row: dict[str, list[str]]) -> list[tuple[Caption, str]]:
     return [
         (Caption(text), language)
         for text, language in pairs
-        if re.split("[-_]", language.lower())[0] in ("en", "eng", "")
+        if re.split("[-_]", language.lower())[0] in ("en", "eng", "") and len(text) <= MOST_CHARACTERS
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mm_utils.data.images import UnreadableImageError
-from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
+from mm_utils.data.media.riff import MOST_RATE, read_avi, read_wav, write_avi, write_wav
 
 
 def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
@@ -84,3 +84,27 @@ def test_other_sounds_are_refused() -> None:
         stereo.writeframes(bytes(16))
     with pytest.raises(UnreadableImageError, match="2 channels of 16 bits; prepared sounds are mono"):
         read_wav(buffer.getvalue())
+
+
+@pytest.mark.parametrize("rate", [MOST_RATE + 1, 4_294_967_291])
+def test_a_rate_that_would_fill_the_memory_is_refused(rate: int) -> None:
+    """Changing it to that of a tower takes a filter of twenty numbers for every sample of a second."""
+    content = bytearray(write_wav(np.arange(5, dtype=np.int16), 8000))
+    content[24:28] = rate.to_bytes(4, "little")
+    with pytest.raises(UnreadableImageError, match="samples a second"):
+        read_wav(bytes(content))
+
+
+def test_more_frames_than_a_clip_has_are_refused() -> None:
+    """Eight bytes of the file each, and two hundred of memory."""
+    content = write_avi([FRAMES[0], *[b""] * 300_000], 4, (48, 32))
+    with pytest.raises(UnreadableImageError, match="more than 250,000 parts"):
+        read_avi(content)
+
+
+def test_frames_of_another_kind_are_refused() -> None:
+    """A PNG is decoded whole, whatever is asked for: 512 of 40 million pixels would be 60 GB."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (48, 32)).save(buffer, "PNG")
+    with pytest.raises(UnreadableImageError, match="no JPEG"):
+        read_avi(write_avi([FRAMES[0], buffer.getvalue()], 4, (48, 32)))

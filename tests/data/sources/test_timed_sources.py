@@ -1,6 +1,7 @@
 """Sources of clips and sounds in every format: what is read as what, and what is asked when it is not clear."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mm_utils.data.paths import Limits
 from mm_utils.data.sources.detect import read_source
 from mm_utils.data.sources.records import FramesImage, Record
 from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.data.sources.text_files import read_cues
 
 
 def read(path: Path, **values: Any) -> list[Record]:
@@ -167,3 +169,10 @@ def test_formats_of_images_alone_say_so(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
     with pytest.raises(ValueError, match="coco is read for images alone, and the medium is sound"):
         read(tmp_path / "a.json", medium="sound")
+
+
+@pytest.mark.parametrize("text", ["1" * 40_000, "00:00:01,000 --> 00:00:02,000 " * 8_000], ids=["digits", "a line"])
+def test_subtitles_take_time_by_their_size(text: str) -> None:
+    began = time.process_time()
+    assert read_cues(text) == []
+    assert time.process_time() - began < 1

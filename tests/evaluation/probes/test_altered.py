@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 from collections import Counter
 from typing import Any
 
@@ -73,6 +74,8 @@ def alter(kind: Any, text: str, seed: int = 0) -> str | None:
         (event_order, "a dog barks, then a dog barks", None),  # would stay true
         (event_order, "A dog barks. A cat runs, then sleeps.", None),
         (event_order, "a man before a house", None),
+        (event_order, "A dog barks, then .", None),  # nothing, or a space, follows
+        (event_order, "A dog barks and then ", None),
     ],
 )  # fmt: skip
 def test_by_hand(kind: Any, true: str, false: str | None) -> None:
@@ -150,3 +153,13 @@ def test_any_text_is_taken(captions: list[str]) -> None:
     for probe in altered_captions(rows):
         assert probe.true in captions
         assert probe.false not in captions
+
+
+def test_endless_captions_are_left_out() -> None:
+    """Pairs of groups, and "if ... then", take time by the square of the length."""
+    began = time.process_time()
+    rows = datasets.Dataset.from_dict(
+        {"captions": [["a dog barks, then " + "if " * 60_000], ["a red ball and " * 6_000]]}
+    )
+    assert altered_captions(rows) == []
+    assert time.process_time() - began < 1

@@ -11,6 +11,7 @@ from PIL import Image
 from scipy.signal import resample_poly
 
 from mm_utils.data.faults import Fault
+from mm_utils.data.media.riff import MOST_RATE
 from mm_utils.data.prepare.decoding.containers import (
     TOLERANCE,
     best_stream,
@@ -22,7 +23,7 @@ from mm_utils.data.prepare.decoding.containers import (
     open_container,
 )
 
-LEAST_RATE, MOST_RATE = 1_000, 384_000  # samples a second
+LEAST_RATE = 1_000  # samples a second
 _MOST_CHANNELS = 64
 _SILENT = 3 / 32768  # the noise of rounding and dither
 _SURPLUS = 0.1  # seconds
@@ -46,6 +47,7 @@ def read_sound(
     *,
     max_seconds: float = 60.0,
     notes: list[str] | None = None,
+    codecs: bool = True,
 ) -> tuple[np.ndarray, int]:
     """Read the sound of a file, mixed to one channel by the mean, from `start` to `end` on the file's clock.
 
@@ -57,6 +59,7 @@ def read_sound(
         start, end: seconds; None for the beginning and the end.
         max_seconds: the longest sound that is wanted.
         notes: keys of `NOTES` are added.
+        codecs: read more than WAV files of plain samples.
 
     Returns:
         int16 `[n]`, and the samples a second of the file.
@@ -68,6 +71,8 @@ def read_sound(
     if end is not None:
         check_length(end - (start or 0.0), max_seconds)
     plain = _read_wav(content, start, end, max_seconds)
+    if plain is None and not codecs:
+        raise Fault("medium_unknown_format", "it is no WAV file of plain samples")
     samples, own = plain or _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
     if not len(samples):
         raise Fault("medium_empty", "it holds no samples")

@@ -14,7 +14,7 @@ from mm_utils.data.loading.augment import center_square
 from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.timed_media import Sounds, Timed
 from mm_utils.data.media.riff import write_avi, write_wav
-from mm_utils.data.paths import read_file
+from mm_utils.data.paths import Limits, read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.data.prepare.decoding.sounds import read_sound

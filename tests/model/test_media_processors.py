@@ -25,7 +25,7 @@ from transformers import (
 from mm_utils.data.loading.timed_media import settle_window, timed_of
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.prepare.decoding.clips import read_clip
-from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.processor import load_processor, load_processor_of

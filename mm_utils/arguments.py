@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from transformers import HfArgumentParser
 from mm_utils.text import printable, redact
 
 T = TypeVar("T")
+
+LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
 
 # Flags of other trainers (transformers, sentence-transformers, open_clip) and of the launcher: what to write instead, and the
 # flag that a script must have for the advice to hold.
@@ -137,6 +140,11 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
 def in_notebook() -> bool:
     """Return whether a notebook runs this process; then `sys.argv` is its kernel's, and says nothing about the run."""
     return "kernel_launcher" in Path(sys.argv[0]).name
+
+
+def launcher() -> str:
+    """Return what stands before the script in the command that starts this run once more."""
+    return os.environ.get(LAUNCH_VARIABLE) or "accelerate launch"
 
 
 def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:

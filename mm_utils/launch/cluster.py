@@ -105,7 +105,7 @@ def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float],
     if least < most:
         scaling = {"num_workers": (least, most), "elastic_resize_monitor_interval_s": RESIZE_SECONDS}
     task: dict[str, Any] = {"script": command.script, "argv": list(command.argv), "folder": command.folder}
-    task |= {"launch": f"ray:{name}", "on_cpu": "GPU" not in resources}
+    task |= {"launch": f"ray:{name}", "launcher": command.launcher, "on_cpu": "GPU" not in resources}
     attempt = 0
     while True:
         attempt += 1

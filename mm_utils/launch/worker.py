@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
+from mm_utils.arguments import LAUNCH_VARIABLE
 from mm_utils.data.loading.workers import end_workers
 from mm_utils.distributed import RunError
 from mm_utils.reliability import signals
@@ -37,7 +38,7 @@ def work(task: Mapping[str, Any]) -> dict[str, Any]:
     """Run the script; called by Ray on every worker.
 
     Args:
-        task: `script`, `argv` and `folder` of the command, `launch`, the name of this launch, and `on_cpu`.
+        task: `script`, `argv`, `folder` and `launcher` of the command, `launch`, the name of this launch, and `on_cpu`.
 
     Returns:
         `metrics`, those of the script, and `preempted`, whether it has saved and must be started again.
@@ -78,7 +79,7 @@ def prepare(task: Mapping[str, Any]) -> None:
             "folder that all machines share, or with ray job submit --working-dir ."
         ) from error
     sys.argv = [os.path.relpath(task["script"]), *task["argv"]]
-    os.environ[LAUNCHER_VARIABLE] = task["launch"]
+    os.environ |= {LAUNCHER_VARIABLE: task["launch"], LAUNCH_VARIABLE: task["launcher"]}
     if task["on_cpu"]:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     hide_bars()

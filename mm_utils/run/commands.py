@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_utils.arguments import launch_command, to_words
+from mm_utils.arguments import launch_command, launcher, to_words
 from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.data.streaming.rows import shard_kind
@@ -19,7 +19,7 @@ _DRY_RUN = re.compile(r"(?:^| )--dry[_-]run(?:[ =](?:true|yes|t|y|1))?(?= |$)", 
 
 def own_command(script: str, argv: Sequence[str] | None) -> str:
     """Return the command of this run; `argv` are the arguments given to `main`, None for those of the process."""
-    return launch_command(script, sys.argv[1:] if argv is None else argv)
+    return launch_command(script, sys.argv[1:] if argv is None else argv, launcher())
 
 
 def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
@@ -31,14 +31,15 @@ def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
 
 def again_command(script: str, folder: Path) -> str:
     """Return the command that repeats the run of this output folder, in another folder."""
-    return launch_command(script, ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "again")])
+    words = ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "again")]
+    return launch_command(script, words, launcher())
 
 
 def longer_command(script: str, folder: Path, settings: Mapping[str, Any]) -> str:
     """Return the command that repeats the run of this output folder for twice as long, in another folder."""
     name = "max_steps" if settings["max_steps"] > 0 else "num_train_epochs"
     words = ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "longer")]
-    return launch_command(script, [*words, f"--{name}", f"{2 * settings[name]:.10g}"])
+    return launch_command(script, [*words, f"--{name}", f"{2 * settings[name]:.10g}"], launcher())
 
 
 def commands_after_training(

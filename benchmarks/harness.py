@@ -22,21 +22,25 @@ from matplotlib.ticker import NullLocator
 
 from mm_utils import distributed
 from mm_utils.reports.plots import BLUE, INK, LIGHT, MUTED, new_figure
+from mm_utils.run import checks
 
 ROOT = Path(__file__).resolve().parents[1]
+_LIBC = ctypes.CDLL(None)
 
 
 class TurnTaker:
     """A Python program that works only between a question and its answer, each one line of JSON.
 
     After an answer its process group (with its loader workers) is stopped, so that nothing it does falls into another's
-    time. The program's side is `serve`.
+    time. On Linux it ends with this process, from its first moment on, and this process with its launcher: what is left of
+    a command that was ended would answer into a broken pipe. The program's side is `serve`.
 
     Attributes:
         error: why it is out, if it is; it answers nothing more then.
     """
 
     def __init__(self, program: Path, *arguments: str):
+        checks.end_with_launcher()
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, str(program), *arguments],
@@ -44,7 +48,7 @@ class TurnTaker:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
-            preexec_fn=os.setpgrp,  # it and its workers are stopped together; from Python 3.11 on, process_group=0
+            preexec_fn=_begin_group,
         )
         self.error: str | None = None
 
@@ -72,10 +76,15 @@ class TurnTaker:
             os.killpg(self.process.pid, number)
 
 
+def _begin_group() -> None:
+    """Let this process and its workers be stopped together, and be killed with the parent."""
+    os.setpgrp()
+    with suppress(AttributeError):
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+
+
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Answer the questions of a `TurnTaker` until it asks no more; what else is printed goes to stderr."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: Linux ends it if the parent is killed
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
@@ -102,7 +111,7 @@ def cpu_seconds() -> float:
 
 def _process_clock(pid: int) -> float:
     clock = ctypes.c_int()
-    if error := ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+    if error := _LIBC.clock_getcpuclockid(pid, ctypes.byref(clock)):
         raise ProcessLookupError(error, os.strerror(error))
     try:
         return time.clock_gettime(clock.value)
@@ -121,7 +130,12 @@ def give_memory_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+        _LIBC.malloc_trim(0)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def machine() -> dict[str, str]:

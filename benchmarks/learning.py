@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.ablation_report import interval
+from benchmarks.ablations.report import interval
 from benchmarks.harness import ROOT, TurnTaker, machine
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.loading.loaders import LoaderArguments

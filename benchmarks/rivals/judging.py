@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import synchronize
-from benchmarks.rivals.contestants import Batch, Bench
+from benchmarks.rivals.loop_bench import Batch, Bench
 from benchmarks.rivals.plain_contrastive import caption_relevance, retrieval_metrics
 from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.tokens import tokenize_captions

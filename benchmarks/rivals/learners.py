@@ -33,18 +33,18 @@ from transformers import TrainerCallback
 
 from benchmarks.harness import serve
 from benchmarks.rivals.closed_forms import cca, ridge
-from benchmarks.rivals.contestants import (
+from benchmarks.rivals.contestants import clip_loss
+from benchmarks.rivals.judging import Clock, Judge, judge_now, stock_towers
+from benchmarks.rivals.loop_bench import (
     Batch,
     Bench,
     PillowPairs,
     Task,
-    clip_loss,
     endless,
     open_clip_batches,
     to_rgb,
     transformers_batches,
 )
-from benchmarks.rivals.judging import Clock, Judge, judge_now, stock_towers
 from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.model.build import ModelArguments, load_model

@@ -1,4 +1,4 @@
-"""What the contestants of `benchmarks/loading.py` read: one set of pairs, written in each of their formats, once.
+"""What the contestants of `benchmarks/data/loading.py` read: one set of pairs, written in each of their formats, once.
 
 Every function below gives a folder and makes it if it is not there; a folder is complete or not there at all.
 """

@@ -1,4 +1,4 @@
-"""What the readers of `benchmarks/loading.py` share: the pairs, the stores of them, and what is done to an image."""
+"""What the readers of `benchmarks/data/loading.py` share: the pairs, the stores of them, and what is done to an image."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""One contestant of `benchmarks/loading.py` at work, in a process of its own: checked first, then timed in turns.
+"""One contestant of `benchmarks/data/loading.py` at work, in a process of its own: checked first, then timed in turns.
 
 The process is told what to read (`reader_bench.Task`) and says what a pair takes on disk. `{"check": true}` makes it read an
 epoch and say what is wrong with it; `{"open": true}`, start a fresh loader and say when its first batch was there; then

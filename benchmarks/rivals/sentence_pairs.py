@@ -20,8 +20,8 @@ from torch import nn
 from torchvision.transforms import Compose, InterpolationMode, Normalize, RandomResizedCrop, ToTensor
 from transformers import TrainerCallback
 
-from benchmarks.rivals.contestants import ENDLESS, Bench, to_rgb
 from benchmarks.rivals.judging import Judge, judge_now, mean_of, stock_towers
+from benchmarks.rivals.loop_bench import ENDLESS, Bench, to_rgb
 
 LEARNING_RATE = 1e-4
 

@@ -1,6 +1,6 @@
 """Measure what each known way of training on several processes does to the gradient of the contrastive loss.
 
-    python -m benchmarks.gradients --processes 1,2,3,4
+    python -m benchmarks.processes.gradients --processes 1,2,3,4
 
 It starts the processes itself (gloo, CPU, fp64, no data). The gradients g of two small encoders, averaged as DDP does
 over processes with equal shares of a batch, are compared with the gradients r of one process with the whole batch:

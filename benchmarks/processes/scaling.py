@@ -1,10 +1,10 @@
 """Where the time goes on many GPUs, reckoned: what breaks first at 10^9 pairs and 1,024 GPUs.
 
-    python -m benchmarks.scaling
-    python -m benchmarks.scaling --vision_config small --text_config small --gpus 64,1024 --bandwidth_gb 25
+    python -m benchmarks.processes.scaling
+    python -m benchmarks.processes.scaling --vision_config small --text_config small --gpus 64,1024 --bandwidth_gb 25
 
 It needs no GPU. FLOPs are counted on the real model (`mm_utils.model.flops`), bytes by the formulas of docs/communication.md
-(`benchmarks.communication`), which are tested, and the draw of a global batch is timed here. What a GPU, a link, a core and a
+(`benchmarks.processes.communication`), which are tested, and the draw of a global batch is timed here. What a GPU, a link, a core and a
 disk reach are flags: assumptions. So this shows what grows beyond what, and does not replace a measurement.
 
 Gradients travel beside the backward pass, two thirds of the towers' time, and a batch is drawn beside the step before; what
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.communication import StepSize, predict
+from benchmarks.processes.communication import StepSize, predict
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 from mm_utils.model.build import ModelArguments, build_model

@@ -1,6 +1,6 @@
 """Measure a step with encoders together and apart, beside what `--placement auto` predicts.
 
-    torchrun --nproc_per_node 2 -m benchmarks.placement --vocab_size 20000 --image_size 64 --output_file placement.json
+    torchrun --nproc_per_node 2 -m benchmarks.processes.placement --vocab_size 20000 --image_size 64 --output_file placement.json
 
 On one machine, a slow network can be had in a namespace of its own, here 200 Mbit/s for all processes together; begin a shell with
 

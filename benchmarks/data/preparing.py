@@ -1,7 +1,7 @@
 """Measure what preparing an image costs: CPU time of one core, beside a plain Pillow loop that decodes, resizes and saves.
 
-    python -m benchmarks.preparing
-    python -m benchmarks.preparing --images photos/ --image_size 336 --output_file preparing.json
+    python -m benchmarks.data.preparing
+    python -m benchmarks.data.preparing --images photos/ --image_size 336 --output_file preparing.json
 
 `tandem` reads, checks, hashes, fingerprints, shrinks and stores (`mm_utils.data.prepare.ingest`, the part of `prepare_data.py` that
 runs on all cores); `pillow` opens, resizes (bicubic) and saves as JPEG of the same quality, and checks nothing. Both read

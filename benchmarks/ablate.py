@@ -1,4 +1,4 @@
-"""Compare variants of a training run: the same budget, several seeds, a table with intervals.
+"""Compare variants of a training run: equal budget, several seeds, a table with intervals.
 
     python -m benchmarks.ablate --grid benchmarks/ablations/fusion.yaml --seeds 3 --output_dir outputs/ablation
 
@@ -64,7 +64,7 @@ class AblationArguments:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script and return the means as variant/metric; `argv` lets tests and notebooks call it."""
+    """Run the script; return the means as variant/metric. Tests and notebooks give `argv`."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     [args] = parse_args(AblationArguments, argv=argv, doc=__doc__)
     set_up_logging()

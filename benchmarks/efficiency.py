@@ -1,4 +1,4 @@
-"""Time and pairs until a training run reaches a given held-out recall, with and without what should make it sooner.
+"""Time and pairs until a run reaches a given held-out recall, with and without helps.
 
 The embedded scenes: gradient caching, and batch sizes that grow:
     python -m benchmarks.efficiency --target 0.6 --output_file efficiency.jsonl

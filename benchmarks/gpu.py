@@ -1,4 +1,4 @@
-"""Measure what a training step is made of on a GPU: time, pairs per second, utilisation, launches, waits of the host.
+"""Measure what a training step is made of on a GPU: time, utilisation, launches, waits.
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.gpu --output_file gpu.json
     accelerate launch -m benchmarks.gpu --pairs 16 --vision_config tiny --text_config tiny --image_size 32   # a trial on a CPU
@@ -193,7 +193,7 @@ def measure(
     model_args: ModelArguments,
     peak: float,
 ) -> dict[str, Any]:
-    """The figures of one setting; the first three steps, in which it is compiled, are not counted."""
+    """The figures of one setting; the first three steps, which compile, are not counted."""
     torch._dynamo.reset()
     reset_peak(accelerator.device)
     step, operations = make_step(accelerator, setting, model_args, args.micro_batch_size)
@@ -222,7 +222,7 @@ def measure(
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """FLOPs per second of a large matrix product in bf16, and bytes per second of a large copy, read and written."""
+    """FLOPs a second of a large bf16 matrix product, bytes a second of a large copy."""
     side = MATRIX if device.type == "cuda" else 512
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
 

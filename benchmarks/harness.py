@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: processes that take turns, what they take of memory, the machine, and a table."""
+"""What benchmarks share: processes that take turns, memory, the machine, and a table."""
 
 import ctypes
 import json
@@ -84,7 +84,7 @@ def _begin_group() -> None:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer the questions of a `TurnTaker` until it asks no more; what else is printed goes to stderr."""
+    """Answer a `TurnTaker` until it asks no more; what else is printed goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
@@ -96,7 +96,7 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def cpu_seconds() -> float:
-    """User and system time so far of this process, of its living children and theirs, and of children that have ended.
+    """CPU time so far of this process, its living children and theirs, and ended children.
 
     On Linux in nanoseconds, by each process's own clock; elsewhere by psutil. What a process has used between two calls is
     lost if it ended between them and is not yet waited for.
@@ -155,7 +155,7 @@ def machine() -> dict[str, str]:
 
 
 def draw_bars(values: dict[str, float], title: str, ours: str, out_path: Path) -> None:
-    """Draw horizontal bars, each with its value to three digits; names that begin with `ours` are in colour."""
+    """Draw horizontal bars with their values; names that begin with `ours` are in colour."""
     figure = new_figure(7, 0.9 + 0.32 * len(values))
     ax = figure.add_subplot()
     places = list(range(len(values)))

@@ -1,4 +1,4 @@
-"""Measure time and memory of the contrastive loss alone, forward and backward: in tiles, and with the whole N x N matrix.
+"""Measure time and memory of the contrastive loss alone: in tiles, and as N x N matrix.
 
     accelerate launch -m benchmarks.loss
     accelerate launch -m benchmarks.loss --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
@@ -118,7 +118,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def extrapolate(measured: dict[str, Any] | None, pairs: int) -> dict[str, Any]:
-    """The naive loss at a size where it does not fit: both figures grow with the square of the batch."""
+    """The naive loss where it does not fit: both figures grow with the square of the batch."""
     if measured is None:
         return {"seconds": None, "mebibytes": NAIVE_MATRICES * 4 * pairs**2 / 2**20, "note": "does not fit; computed"}
     growth = (pairs / measured["pairs"]) ** 2

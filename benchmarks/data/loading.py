@@ -1,4 +1,4 @@
-"""Measure what loading a pair costs: this project's loader and others, over the same pairs, in turn in one run.
+"""Measure what loading a pair costs: this loader and others, over the same pairs, in turn.
 
 2,048 synthetic photographs, made once, in under ten minutes on two cores:
     python -m benchmarks.data.loading

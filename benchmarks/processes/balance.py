@@ -1,4 +1,4 @@
-"""What `--balance` gains where one process is slower than the others, beside what could be gained.
+"""What `--balance` gains where one process is slower, beside what could be gained.
 
     ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/two_processes.yaml -m benchmarks.processes.balance
 

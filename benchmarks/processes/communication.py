@@ -1,4 +1,4 @@
-"""What a training step exchanges between processes: bytes predicted by formulas, beside those that are counted.
+"""What a step exchanges between processes: bytes predicted, beside those counted.
 
     ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/two_processes.yaml -m benchmarks.processes.communication
 

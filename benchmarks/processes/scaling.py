@@ -1,4 +1,4 @@
-"""Where the time goes on many GPUs, reckoned: what breaks first at 10^9 pairs and 1,024 GPUs.
+"""Where time goes on many GPUs, reckoned: what breaks first at 10^9 pairs, 1,024 GPUs.
 
     python -m benchmarks.processes.scaling
     python -m benchmarks.processes.scaling --vision_config small --text_config small --gpus 64,1024 --bandwidth_gb 25
@@ -63,13 +63,13 @@ class ScaledModelArguments(ModelArguments):
 
 
 def loss_seconds(rows: int, batch: int, width: int, args: ScalingArguments) -> float:
-    """The contrastive loss of one GPU, in tiles: six products of rows x batch x width, and 16 passes over the logits."""
+    """The loss of one GPU: six products of rows x batch x width, 16 passes over the logits."""
     products, passes = 6 * 2 * rows * batch * width, 16 * 4 * rows * batch
     return products / (args.fp32_tflops * 1e12) + passes / (args.memory_gb * 1e9)
 
 
 def order_seconds(pairs: int, batch: int) -> float:
-    """The CPU time in which every process draws the rows of a global batch, measured on this core."""
+    """The CPU time in which a process draws the rows of a batch, measured on this core."""
     order = GlobalOrder(pairs, BatchSizes((0,), (batch,)), 0)
     order.batch(1)
     begin = time.process_time()
@@ -80,7 +80,7 @@ def order_seconds(pairs: int, batch: int) -> float:
 def reckon(
     gpus: int, batch: int, flops: FlopCounts, parameters: int, width: int, drawn: float, args: ScalingArguments
 ) -> dict[str, Any]:
-    """The seconds of a step by what takes them, and what the run asks of everything around the GPUs."""
+    """The seconds of a step by what takes them, and what the run asks of all around the GPUs."""
     rows = -(-batch // gpus)
     received = predict(["contrastive"], StepSize(gpus, rows, width, args.tokens, parameters))
     gradients = received.pop("gradients") / (args.bandwidth_gb * 1e9)

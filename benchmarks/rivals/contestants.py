@@ -1,4 +1,4 @@
-"""The contestants of `benchmarks/training.py`: training loops of one model, each in a process of its own.
+"""The contestants of `benchmarks/training.py`: loops of one model, each a process.
 
 Every contestant is a generator that takes one optimizer step per `next`. The process is told which one it is (`Task`), and
 answers with what it found; then each question `{"uncounted": u, "counted": n}` makes it take u + n steps and answer with
@@ -112,7 +112,7 @@ def pad(batch: Batch, width: int, pad_token_id: int) -> Batch:
 
 
 def two_pass(bench: Bench, parts: int) -> Steps:
-    """Gradient caching as published; the same seed for both passes of a part makes its dropout the same."""
+    """Gradient caching as published; equal seeds make the dropout of both passes the same."""
     model = bench.model
     objective, optimizer = JointObjective(model, {}), bench.optimizer_of(model)
     bench.count_tokens_of(model.text_model)
@@ -198,7 +198,7 @@ def open_clip(bench: Bench) -> Steps:
 
 
 def clip_loss(image_NE: Tensor, text_NE: Tensor, scale: Tensor) -> Tensor:
-    """What open_clip's `ClipLoss` computes on one process: each direction's logits by a product of its own."""
+    """open_clip's `ClipLoss` on one process: each direction's logits by its own product."""
     target = torch.arange(len(image_NE), device=image_NE.device)
     by_image, by_text = scale * image_NE @ text_NE.T, scale * text_NE @ image_NE.T
     return (F.cross_entropy(by_image, target) + F.cross_entropy(by_text, target)) / 2
@@ -236,7 +236,7 @@ def answers() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def take_turn(bench: Bench, steps: Steps, uncounted: int, counted: int) -> dict[str, Any]:
-    """Seconds and tokens of the counted steps; the most memory before the first step, and so far, in bytes."""
+    """Seconds and tokens of the counted steps; peak bytes before the first step, and so far."""
     for _ in range(uncounted):
         next(steps)
     synchronize(bench.device)

@@ -1,4 +1,4 @@
-"""Held-out recall of the contestants of `benchmarks/learning.py`, and the clock that they learn by: the same for all."""
+"""Held-out recall and clock of the contestants of `benchmarks/learning.py`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Judge:
-    """Held-out recall by one code for all; the seconds of each judgement are those of the clock, which stands still."""
+    """Held-out recall by one code for all; the clock stands still meanwhile."""
 
     def __init__(self, bench: Bench, clock: Clock):
         self.clock, self.found = clock, list[dict[str, Any]]()
@@ -84,7 +84,7 @@ def recalls(image_ME: Tensor, text_TE: Tensor, relevant_MT: Tensor) -> dict[str,
 
 
 def stock_towers(bench: Bench, model: Any, pools_by_mean: bool, projects: bool = True) -> Towers:
-    """The stock class, pooled its own way or by the mean of tokens, with or without its projections."""
+    """The stock class, pooled its own way or by the mean, with or without projections."""
 
     def embed(batch: Batch) -> tuple[Tensor, Tensor]:
         input_ids = batch["input_ids"].to(bench.device)

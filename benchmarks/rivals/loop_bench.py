@@ -1,4 +1,4 @@
-"""What the loops of `contestants.py` share: device, data, model, and the batches of the peers.
+"""What the loops of `contestants.py` share: device, data, model, the peers' batches.
 
 Equal for all: backbones and their weights, projections and poolers (the stock class knows no other pooling), captions
 (tokenised ahead, cut to one length), batch size, device, precision, threads, and a learning rate of 1e-6, so that none
@@ -131,7 +131,7 @@ class Bench:
         }
 
     def count_tokens_of(self, text_model: torch.nn.Module) -> None:
-        """Count what is embedded with gradient, so a part that gradient caching embeds twice counts once."""
+        """Count what is embedded with gradient; a part embedded twice counts once."""
 
         def count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
@@ -168,7 +168,7 @@ class Bench:
         return pixel_values.to(self.device, non_blocking=True).contiguous(memory_format=wanted)
 
     def pairs(self) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """Image and caption tokens of every pair, as the peers have them: an image is as many rows as it has captions."""
+        """Image and tokens of every pair; for the peers an image is a row for each caption."""
         per_image = list(zip(self.rows["image"], self.rows["input_ids"], strict=True))
         images = [image for image, captions in per_image for _ in captions]
         return images, [ids for _, captions in per_image for ids in captions]

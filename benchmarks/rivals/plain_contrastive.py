@@ -1,4 +1,4 @@
-"""A plain image-text contrastive baseline: `VisionTextDualEncoderModel` trained by `transformers.Trainer`.
+"""A plain baseline: `VisionTextDualEncoderModel` trained by `transformers.Trainer`.
 
 It does what the `examples/pytorch/contrastive-image-text/run_clip.py` example of transformers does, and no more, so
 that another trainer can be compared with it at equal data and equal training time:
@@ -65,7 +65,7 @@ RECALL_AT = (1, 5, 10)
 
 
 def read_rows(file: str, split: str) -> list[dict[str, Any]]:
-    """The rows of one split, with absolute image paths; a file without a `split` column is taken whole."""
+    """The rows of one split, with absolute paths; a file without `split` is taken whole."""
     folder = Path(file).resolve().parent
     with open(file, encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
@@ -138,7 +138,7 @@ def one_size(image_size: Any) -> int:
 
 
 def build_model(vision_name: str, text_name: str) -> PreTrainedModel:
-    """The stock dual encoder, with the vision config's `hidden_size` filled in where it has none."""
+    """The stock dual encoder, the vision config's `hidden_size` filled in where missing."""
     vision_model = AutoModel.from_pretrained(vision_name)
     if getattr(vision_model.config, "hidden_size", None) is None:
         size = one_size(vision_model.config.image_size)
@@ -201,7 +201,7 @@ def build_trainer(
 
 
 def probe_seconds_per_step(model: PreTrainedModel, dataset: Dataset, args: argparse.Namespace, folder: str) -> float:
-    """The time of a step, data loading included, on a copy of the model; the first steps are not counted."""
+    """The time of a step with loading, on a copy of the model; first steps do not count."""
     clock = TimeBudget()
     build_trainer(copy.deepcopy(model), dataset, args, PROBE_WARMUP_STEPS + PROBE_STEPS, clock, folder).train()
     return (clock.step_ends[-1] - clock.step_ends[PROBE_WARMUP_STEPS - 1]) / PROBE_STEPS
@@ -211,7 +211,7 @@ def probe_seconds_per_step(model: PreTrainedModel, dataset: Dataset, args: argpa
 
 
 def ranks(scores: torch.Tensor, relevant: torch.Tensor) -> torch.Tensor:
-    """For each row (a query), how many wrong candidates score at least as high as its best right one.
+    """For each row (a query), how many wrong candidates score at least as its best right one.
 
     `scores` and `relevant` (bool) are queries x candidates. Ties with a wrong candidate count against the model.
     """
@@ -224,7 +224,7 @@ def ranks(scores: torch.Tensor, relevant: torch.Tensor) -> torch.Tensor:
 
 
 def retrieval_metrics(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, float]:
-    """R@k both ways from the images x captions scores; `relevant` says which captions are right for which image.
+    """R@k both ways from images x captions scores; `relevant` says which are right.
 
     Image to text: any right caption in the first k is a hit. Text to image: likewise, and each caption is a query.
     """
@@ -237,7 +237,7 @@ def retrieval_metrics(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str,
 
 
 def caption_relevance(captions_by_image: list[list[str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two images x captions tables: the image's own captions, and these with all equal captions of other images."""
+    """Two images x captions tables: own captions, and also equal ones of other images."""
     captions = [caption for own in captions_by_image for caption in own]
     owner = torch.tensor([index for index, own in enumerate(captions_by_image) for _ in own])
     by_owner = torch.arange(len(captions_by_image))[:, None] == owner[None, :]

@@ -138,7 +138,7 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
 
 
 def in_notebook() -> bool:
-    """Return whether a notebook runs this process; then `sys.argv` is its kernel's, and says nothing about the run."""
+    """Return whether a notebook runs this process; `sys.argv` is then that of its kernel."""
     return "kernel_launcher" in Path(sys.argv[0]).name
 
 
@@ -221,7 +221,7 @@ def _set_defaults(parser: HfArgumentParser, path: str) -> None:
 
 
 def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
-    """Convert a YAML value by the flag's own type: YAML reads `1e-3` as a string and `1` as an int."""
+    """Convert a YAML value by the flag's type: YAML reads `1e-3` as a string, `1` as an int."""
     if value is None or action.type is None or (isinstance(value, list) and action.nargs == "+"):
         return value
     expected = getattr(action.type, "__name__", "a value")

@@ -56,7 +56,7 @@ class LabelledRows:
         return kind in self.rows.column_names
 
     def usable(self) -> "LabelledRows":
-        """Return the rows without a fault; warn of the others, or refuse a source of which they are more than half."""
+        """Return the rows without a fault; warn of the others, refuse more than half of them."""
         count_bad(self.title, len(self.rows), list(self.faults.values()))
         kept = [row for row in range(len(self.rows)) if row not in self.faults]
         return LabelledRows(self.title, self.rows.select(kept), self.names, self.numbers) if self.faults else self
@@ -97,7 +97,7 @@ def read_file(path: Path, split: str, wanted: Wanted, title: str, jail: Jail, di
 
 
 def read_dataset(rows: Dataset, wanted: Wanted, title: str, jail: Jail, *, text_is_path: bool = False) -> LabelledRows:
-    """Read a `datasets` split; `jail` resolves the paths of images, also those that are text if `text_is_path`."""
+    """Read a `datasets` split; `jail` resolves image paths, texts too if `text_is_path`."""
     if not len(rows):
         raise ValueError(f"{title}; it has no rows. Choose another split or source.")
     columns = _find_columns(rows.column_names, wanted, title, rows.features)
@@ -121,7 +121,7 @@ def read_dataset(rows: Dataset, wanted: Wanted, title: str, jail: Jail, *, text_
 
 
 def _with_checked_paths(images: Dataset, jail: Jail, faults: dict[int, str]) -> Dataset:
-    """Resolve the paths of images without bytes; those that the jail refuses become null, with a fault each."""
+    """Resolve the paths of images; those that the jail refuses become null, with a fault."""
     column = images.with_format("arrow")[:]["image"]
     if not pc.struct_field(column, "bytes").null_count:
         return images

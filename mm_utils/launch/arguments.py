@@ -1,4 +1,4 @@
-"""The command line of `scripts/launch_ray.py`: its own flags, the script, and the script's flags."""
+"""The command line of `scripts/launch_ray.py`: its flags, the script, the script's flags."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -117,7 +117,7 @@ class Command:
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
-    """Return the launcher's words, the script, which is the first that ends with `.py`, and the script's words."""
+    """Return the launcher's words, the script (the first that ends with `.py`), and its words."""
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
         return list(words), None, []

@@ -1,4 +1,4 @@
-"""Read and write the dual encoders of `transformers`: CLIP, SigLIP, Siglip2, Chinese CLIP and the two-tower class."""
+"""Read and write dual encoders of `transformers`: CLIP, SigLIP, Siglip2, and others."""
 
 import copy
 from typing import Any
@@ -49,7 +49,7 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
 
 
 def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Let a tokenizer pad, with its last token if it has no other, and return masks, which SigLIP's does not; return it.
+    """Let a tokenizer pad, with its last token if need be, and return masks; return it.
 
     Raises:
         ValueError: if it has no words, which is how some classes load from a folder without a tokenizer.

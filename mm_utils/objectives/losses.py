@@ -65,7 +65,7 @@ def has_shared_ids(ids_N2: Tensor) -> Tensor:
 
 
 def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, shared: HostCopy | None = None) -> GlobalBatch:
-    """Gather the embeddings of all ranks, in at least fp32, and the ids, of which `has_shared_ids` may be known."""
+    """Gather all ranks' embeddings, in fp32 at least, and ids; `has_shared_ids` if known."""
     sizes = distributed.gather_sizes(len(image_nE), image_nE.device)
     wide = torch.promote_types(image_nE.dtype, torch.float32)
     both = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)
@@ -133,7 +133,7 @@ def distilled_info_nce(
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Turn autocast and TF32 off: at a scale of 100, ten bits of mantissa leave an error of a tenth of a logit."""
+    """Turn autocast and TF32 off: at a scale of 100, they leave an error of 0.1 in a logit."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -144,7 +144,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 class _AtEmbeddings(torch.autograd.Function):
-    """A loss whose forward pass computes its gradient at this rank's embeddings and at its scalars."""
+    """A loss whose forward pass computes its gradient at own embeddings and scalars."""
 
     @staticmethod
     def forward(
@@ -294,7 +294,7 @@ def slices(count: int, most: int) -> list[slice]:
 def _logits(
     rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, part: slice, columns: slice
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return a tile of logits `[T, C]`, other positives at -inf, and the index of the pairs' own, as far as they are in it."""
+    """Return a tile of logits `[T, C]`, other positives at -inf, and the own pairs' index."""
     logits_TC = rows_nE[part] @ columns_NE[columns].T
     first, last = batch.offset + part.start, batch.offset + part.stop  # of the rows in the global batch
     low = max(first, columns.start)

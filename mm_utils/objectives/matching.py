@@ -31,7 +31,7 @@ class MatchingPlan(RowPlan):
 
 
 class Matching(RowTerm):
-    """Binary cross-entropy over pairs, with hard negatives of the global batch (ALBEF, arXiv 2107.07651).
+    """Binary cross-entropy over pairs with hard negatives (ALBEF, arXiv 2107.07651).
 
     Each image is paired with a wrong text, and each text with a wrong image, drawn by similarity. A pair is scored on the
     rank and in the part of the batch that holds its image; only token ids are exchanged, so the result depends neither on
@@ -90,7 +90,7 @@ class Matching(RowTerm):
     def _draw_pairs(
         self, shared: GlobalBatch, scale: Tensor, step: int, has_negative_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the weight of the pairs of all ranks, and image, text, match flag and weight of those of this rank."""
+        """Return all ranks' pair weight, and this rank's images, texts, match flags, weights."""
         mine = slice(shared.offset, shared.offset + shared.sizes[distributed.rank()])
         key = 2 * (self.seed * 1_000_003 + step)
         chosen_texts = hard_negatives(shared.image_NE[mine], shared.text_NE, scale, shared, key)
@@ -112,7 +112,7 @@ class Matching(RowTerm):
 
 
 def _places(*masks: Tensor) -> list[Tensor]:
-    """Return where each mask is true, in order; the host waits once for all, where `nonzero` would wait for each."""
+    """Return where each mask is true, in order; the host waits once for all masks."""
     counts = torch.stack([mask.sum() for mask in masks]).tolist()
     ordered = [mask.int().sort(descending=True, stable=True).indices for mask in masks]
     return [places[:count] for places, count in zip(ordered, counts, strict=True)]
@@ -127,7 +127,7 @@ def _stacked(tokens_NL: Tensor, negatives_NL: Tensor) -> Tensor:
 def _texts(
     model: FusionDualEncoderModel, text_P: Tensor, batch: Batch, encoded: EncodedBatch, plan: MatchingPlan, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return states and mask of this part's texts and of the texts it needs from elsewhere, and `text_P` as places in them.
+    """Return states and mask of this part's texts and needed others, `text_P` as places there.
 
     The part's own texts begin at text `first` of the global batch.
     """
@@ -175,7 +175,7 @@ def _score(
 def hard_negatives(
     query_nE: Tensor, keys_NE: Tensor, scale: Tensor, batch: GlobalBatch, key: int, tile: Tile | None = None
 ) -> Tensor:
-    """Draw one negative for each of this rank's rows: its global index, -1 if the batch has none, int64 `[n]`.
+    """Draw a negative for each own row: its global index, -1 if there is none, int64 `[n]`.
 
     Row i's negative j is drawn with probability proportional to exp(scale <q_i, k_j>) (ALBEF, arXiv 2107.07651), in log
     space by the Gumbel-max trick, so nothing can underflow; pairs that share an image or a caption are never drawn. The

@@ -1,4 +1,4 @@
-"""Read the rows of one shard from any row on: Parquet, Arrow and tar, on disk or on a server.
+"""Read a shard's rows from any row on: Parquet, Arrow and tar, on disk or a server.
 
 =========  ===============================================  =====================================================
 format     rows are counted by                              a reader that starts at row r reads again
@@ -88,7 +88,7 @@ def count_rows(url: str) -> int:
 
 
 def check_columns(url: str, source: Source) -> None:
-    """Raise a ValueError if a table has no column of images or captions, or no early sample of a tar can be used.
+    """Raise ValueError if a table has no images or captions, or a tar no early sample.
 
     Clips and sounds are refused, too: only images stream.
     """

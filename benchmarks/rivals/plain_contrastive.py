@@ -56,10 +56,10 @@ from transformers import (
     set_seed,
 )
 
+from benchmarks.rivals.judging import caption_relevance, retrieval_metrics
+
 PROBE_WARMUP_STEPS = 2
 PROBE_STEPS = 8
-RECALL_AT = (1, 5, 10)
-
 
 # ---------------------------------------------------------------- data
 
@@ -208,41 +208,6 @@ def probe_seconds_per_step(model: PreTrainedModel, dataset: Dataset, args: argpa
 
 
 # ---------------------------------------------------------------- evaluation
-
-
-def ranks(scores: torch.Tensor, relevant: torch.Tensor) -> torch.Tensor:
-    """For each row (a query), how many wrong candidates score at least as its best right one.
-
-    `scores` and `relevant` (bool) are queries x candidates. Ties with a wrong candidate count against the model.
-    """
-    if not torch.isfinite(scores).all():
-        raise ValueError("The scores are not all finite.")
-    if not relevant.any(dim=1).all():
-        raise ValueError("A query has no right candidate.")
-    best_right = scores.masked_fill(~relevant, float("-inf")).max(dim=1, keepdim=True).values
-    return ((scores >= best_right) & ~relevant).sum(dim=1)
-
-
-def retrieval_metrics(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, float]:
-    """R@k both ways from images x captions scores; `relevant` says which are right.
-
-    Image to text: any right caption in the first k is a hit. Text to image: likewise, and each caption is a query.
-    """
-    by_direction = {"text_to_image": ranks(scores.T, relevant.T), "image_to_text": ranks(scores, relevant)}
-    return {
-        f"{direction}_R@{k}": (rank < k).double().mean().item()
-        for direction, rank in by_direction.items()
-        for k in RECALL_AT
-    }
-
-
-def caption_relevance(captions_by_image: list[list[str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two images x captions tables: own captions, and also equal ones of other images."""
-    captions = [caption for own in captions_by_image for caption in own]
-    owner = torch.tensor([index for index, own in enumerate(captions_by_image) for _ in own])
-    by_owner = torch.arange(len(captions_by_image))[:, None] == owner[None, :]
-    by_text = torch.tensor([[caption in own for caption in captions] for own in map(set, captions_by_image)])
-    return by_owner, by_text
 
 
 def batches(items: list[str], size: int) -> Iterator[list[str]]:

@@ -22,7 +22,6 @@ from matplotlib.ticker import NullLocator
 
 from mm_utils import distributed
 from mm_utils.reports.plots import BLUE, INK, LIGHT, MUTED, new_figure
-from mm_utils.run import checks
 
 ROOT = Path(__file__).resolve().parents[1]
 _LIBC = ctypes.CDLL(None)
@@ -40,7 +39,9 @@ class TurnTaker:
     """
 
     def __init__(self, program: Path, *arguments: str):
-        checks.end_with_launcher()
+        from mm_utils.run.checks import end_with_launcher  # which the programs need not import
+
+        end_with_launcher()
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, str(program), *arguments],

@@ -26,6 +26,16 @@ def test_all_loops_begin_with_the_same_loss():
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
 
 
+def test_all_loops_learn_at_one_rate():
+    accelerator, losses = gpu.make_accelerator(), []
+    for loop in ("tandem", "bare"):
+        setting = {"loop": loop, "objectives": "contrastive", "pairs": 12, "compiled": False}
+        step, _ = gpu.make_step(accelerator, setting, ModelArguments(**SIZES), None)
+        found = [step(number) for number in range(4)][-1]
+        losses.append(float(found if loop == "bare" else found["loss"]))
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
 def test_the_bare_loop_trains_under_a_loss_scaler(monkeypatch):
     """fp16 itself needs a GPU; without the scale, this is an error."""
     accelerator = gpu.make_accelerator()

@@ -165,7 +165,7 @@ class Prediction:
 
     @property
     def noise(self) -> float:
-        """How far `saved` may be off, a share of a step: half the rounds' range, less two.
+        """How far `saved` may be off: half of the range of the rounds, without its two ends.
 
         Of seven rounds, this range has the true median in 7 of 8 cases.
         """

@@ -83,7 +83,7 @@ def test_training_takes_all_flags_of_a_grid(path, monkeypatch):
 
     monkeypatch.setattr(pretrain, "start_run", stop)
     common, variants = read_grid(str(path))
-    assert path.read_text().startswith(f"# python -m benchmarks.ablate --grid benchmarks/{path.name} ")
+    assert path.read_text().startswith(f"# python -m benchmarks.ablate --grid benchmarks/ablations/{path.name} ")
     for run in plan(common, variants, 1, "out"):
         with pytest.raises(Parsed):
             pretrain.main(run.command("python")[2:])

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from statistics import median
 
 import torch
@@ -229,15 +230,13 @@ def predict(args: TrainingArguments, accelerator: Accelerator, objective: JointO
 
     def costs_of(of: Callable[[list[float]], float]) -> Costs:
         time_of = {name: of(each) for name, each in seconds.items()}
-        encoders = []
-        for name in PARTS:
-            line = _line(rows[name], (time_of[f"{name} few"], time_of[f"{name} many"]))
-            encoders.append(Encoder(*line, sizes[name], time_of[f"{name} update"]))
+        lines = {name: _line(rows[name], (time_of[f"{name} few"], time_of[f"{name} many"])) for name in PARTS}
+        vision, text = (Encoder(*lines[name], sizes[name], time_of[f"{name} update"]) for name in ("vision", "text"))
         sending = max(1e-9, time_of["sample"] - time_of["nothing"])
         link = Link(time_of["nothing"], 2 * (world - 1) / world * sample * _NUMBER_BYTES / sending)
-        return Costs(*encoders, link, world, model.config.projection_dim, tokens, part)
+        return Costs(vision, text, link, world, model.config.projection_dim, tokens, part)
 
-    each = tuple(costs_of(lambda found, turn=turn: found[turn]) for turn in range(ROUNDS))
+    each = tuple(costs_of(itemgetter(turn)) for turn in range(ROUNDS))
     return Prediction(args.batch_sizes.sizes[-1], costs_of(median), each)
 
 

@@ -1,13 +1,13 @@
-"""Compare variants of a training run: the same budget, several seeds, a table with intervals.
+"""Compare variants of a training run: equal budget, several seeds, a table with intervals.
 
-    python -m benchmarks.ablate --grid benchmarks/ablation_fusion.yaml --seeds 3 --output_dir outputs/ablation
+    python -m benchmarks.ablate --grid benchmarks/ablations/fusion.yaml --seeds 3 --output_dir outputs/ablation
 
 Every variant is trained by scripts/pretrain.py with every seed, one run after the other, each in a process and a folder of
 its own. A run that fails says why and stops no other; started again, it goes on with what is not finished. More seeds
 later add to those that are there. What is measured is the validation split, never the test split.
 
 On several GPUs, each run by all of them:
-    python -m benchmarks.ablate --grid benchmarks/ablation_fusion.yaml \\
+    python -m benchmarks.ablate --grid benchmarks/ablations/fusion.yaml \\
         --launcher "accelerate launch --config_file accelerate_configs/multi_gpu.yaml"
 
 It leaves `ablation.md`, `ablation.json` and `ablation.png`.
@@ -21,8 +21,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.ablation import BUDGET, execute_all, plan, read_grid
-from benchmarks.ablation_report import draw, report, summarise
+from benchmarks.ablations.report import draw, report, summarise
+from benchmarks.ablations.runs import BUDGET, execute_all, plan, read_grid
 from benchmarks.harness import machine
 from mm_utils.arguments import arg, parse_args
 from mm_utils.distributed import RunError
@@ -41,7 +41,7 @@ class AblationArguments:
     """What to compare, how often, by what."""
 
     grid: str | None = arg(
-        None, "A YAML file of flags: common ones, and those of each variant, e.g. benchmarks/ablation_fusion.yaml."
+        None, "A YAML file of flags: common ones, and those of each variant, e.g. benchmarks/ablations/fusion.yaml."
     )
     seeds: int = arg(3, "Runs of each variant; one gives no interval.")
     output_dir: str = arg("outputs/ablation", "A folder for each run, and the tables.")
@@ -53,7 +53,7 @@ class AblationArguments:
 
     def __post_init__(self) -> None:
         if self.grid is None:
-            raise ValueError("--grid is missing; give a file such as benchmarks/ablation_fusion.yaml.")
+            raise ValueError("--grid is missing; give a file such as benchmarks/ablations/fusion.yaml.")
         if self.seeds < 1:
             raise ValueError(f"--seeds is {self.seeds}; give at least 1, and 3 for an interval that says something.")
         given = {name: getattr(self, name) for name in BUDGET}
@@ -64,7 +64,7 @@ class AblationArguments:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script and return the means as variant/metric; `argv` lets tests and notebooks call it."""
+    """Run the script; return the means as variant/metric. Tests and notebooks give `argv`."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     [args] = parse_args(AblationArguments, argv=argv, doc=__doc__)
     set_up_logging()

@@ -1,4 +1,4 @@
-"""Build vision and text backbones of transformers in a tiny size, and check what this project makes of it.
+"""Build tiny vision and text backbones of transformers, and check what becomes of them.
 
     python -m benchmarks.backbones
     python -m benchmarks.backbones --families vit,beit,bert --output_file backbones.md
@@ -53,100 +53,18 @@ NUMBERS = {
     **{"hidden_dim": 64, "num_experts": 2, "num_local_experts": 2, "moe_intermediate_size": 32},
 }
 FAMILIES = [
-    "aimv2_vision_model",
-    "albert",
-    "bart",
-    "beit",
-    "bert",
-    "big_bird",
-    "bit",
-    "bloom",
-    "camembert",
-    "clip_text_model",
-    "clip_vision_model",
-    "convbert",
-    "convnext",
-    "convnextv2",
-    "ctrl",
-    "cvt",
-    "data2vec-vision",
-    "deberta",
-    "deberta-v2",
-    "deit",
-    "dinat",
-    "dinov2",
-    "dinov2_with_registers",
-    "dinov3_convnext",
-    "dinov3_vit",
-    "distilbert",
-    "donut-swin",
-    "efficientnet",
-    "electra",
-    "ernie",
-    "eurobert",
-    "falcon",
-    "flaubert",
-    "fnet",
-    "focalnet",
-    "funnel",
-    "gemma2",
-    "glpn",
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "hgnet_v2",
-    "hiera",
-    "ijepa",
-    "jina_embeddings_v3",
-    "levit",
-    "llama",
-    "longformer",
-    "mbart",
-    "mistral",
-    "mobilebert",
-    "mobilenet_v1",
-    "mobilenet_v2",
-    "mobilevit",
-    "mobilevitv2",
-    "modernbert",
-    "mpnet",
-    "nomic_bert",
-    "nystromformer",
-    "opt",
-    "phi",
-    "pixtral",
-    "poolformer",
-    "pp_hgnet",
-    "pvt",
-    "pvt_v2",
-    "qwen2",
-    "qwen3",
-    "regnet",
-    "rembert",
-    "resnet",
-    "roberta",
-    "roformer",
-    "sam_vision_model",
-    "segformer",
-    "siglip2_vision_model",
-    "siglip_vision_model",
-    "squeezebert",
-    "swiftformer",
-    "swin",
-    "swinv2",
-    "t5",
-    "textnet",
-    "timesformer",
-    "videomae",
-    "vit",
-    "vit_mae",
-    "vit_msn",
-    "vitdet",
-    "xlm",
-    "xlm-roberta",
-    "xlnet",
-    "yolos",
-]
+    "aimv2_vision_model", "albert", "bart", "beit", "bert", "big_bird", "bit", "bloom", "camembert",
+    "clip_text_model", "clip_vision_model", "convbert", "convnext", "convnextv2", "ctrl", "cvt", "data2vec-vision",
+    "deberta", "deberta-v2", "deit", "dinat", "dinov2", "dinov2_with_registers", "dinov3_convnext", "dinov3_vit",
+    "distilbert", "donut-swin", "efficientnet", "electra", "ernie", "eurobert", "falcon", "flaubert", "fnet",
+    "focalnet", "funnel", "gemma2", "glpn", "gpt2", "gpt_neo", "gpt_neox", "hgnet_v2", "hiera", "ijepa",
+    "jina_embeddings_v3", "levit", "llama", "longformer", "mbart", "mistral", "mobilebert", "mobilenet_v1",
+    "mobilenet_v2", "mobilevit", "mobilevitv2", "modernbert", "mpnet", "nomic_bert", "nystromformer", "opt", "phi",
+    "pixtral", "poolformer", "pp_hgnet", "pvt", "pvt_v2", "qwen2", "qwen3", "regnet", "rembert", "resnet",
+    "roberta", "roformer", "sam_vision_model", "segformer", "siglip2_vision_model", "siglip_vision_model",
+    "squeezebert", "swiftformer", "swin", "swinv2", "t5", "textnet", "timesformer", "videomae", "vit", "vit_mae",
+    "vit_msn", "vitdet", "xlm", "xlm-roberta", "xlnet", "yolos",
+]  # fmt: skip
 LISTS: dict[str, Callable[[int], list[int]]] = {
     "depths": lambda count: [1] * count,
     "hidden_sizes": lambda count: [16 * 2**place for place in range(count)],
@@ -162,7 +80,7 @@ class SurveyArguments:
 
 
 def tiny_configs(kind: str, side: int) -> list[PreTrainedConfig]:
-    """Return configurations of a family, the smallest first; some families need more of their defaults."""
+    """Return configurations of a family, smallest first; some need more of their defaults."""
     default = AutoConfig.for_model(kind)
     numbers: dict[str, Any] = {**NUMBERS, "image_size": side}
     small: dict[str, Any] = {
@@ -187,7 +105,7 @@ def tiny_configs(kind: str, side: int) -> list[PreTrainedConfig]:
 
 
 def build(kind: str, tower: str) -> PreTrainedModel:
-    """Build a tiny backbone that runs on one image or on two tokens; raise the first error if none does."""
+    """Build a tiny backbone that runs on one image or two tokens, or raise the first error."""
     errors: list[Exception] = []
     for side in SIDES if tower == "vision" else SIDES[:1]:
         for config in tiny_configs(kind, side):
@@ -209,7 +127,7 @@ def build(kind: str, tower: str) -> PreTrainedModel:
 
 
 def stir(model: nn.Module) -> None:
-    """Make all weights count: many families start layers at zero, where a mistake would not show."""
+    """Make all weights count: many layers start at zero, where a mistake would not show."""
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         weight.data.add_(0.05 * torch.randn(weight.shape, generator=generator))
@@ -248,7 +166,7 @@ def check(kind: str, tower: str, other: PreTrainedModel) -> tuple[str, str]:
 
 @torch.no_grad()
 def verdict(model: FusionDualEncoderModel, backbone: PreTrainedModel, tower: str) -> tuple[str, str]:
-    """Compare a model's pooled outputs with the stock backbone's, twice, in training mode, and alone."""
+    """Compare pooled outputs with the stock backbone's: twice, in training mode, and alone."""
     inputs = inputs_of(backbone, tower, 4)
 
     def pooled(given: dict[str, Tensor]) -> Tensor:

@@ -1,9 +1,9 @@
-"""Time and pairs until a training run reaches a given held-out recall, with and without what should make it sooner.
+"""Time and pairs until a run reaches a given held-out recall, with and without helps.
 
 The embedded scenes: gradient caching, and batch sizes that grow:
     python -m benchmarks.efficiency --target 0.6 --output_file efficiency.jsonl
 Closed-form start and cached features, between two pretrained encoders:
-    python -m benchmarks.efficiency --grid benchmarks/ablation_efficiency_pretrained.yaml --target 0.45 \\
+    python -m benchmarks.efficiency --grid benchmarks/ablations/efficiency_pretrained.yaml --target 0.45 \\
         --flags "train_file=pairs.jsonl vision_model_name_or_path=mobilenet_v2 text_model_name_or_path=all-MiniLM-L6-v2"
 
 Every variant of the grid is trained with every seed, as by `benchmarks/ablate.py`; finished runs are not repeated. The time is read
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ablation import Run, execute_all, plan, read_grid
-from benchmarks.ablation_report import interval
+from benchmarks.ablations.report import interval
+from benchmarks.ablations.runs import Run, execute_all, plan, read_grid
 from benchmarks.harness import ROOT, machine
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.loading.order import BatchSizes
@@ -44,7 +44,7 @@ class EfficiencyArguments:
 
     target: float | None = arg(None, "The mean recall to be reached on the validation split.")
     grid: str = arg(
-        str(ROOT / "benchmarks/ablation_efficiency.yaml"), "Flags of the variants, as for benchmarks.ablate."
+        str(ROOT / "benchmarks/ablations/efficiency.yaml"), "Flags of the variants, as for benchmarks.ablate."
     )
     flags: str = arg("", "Flags of every run, e.g. 'train_file=pairs.jsonl image_size=96'.")
     seeds: int = arg(3, "Runs of each variant; one gives no interval.")

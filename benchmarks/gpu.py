@@ -1,16 +1,19 @@
-"""Measure what a training step is made of on a GPU: time, pairs per second, utilisation, launches, waits of the host.
+"""Measure what a training step is made of on a GPU: time, utilisation, launches, waits.
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.gpu --output_file gpu.json
     accelerate launch -m benchmarks.gpu --pairs 16 --vision_config tiny --text_config tiny --image_size 32   # a trial on a CPU
 
 Each setting of `--pairs`, `--objectives_tried` and `--compiled` takes steps of the real `TrainStep` on random pixels and captions
 of about 13 tokens (a normal distribution, deviation 3, cut to 7 to 40) that stay on the device, so no loader takes part.
-`--micro_batch_size auto` finds the size as `pretrain` does. `bare` beside it is the loop one would write: both towers once, captions padded to the longest, two cross-entropies of the
-whole matrix of logits, the same fused AdamW and clipping, and one `.item()` a step.
+`--micro_batch_size auto` finds the size as `pretrain` does. `packed` is the same with `--pack_captions`. `bare` is the loop one
+would write: both towers once, captions padded to the longest, two cross-entropies of the whole matrix of logits, the same fused
+AdamW and clipping, and one `.item()` a step. The loss of the last step, from equal weights and batches, shows what a precision,
+compiling or packing changes.
 
 Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is model FLOPs of real tokens
 (`mm_utils.model.flops`) by the rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the
-step in which a kernel runs, launches and waits are calls of CUDA's runtime, all by torch's profiler, which slows a step down.
+step in which a kernel runs, matmul the share of matrix products in that, launches and waits are calls of CUDA's runtime, all by
+torch's profiler, which slows a step down; the log has the kernels' names.
 Kernels and reads need no GPU (`benchmarks.host_reads`): operations that are more than a view, and values that the host waits for
 with all that was launched before them; a value that it asked for earlier is none.
 """
@@ -31,7 +34,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness import give_memory_back, machine, synchronize
+from benchmarks.harness import device_name, give_memory_back, machine, synchronize
 from benchmarks.host_reads import HostReads
 from mm_utils.arguments import arg, parse_args
 from mm_utils.model.build import ModelArguments, build_model
@@ -52,10 +55,12 @@ Step = Callable[[int], Any]
 
 MATRIX = 8192
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+PRODUCTS = ("gemm", "cutlass", "nvjet", "xmma")  # in the names of kernels that multiply matrices
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 COLUMNS = {
     "loop": "loop", "objectives": "objectives", "pairs": "pairs", "compiled": "compiled", "milliseconds": "ms a step",
-    "pairs_per_second": "pairs/s", "utilisation": "utilisation", "peak_gib": "peak GiB", "busy": "busy",
+    "pairs_per_second": "pairs/s", "utilisation": "utilisation", "peak_gib": "peak GiB", "loss": "loss", "busy": "busy",
+    "products": "matmul",
     "launches": "launches", "waits": "waits", "kernels": "kernels", "reads": "reads", "groups": "text groups", "held": "held",
 }  # fmt: skip
 
@@ -68,7 +73,8 @@ class GpuBenchmarkArguments:
     objectives_tried: str = arg("contrastive/contrastive,captioning", "Values of --objectives, with a slash between.")
     compiled: str = arg("false,true", "With and without --torch_compile.")
     loops: str = arg(
-        "tandem,bare", "tandem is this project's step; bare, for contrastive alone, a plain one beside it."
+        "tandem,bare",
+        "tandem is this project's step, packed the same with --pack_captions; bare, for contrastive alone, a plain one.",
     )
     micro_batch_size: str | None = arg(None, "Pairs held at a time, or auto, as in pretrain.")
     rounds: int = arg(3, "Turns.")
@@ -110,8 +116,8 @@ def bare_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: dict[
         image, text = image.float(), text.float()
         logits = model.logit_scale.exp() * image @ text.T
         loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -130,14 +136,16 @@ def make_step(
     if len(processor.tokenizer) < model_args.vocab_size:
         model.text_model.resize_token_embeddings(model_args.vocab_size)
     image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), model_args.vocab_size)
-    objective_args, optimizer_args = ObjectiveArguments(objectives=setting["objectives"]), OptimizerArguments()
+    objective_args = ObjectiveArguments(setting["objectives"], pack_captions=setting["loop"] == "packed")
+    optimizer_args = OptimizerArguments(warmup_ratio=0.0)  # at the rate of the bare loop
     joint = build_objective(model, objective_args, 0, processor.tokenizer)
     flops = measure_flops(model, image_size, 40)
     model.to(accelerator.device)
     batch = random_batch(setting["pairs"], vocabulary, image_size, accelerator.device)
     lengths, scored = batch["lengths"], joint.pairs_per_image * setting["pairs"]
     operations = flops.training_step(len(lengths), lengths, scored, round(sum(lengths) / len(lengths)))
-    setting["groups"] = len(length_groups(lengths, accelerator.device.type))
+    if setting["loop"] == "tandem":
+        setting["groups"] = len(length_groups(lengths, accelerator.device.type))
     optimizer = build_optimizer(model, optimizer_args, pretrained=False, device=accelerator.device)
     if setting["loop"] == "bare":
         model.to(accelerator.device).train()
@@ -168,12 +176,14 @@ def profile(step: Step, device: torch.device, milliseconds: float) -> dict[str, 
     events = profiler.key_averages()
     table = events.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70)
     logger.info("%s", table)
-    busy = sum(event.self_device_time_total for event in events if event.device_type.name == "CUDA") / 3e3
+    kernels = {event.key.lower(): event.self_device_time_total for event in events if event.device_type.name == "CUDA"}
+    busy = sum(kernels.values()) / 3e3
+    products = sum(time for name, time in kernels.items() if any(part in name for part in PRODUCTS)) / 3e3
     count = {
         name: sum(e.count for e in events if e.key in names) / 3
         for name, names in (("launches", LAUNCHES), ("waits", WAITS))
     }
-    return {"busy": busy / milliseconds, **count}
+    return {"busy": busy / milliseconds, "products": products / busy if busy else 0.0, **count}
 
 
 def measure(
@@ -183,7 +193,7 @@ def measure(
     model_args: ModelArguments,
     peak: float,
 ) -> dict[str, Any]:
-    """The figures of one setting; the first three steps, in which it is compiled, are not counted."""
+    """The figures of one setting; the first three steps, which compile, are not counted."""
     torch._dynamo.reset()
     reset_peak(accelerator.device)
     step, operations = make_step(accelerator, setting, model_args, args.micro_batch_size)
@@ -204,14 +214,15 @@ def measure(
     setting |= {"pairs_per_second": setting["pairs"] / seconds, "utilisation": operations / seconds / peak}
     setting |= {"tflop": operations / 1e12, "peak_gib": peak_bytes(accelerator.device) / 2**30}
     with HostReads() as reads:
-        step(args.rounds * args.steps)
+        last = step(args.rounds * args.steps)
+    setting["loss"] = float(last if setting["loop"] == "bare" else last["loss"])
     reads.found.pop("optimizer.py:step", None)  # of AdamW that is not fused, whose counts of steps lie on the host
     setting |= {"kernels": reads.kernels, "reads": sum(reads.found.values())}
     return setting | (profile(step, accelerator.device, 1e3 * seconds) if args.profiled else {})
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """FLOPs per second of a large matrix product in bf16, and bytes per second of a large copy, read and written."""
+    """FLOPs a second of a large bf16 matrix product, bytes a second of a large copy."""
     side = MATRIX if device.type == "cuda" else 512
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
 
@@ -237,8 +248,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     accelerator = make_accelerator()
-    on_gpu = accelerator.device.type == "cuda"
-    name = torch.cuda.get_device_name(accelerator.device) if on_gpu else "cpu"
+    name = device_name(accelerator.device)
     ceiling = ceilings(accelerator.device)
     logger.info("%s: %.0f TFLOP/s, %.2f TB/s", name, ceiling["flops"] / 1e12, ceiling["bytes"] / 1e12)
     settings = product(

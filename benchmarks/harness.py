@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: processes that take turns, what they take of memory, the machine, and a table."""
+"""What benchmarks share: processes that take turns, memory, the machine, and a table."""
 
 import ctypes
 import json
@@ -24,19 +24,24 @@ from mm_utils import distributed
 from mm_utils.reports.plots import BLUE, INK, LIGHT, MUTED, new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
+_LIBC = ctypes.CDLL(None)
 
 
 class TurnTaker:
     """A Python program that works only between a question and its answer, each one line of JSON.
 
     After an answer its process group (with its loader workers) is stopped, so that nothing it does falls into another's
-    time. The program's side is `serve`.
+    time. On Linux it ends with this process, from its first moment on, and this process with its launcher: what is left of
+    a command that was ended would answer into a broken pipe. The program's side is `serve`.
 
     Attributes:
         error: why it is out, if it is; it answers nothing more then.
     """
 
     def __init__(self, program: Path, *arguments: str):
+        from mm_utils.run.checks import end_with_launcher  # which the programs need not import
+
+        end_with_launcher()
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, str(program), *arguments],
@@ -44,7 +49,7 @@ class TurnTaker:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
-            preexec_fn=os.setpgrp,  # it and its workers are stopped together; from Python 3.11 on, process_group=0
+            preexec_fn=_begin_group,
         )
         self.error: str | None = None
 
@@ -72,10 +77,15 @@ class TurnTaker:
             os.killpg(self.process.pid, number)
 
 
+def _begin_group() -> None:
+    """Let this process and its workers be stopped together, and be killed with the parent."""
+    os.setpgrp()
+    with suppress(AttributeError):
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+
+
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer the questions of a `TurnTaker` until it asks no more; what else is printed goes to stderr."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: Linux ends it if the parent is killed
+    """Answer a `TurnTaker` until it asks no more; what else is printed goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
@@ -87,7 +97,7 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def cpu_seconds() -> float:
-    """User and system time so far of this process, of its living children and theirs, and of children that have ended.
+    """CPU time so far of this process, its living children and theirs, and ended children.
 
     On Linux in nanoseconds, by each process's own clock; elsewhere by psutil. What a process has used between two calls is
     lost if it ended between them and is not yet waited for.
@@ -102,7 +112,7 @@ def cpu_seconds() -> float:
 
 def _process_clock(pid: int) -> float:
     clock = ctypes.c_int()
-    if error := ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+    if error := _LIBC.clock_getcpuclockid(pid, ctypes.byref(clock)):
         raise ProcessLookupError(error, os.strerror(error))
     try:
         return time.clock_gettime(clock.value)
@@ -121,7 +131,12 @@ def give_memory_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+        _LIBC.malloc_trim(0)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def machine() -> dict[str, str]:
@@ -141,7 +156,7 @@ def machine() -> dict[str, str]:
 
 
 def draw_bars(values: dict[str, float], title: str, ours: str, out_path: Path) -> None:
-    """Draw horizontal bars, each with its value to three digits; names that begin with `ours` are in colour."""
+    """Draw horizontal bars with their values; names that begin with `ours` are in colour."""
     figure = new_figure(7, 0.9 + 0.32 * len(values))
     ax = figure.add_subplot()
     places = list(range(len(values)))

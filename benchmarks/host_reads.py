@@ -1,4 +1,4 @@
-"""Count what a step asks of a GPU, without one: the operations launched, and the values that the host waits for.
+"""Count, without a GPU, what a step asks of one: operations, and values the host waits for.
 
 An operation counts where it reaches torch's kernels, so within autograd's and transformers' code too. A read drains the queue: its
 value comes after all that was launched before. One that was asked for earlier, by `mm_utils.copies.HostCopy`, does not.

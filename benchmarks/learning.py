@@ -1,4 +1,4 @@
-"""Which way of joining two encoders finds held-out images best, with the same data, encoders and time.
+"""Which way of joining two encoders finds held-out images best, in equal time.
 
     python -m benchmarks.learning --train_file photos_en/captions.jsonl --minutes 4 --output_file learning.jsonl \\
         --vision_model_name_or_path mobilenet_v2_1.0_224 --text_model_name_or_path all-MiniLM-L6-v2
@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.ablation_report import interval
+from benchmarks.ablations.report import interval
 from benchmarks.harness import ROOT, TurnTaker, machine
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.loading.loaders import LoaderArguments
@@ -66,7 +66,7 @@ class LearningArguments:
 
 
 def plan(args: LearningArguments) -> list[tuple[str, int]]:
-    """Contestants and seeds, the seeds outermost, so that a run that is stopped has something of everyone."""
+    """Contestants and seeds, the seeds outermost: a run that is stopped has some of everyone."""
     seeds = [int(seed) for seed in args.seeds.split(",")]
     return [
         (name, seed)
@@ -105,7 +105,7 @@ def compete(name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """The table of the test split: means over seeds and their 95 % intervals, the best mean recall first."""
+    """The table of the test split: means over seeds, 95 % intervals, best mean recall first."""
     table = []
     for name in names:
         own = [row for row in rows if row["contestant"] == name]
@@ -126,7 +126,7 @@ def _cell(values: list[float]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], names: Sequence[str], out_path: Path) -> None:
-    """Validation recall over time: a line a contestant, the mean of its seeds; what needs no training is a star."""
+    """Validation recall over time: each contestant's mean; a star for what needs no training."""
     figure = new_figure(7.5, 4.2)
     ax = figure.add_subplot()
     style_axes(ax)

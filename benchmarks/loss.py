@@ -1,4 +1,4 @@
-"""Measure time and memory of the contrastive loss alone, forward and backward: in tiles, and with the whole N x N matrix.
+"""Measure time and memory of the contrastive loss alone: in tiles, and as N x N matrix.
 
     accelerate launch -m benchmarks.loss
     accelerate launch -m benchmarks.loss --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from benchmarks.harness import TurnTaker, machine, serve, synchronize
+from benchmarks.harness import TurnTaker, device_name, machine, serve, synchronize
 from mm_utils.arguments import arg, parse_args
 from mm_utils.distributed import RunError
 from mm_utils.objectives.losses import TILE_ELEMENTS, GlobalBatch, Tile, gather_batch, info_nce
@@ -113,11 +113,12 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         loss_of(image_NE, text_NE, scale).backward()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return {"seconds": min(seconds), "mebibytes": (peak_bytes(device) - before) / 2**20, "note": ""}
+    figures = {"seconds": min(seconds), "mebibytes": (peak_bytes(device) - before) / 2**20}
+    return figures | {"note": "", "device": device_name(device)}
 
 
 def extrapolate(measured: dict[str, Any] | None, pairs: int) -> dict[str, Any]:
-    """The naive loss at a size where it does not fit: both figures grow with the square of the batch."""
+    """The naive loss where it does not fit: both figures grow with the square of the batch."""
     if measured is None:
         return {"seconds": None, "mebibytes": NAIVE_MATRICES * 4 * pairs**2 / 2**20, "note": "does not fit; computed"}
     growth = (pairs / measured["pairs"]) ** 2
@@ -147,7 +148,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     # 2. Report.
     cells = [[row[name] for name in ("pairs", "loss", "seconds", "mebibytes", "note")] for row in rows]
     text = markdown_table(["pairs", "loss", "seconds", "MiB beyond the embeddings", ""], cells)
-    said = "; ".join(f"{name}: {value}" for name, value in machine().items())
+    devices = {row["device"]: None for row in rows if "device" in row}
+    said = "; ".join(f"{name}: {value}" for name, value in (machine() | {"device": ", ".join(devices)}).items())
     sys.stdout.write(f"{text}\n\n{said}\n")
     if args.output_file:
         Path(args.output_file).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measure what training survives: this project beside loops on plain Accelerate and transformers' Trainer, fault by fault.
+"""Measure what training survives, beside plain Accelerate and transformers' Trainer.
 
 All faults, all contestants, in about half an hour on two cores:
     python -m benchmarks.reliability
@@ -151,7 +151,7 @@ def report(found: dict[str, dict[str, Any]], names: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script and return how often all was right, as `part/contestant`; `argv` lets tests and notebooks call it."""
+    """Run the script; return how often all was right, as `part/contestant`."""
     # 1. Arguments.
     [args] = parse_args(ReliabilityBenchmarkArguments, argv=argv, doc=__doc__)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)

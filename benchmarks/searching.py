@@ -1,4 +1,4 @@
-"""Measure searches of an index: recall@10 against exact search, time of a query, memory, and time to make it ready.
+"""Measure searches of an index: recall@10 against exact search, time, memory, setup.
 
     python -m benchmarks.searching
     python -m benchmarks.searching --images 1000000 --factories "int8 IVF1024,PQ32" --folder /tmp/index
@@ -66,7 +66,7 @@ def draw(count: int, width: int, seed: int, axes_EE: Tensor) -> tuple[Tensor, Te
 
 
 def write_index(folder: Path, images: int, width: int, queries: int) -> Tensor:
-    """Write an index of drawn images without thumbnails; return texts of the first ones, `[queries, E]`."""
+    """Write an index of drawn images without thumbnails; return texts, `[queries, E]`."""
     folder.mkdir(parents=True)
     axes_EE = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(0)))[0]
     texts = []
@@ -85,7 +85,7 @@ def write_index(folder: Path, images: int, width: int, queries: int) -> Tensor:
 
 
 def measure(kind: str | None, folder: Path, text_QE: Tensor, expected: list[list[int]]) -> dict[str, Any]:
-    """Search once for every text, and compare with the rows that are `expected`, if there are any."""
+    """Search once for every text; compare with the `expected` rows, if there are any."""
     rows = read_rows(folder)
     assert rows is not None
     begin = time.process_time()

@@ -1,4 +1,4 @@
-"""Measure pairs per second and memory of training: this project, its variants and its peers, in turn in one run.
+"""Measure pairs a second and memory of training: this project, variants, peers, in turn.
 
 The embedded data set and a tiny model, in a few minutes:
     accelerate launch -m benchmarks.training
@@ -125,7 +125,7 @@ def summarise(about: dict[str, Any], turns: list[dict[str, Any]], peak_tflops: f
 
 
 def report(results: list[dict[str, Any]]) -> str:
-    """The table, what gradient caching costs beside its targets, who did not finish, and the machine."""
+    """The table, gradient caching beside its targets, who did not finish, and the machine."""
     shown = [name for name in COLUMNS if any(result.get(name) is not None for result in results)]
     cells = [[result.get(name) for name in shown] for result in results]
     lines = [markdown_table([COLUMNS[name] for name in shown], cells), ""]

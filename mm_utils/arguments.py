@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from transformers import HfArgumentParser
 from mm_utils.text import printable, redact
 
 T = TypeVar("T")
+
+LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
 
 # Flags of other trainers (transformers, sentence-transformers, open_clip) and of the launcher: what to write instead, and the
 # flag that a script must have for the advice to hold.
@@ -135,8 +138,13 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
 
 
 def in_notebook() -> bool:
-    """Return whether a notebook runs this process; then `sys.argv` is its kernel's, and says nothing about the run."""
+    """Return whether a notebook runs this process; `sys.argv` is then that of its kernel."""
     return "kernel_launcher" in Path(sys.argv[0]).name
+
+
+def launcher() -> str:
+    """Return what stands before the script in the command that starts this run once more."""
+    return os.environ.get(LAUNCH_VARIABLE) or "accelerate launch"
 
 
 def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:
@@ -213,7 +221,7 @@ def _set_defaults(parser: HfArgumentParser, path: str) -> None:
 
 
 def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
-    """Convert a YAML value by the flag's own type: YAML reads `1e-3` as a string and `1` as an int."""
+    """Convert a YAML value by the flag's type: YAML reads `1e-3` as a string, `1` as an int."""
     if value is None or action.type is None or (isinstance(value, list) and action.nargs == "+"):
         return value
     expected = getattr(action.type, "__name__", "a value")

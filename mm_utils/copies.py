@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor's values on their way to the host; reading waits for them, and not for what was launched after them.
+    """A tensor's values on their way to the host; reading waits for them alone.
 
     On a CPU nothing is copied: the tensor must stay as it is.
     """
@@ -38,7 +38,7 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 class DeviceCopies:
-    """Copies to a device: to a GPU on a stream of their own, while it still computes the step before.
+    """Copies to a device: to a GPU on a stream of their own, beside the step before.
 
     Args:
         device: where tensors go; from pinned memory, the host does not wait.
@@ -49,7 +49,7 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def of(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch whose tensors are on the device; what is computed next waits for them there."""
+        """Return a batch whose tensors are on the device; what is computed next waits there."""
         with torch.cuda.stream(self._stream):  # of None, it does nothing
             moved = {
                 name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value

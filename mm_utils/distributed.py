@@ -1,4 +1,4 @@
-"""Ranks, collectives, sharded tensors: the only module that asks torch how many processes there are.
+"""Ranks, collectives, sharded tensors: the only module that asks torch for processes.
 
 Shape letters: n this rank's rows, N all ranks' rows.
 """
@@ -67,7 +67,7 @@ def cores_per_process() -> int:
 
 
 def share(count: int, part: int, parts: int) -> range:
-    """Return the `part`-th of `parts` contiguous shares of `count` rows; sizes differ by at most one."""
+    """Return the `part`-th of `parts` contiguous shares of `count` rows, equal up to one."""
     return range(count * part // parts, count * (part + 1) // parts)
 
 
@@ -187,7 +187,7 @@ def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> N
 
 
 def start_sum(values: Tensor, group: Any = None) -> Any:
-    """Begin to add up over the ranks, or those of a group, in place; after `wait` of the returned work, the sum is there."""
+    """Begin to add up over the ranks, or a group, in place; the returned work's `wait` ends it."""
     return _all_reduce(values, group=group, async_op=True)
 
 
@@ -210,7 +210,7 @@ def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:
 
 
 def raise_everywhere(error: str | None = None, warnings: Iterable[str] = ()) -> None:
-    """Log each rank's warnings once, and raise on all ranks the error that any rank found; called on all ranks.
+    """Log each rank's warnings once; raise any rank's error on all. Called on all ranks.
 
     Raises:
         ValueError: on every rank, if there is an error on one.
@@ -224,7 +224,7 @@ def raise_everywhere(error: str | None = None, warnings: Iterable[str] = ()) -> 
 
 
 def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA) -> None:
-    """Check that each value, of anything that JSON or `str` can express, is the same on all ranks.
+    """Check that each value, which JSON or `str` can express, is equal on all ranks.
 
     Args:
         values: the name of each value in the message, and the value; called on all ranks.
@@ -259,7 +259,7 @@ def _rank_list(numbers: list[int]) -> str:
 
 
 class KeyValueStore:
-    """Share short texts between processes without a collective, on a connection of its own to the group's store.
+    """Share short texts without a collective, on an own connection to the group's store.
 
     A new process group starts with an empty store, and so does every name. Any thread may call; every method raises
     RuntimeError once the store's process is gone, and blocks while that process is stopped.

@@ -93,7 +93,7 @@ def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | No
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file beside its name and rename it, so that readers see the old content or the new, never a part.
+    """Write a file and rename it: readers see the old content or the new, never a part.
 
     Raises:
         OSError: if it cannot be written; the old file is intact then.
@@ -112,7 +112,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """Give a new hidden folder beside `final`; rename it to `final` when the block ends, remove it when the block fails.
+    """Give a hidden folder; rename it to `final` at the end, remove it if the block fails.
 
     If another process has made `final` meanwhile, that one stays.
     """
@@ -143,7 +143,7 @@ def _umask() -> int:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines. A disk that refuses them costs the lines and not the run; one error is logged per file."""
+    """Append JSON lines; a disk that refuses them costs lines, not the run, and one error."""
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -170,7 +170,7 @@ def _step_of(line: str) -> float:
 
 
 def allow_open_files() -> int | None:
-    """Raise this process's limit of open files as far as allowed, and return it; None if there is no limit."""
+    """Raise this process's limit of open files; return it, None if there is none."""
     if sys.platform == "win32":
         return None
     import resource

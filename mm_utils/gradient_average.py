@@ -12,7 +12,7 @@ from mm_utils.communication import meter
 
 
 class GradientAverage:
-    """The mean of every gradient over the ranks, sent in buckets, those of the last parameters first.
+    """The mean of gradients over ranks, sent in buckets, the last parameters first.
 
     A bucket is sent once its gradients are complete and those before it are sent, so all ranks send alike, whatever each of
     them computes. A missing gradient counts as zero. On one process there is nothing to do.
@@ -47,7 +47,7 @@ class GradientAverage:
                 hook.remove()
 
     def send_rest(self, complete: bool = True) -> None:
-        """Send what was not sent yet; anything at all, if the gradients of this rank are not `complete`."""
+        """Send what was not sent; anything at all, if this rank's gradients are not `complete`."""
         while len(self._sent) < len(self._buckets):
             self._send(complete)
 

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     # 1. Arguments: the launcher's, the script, the script's.
     own, script, words = split_words(sys.argv[1:] if argv is None else argv)
     [args] = parse_args(LaunchArguments, argv=own, doc=__doc__)
-    command = read_command(script, words, is_sweep=args.tune is not None)
+    command = read_command(args, script, words)
     set_up_logging()
 
     # 2. Ray: a cluster that runs, or a small one on this machine.

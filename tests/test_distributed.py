@@ -1,6 +1,7 @@
 """Collectives of `mm_utils.distributed` between real processes, and the helper with which other tests start some."""
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -46,6 +47,13 @@ def _on_rank(rank: int, world: int, folder: str, function: Callable[..., Any], a
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(function(*args)))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def let_accelerate_find_ranks() -> None:
+    """Describe the process group of `run_on_ranks` in the environment, as a launcher does."""
+    rank, world = str(distributed.rank()), str(distributed.world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 def one_tensor_per_rank(sizes: list[int]) -> list[torch.Tensor]:

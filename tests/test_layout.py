@@ -169,6 +169,13 @@ def test_modules_have_a_subject_and_a_size() -> None:
     assert {folder.name: len(files) for folder, files in folders.items() if len(files) > MAX_FILES} == {}
 
 
+def test_benchmarks_have_the_same_sizes() -> None:
+    files = list((ROOT / "benchmarks").rglob("*.py"))
+    assert not [path for path in files if lines(path) > MAX_LINES]
+    folders = {path.parent for path in files}
+    assert not [folder for folder in folders if len(list(folder.glob("*.py"))) > MAX_FILES]
+
+
 def test_functions_and_constructors_stay_small() -> None:
     for path in [*modules().values(), *SCRIPTS]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -30,10 +30,10 @@ PAGES = sorted(
 )
 CONFIGS = sorted(
     path
-    for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers")
+    for folder in ("recipes", "accelerate_configs", "benchmarks/*", "launchers")
     for path in ROOT.glob(f"{folder}/*.yaml")
 )
-SOURCES = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/[a-z]*.py")])
+SOURCES = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/**/[a-z]*.py")])
 PROGRAMS = [path for path in SOURCES if "run_script(main)" in path.read_text(encoding="utf-8")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""The contestants of `benchmarks/learning.py` that train no step: canonical correlations and ridge regression."""
+"""Contestants of `benchmarks/learning.py` without steps: correlations, ridge regression."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.rivals.contestants import Batch, Bench
 from benchmarks.rivals.judging import Judge, Towers, recalls, stock_towers
+from benchmarks.rivals.loop_bench import Batch, Bench
 from mm_utils.model.closed_form import FOLDS, Features, fit
 
 PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of ridge regression, in mean variances of a feature
 
 
 def frozen_features(bench: Bench, judge: Judge) -> tuple[Towers, Features]:
-    """The towers without projections, and their features of the training split, at unit length in double precision."""
+    """The towers without projections, and their unit features of the training split, fp64."""
     towers = stock_towers(bench, bench.stock_model().eval(), pools_by_mean=True, projects=False)
     images, texts, owners, number = list[Tensor](), list[Tensor](), list[Tensor](), 0
     with torch.no_grad():
@@ -45,7 +45,7 @@ Regression = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def regress(features: Features, penalty: float) -> Regression:
-    """Fit both ways; returns what embeds features such that the product is the sum of both cosines."""
+    """Fit both ways; return what embeds features so that a product is the sum of cosines."""
     image_TA, text_TB = features.image_MA[features.owner_T], features.text_TB
     image_A, text_B = image_TA.mean(0), text_TB.mean(0)
     image_TA, text_TB = image_TA - image_A, text_TB - text_B

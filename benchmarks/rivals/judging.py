@@ -1,4 +1,4 @@
-"""Held-out recall of the contestants of `benchmarks/learning.py`, and the clock that they learn by: the same for all."""
+"""Held-out recall and clock of the contestants of `benchmarks/learning.py`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import synchronize
-from benchmarks.rivals.contestants import Batch, Bench
-from benchmarks.rivals.plain_contrastive import caption_relevance, retrieval_metrics
+from benchmarks.rivals.loop_bench import Batch, Bench
 from mm_utils.data.loading.loaders import Loaders
 from mm_utils.data.loading.tokens import tokenize_captions
 
+RECALL_AT = (1, 5, 10)
 Towers = Callable[[Batch], tuple[Tensor, Tensor]]
 """From a batch of evaluation to embeddings of its images [n, E] and captions [t, E]."""
 
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Judge:
-    """Held-out recall by one code for all; the seconds of each judgement are those of the clock, which stands still."""
+    """Held-out recall by one code for all; the clock stands still meanwhile."""
 
     def __init__(self, bench: Bench, clock: Clock):
         self.clock, self.found = clock, list[dict[str, Any]]()
@@ -84,7 +84,7 @@ def recalls(image_ME: Tensor, text_TE: Tensor, relevant_MT: Tensor) -> dict[str,
 
 
 def stock_towers(bench: Bench, model: Any, pools_by_mean: bool, projects: bool = True) -> Towers:
-    """The stock class, pooled its own way or by the mean of tokens, with or without its projections."""
+    """The stock class, pooled its own way or by the mean, with or without projections."""
 
     def embed(batch: Batch) -> tuple[Tensor, Tensor]:
         input_ids = batch["input_ids"].to(bench.device)
@@ -108,3 +108,38 @@ def judge_now(model: nn.Module, towers: Towers, judge: Judge) -> None:
     model.eval()
     judge(towers)
     model.train()
+
+
+def ranks(scores: torch.Tensor, relevant: torch.Tensor) -> torch.Tensor:
+    """For each row (a query), how many wrong candidates score at least as its best right one.
+
+    `scores` and `relevant` (bool) are queries x candidates. Ties with a wrong candidate count against the model.
+    """
+    if not torch.isfinite(scores).all():
+        raise ValueError("The scores are not all finite.")
+    if not relevant.any(dim=1).all():
+        raise ValueError("A query has no right candidate.")
+    best_right = scores.masked_fill(~relevant, float("-inf")).max(dim=1, keepdim=True).values
+    return ((scores >= best_right) & ~relevant).sum(dim=1)
+
+
+def retrieval_metrics(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, float]:
+    """R@k both ways from images x captions scores; `relevant` says which are right.
+
+    Image to text: any right caption in the first k is a hit. Text to image: likewise, and each caption is a query.
+    """
+    by_direction = {"text_to_image": ranks(scores.T, relevant.T), "image_to_text": ranks(scores, relevant)}
+    return {
+        f"{direction}_R@{k}": (rank < k).double().mean().item()
+        for direction, rank in by_direction.items()
+        for k in RECALL_AT
+    }
+
+
+def caption_relevance(captions_by_image: list[list[str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two images x captions tables: own captions, and also equal ones of other images."""
+    captions = [caption for own in captions_by_image for caption in own]
+    owner = torch.tensor([index for index, own in enumerate(captions_by_image) for _ in own])
+    by_owner = torch.arange(len(captions_by_image))[:, None] == owner[None, :]
+    by_text = torch.tensor([[caption in own for caption in captions] for own in map(set, captions_by_image)])
+    return by_owner, by_text

@@ -1,4 +1,4 @@
-"""The contestants of `benchmarks/learning.py`: ways to join two towers, each with the same time, in a process of its own.
+"""The contestants of `benchmarks/learning.py`: ways to join two towers, in equal time.
 
 - `tandem`: scripts/pretrain.py with its defaults, but for the number of steps, which a short run before tells. `tandem_towers`
   trains no fusion head. Their time includes reading the data, the closed form and checkpoints, which that of the others does not.
@@ -33,18 +33,18 @@ from transformers import TrainerCallback
 
 from benchmarks.harness import serve
 from benchmarks.rivals.closed_forms import cca, ridge
-from benchmarks.rivals.contestants import (
+from benchmarks.rivals.contestants import clip_loss
+from benchmarks.rivals.judging import Clock, Judge, judge_now, stock_towers
+from benchmarks.rivals.loop_bench import (
     Batch,
     Bench,
     PillowPairs,
     Task,
-    clip_loss,
     endless,
     open_clip_batches,
     to_rgb,
     transformers_batches,
 )
-from benchmarks.rivals.judging import Clock, Judge, judge_now, stock_towers
 from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.model.build import ModelArguments, load_model
@@ -140,7 +140,7 @@ def loop(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, An
 
 
 class Watch(TrainerCallback):
-    """Follows a run of scripts/pretrain.py by a clock that its evaluations do not count on, and ends it when time is over."""
+    """Follows a run of scripts/pretrain.py by a clock without evaluations; ends it in time."""
 
     def __init__(self, clock: Clock, budget: float = math.inf):
         self.clock, self.budget = clock, budget
@@ -220,7 +220,7 @@ CONTESTANTS: dict[str, Callable[[Bench, Judge, float, int], dict[str, Any]]] = {
 
 
 def learn(question: dict[str, Any]) -> dict[str, Any]:
-    """Take part once; returns recalls of both splits where validation was best, seconds, and recall over time."""
+    """Take part once; return both splits' recalls at the best validation, and over time."""
     bench = Bench(Task(**question["task"]))
     judge = Judge(bench, Clock(bench.device))
     more = CONTESTANTS[bench.task.contestant](bench, judge, 60 * question["minutes"], question["points"])

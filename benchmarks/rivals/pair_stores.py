@@ -1,4 +1,4 @@
-"""What the contestants of `benchmarks/loading.py` read: one set of pairs, written in each of their formats, once.
+"""One set of pairs in each format that `benchmarks/data/loading.py` reads, written once.
 
 Every function below gives a folder and makes it if it is not there; a folder is complete or not there at all.
 """
@@ -62,7 +62,7 @@ def bytes_below(folder: Path) -> int:
 
 
 def photographs(folder: Path, images: int) -> Path:
-    """`pairs.jsonl` of synthetic photographs: JPEGs of 640 x 480, every third upright, quality 90, each with a caption."""
+    """`pairs.jsonl` of synthetic photographs: JPEGs of 640 x 480, every third upright."""
     with written(folder) as new:
         if new is not None:
             with multiprocessing.get_context("fork").Pool(distributed.available_cores()) as pool:
@@ -74,7 +74,7 @@ def photographs(folder: Path, images: int) -> Path:
 
 
 def _photograph(folder: Path, seed: int) -> dict[str, Any]:
-    """Noise whose spectrum falls as 1/f, as that of photographs does, around one colour, and some shapes."""
+    """Noise whose spectrum falls as 1/f, like photographs', around one colour, and shapes."""
     rng = np.random.default_rng(seed)
     width, height = (640, 480) if seed % 3 else (480, 640)
     pixels = np.full((height, width, 3), rng.uniform(40, 215, 3), np.float32)
@@ -105,7 +105,7 @@ def prepared(folder: Path, train_file: Path, store: str, image_size: int) -> Pat
 
 
 def tiny_pairs(folder: Path, count: int) -> Path:
-    """A data set as prepared ones are, of `count` pairs that share one image of 8 x 8 pixels: metadata, and little else."""
+    """A prepared data set of `count` pairs that share one image of 8 x 8 pixels."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), "grey").save(buffer, "PNG")
     image, at_once = {"bytes": buffer.getvalue(), "path": None}, 2048
@@ -149,7 +149,7 @@ def lmdb(folder: Path, contents: list[bytes]) -> None:
 
 
 def memmap(folder: Path, images: list[np.ndarray]) -> None:
-    """The pixels of all images in one file, and where each begins and what shape it has in another."""
+    """The pixels of all images in one file; where each begins and its shape in another."""
     with (folder / "pixels.bin").open("wb") as file:
         for image in images:
             file.write(image.tobytes())
@@ -159,7 +159,7 @@ def memmap(folder: Path, images: list[np.ndarray]) -> None:
 
 
 def tar_shards(folder: Path, rows: datasets.Dataset, validation: datasets.Dataset) -> None:
-    """Shards as WebDataset writes them, a sample named by its number; and one of the validation split."""
+    """Shards as WebDataset writes them, samples named by number; one of validation."""
     parts = {f"{part:06d}": rows.select(distributed.share(len(rows), part, SHARDS)) for part in range(SHARDS)}
     for name, part in {**parts, "validation": validation}.items():
         first = int(name) * len(rows) // SHARDS if name.isdecimal() else len(rows)

@@ -1,4 +1,4 @@
-"""A plain image-text contrastive baseline: `VisionTextDualEncoderModel` trained by `transformers.Trainer`.
+"""A plain baseline: `VisionTextDualEncoderModel` trained by `transformers.Trainer`.
 
 It does what the `examples/pytorch/contrastive-image-text/run_clip.py` example of transformers does, and no more, so
 that another trainer can be compared with it at equal data and equal training time:
@@ -56,16 +56,16 @@ from transformers import (
     set_seed,
 )
 
+from benchmarks.rivals.judging import caption_relevance, retrieval_metrics
+
 PROBE_WARMUP_STEPS = 2
 PROBE_STEPS = 8
-RECALL_AT = (1, 5, 10)
-
 
 # ---------------------------------------------------------------- data
 
 
 def read_rows(file: str, split: str) -> list[dict[str, Any]]:
-    """The rows of one split, with absolute image paths; a file without a `split` column is taken whole."""
+    """The rows of one split, with absolute paths; a file without `split` is taken whole."""
     folder = Path(file).resolve().parent
     with open(file, encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
@@ -138,7 +138,7 @@ def one_size(image_size: Any) -> int:
 
 
 def build_model(vision_name: str, text_name: str) -> PreTrainedModel:
-    """The stock dual encoder, with the vision config's `hidden_size` filled in where it has none."""
+    """The stock dual encoder, the vision config's `hidden_size` filled in where missing."""
     vision_model = AutoModel.from_pretrained(vision_name)
     if getattr(vision_model.config, "hidden_size", None) is None:
         size = one_size(vision_model.config.image_size)
@@ -201,48 +201,13 @@ def build_trainer(
 
 
 def probe_seconds_per_step(model: PreTrainedModel, dataset: Dataset, args: argparse.Namespace, folder: str) -> float:
-    """The time of a step, data loading included, on a copy of the model; the first steps are not counted."""
+    """The time of a step with loading, on a copy of the model; first steps do not count."""
     clock = TimeBudget()
     build_trainer(copy.deepcopy(model), dataset, args, PROBE_WARMUP_STEPS + PROBE_STEPS, clock, folder).train()
     return (clock.step_ends[-1] - clock.step_ends[PROBE_WARMUP_STEPS - 1]) / PROBE_STEPS
 
 
 # ---------------------------------------------------------------- evaluation
-
-
-def ranks(scores: torch.Tensor, relevant: torch.Tensor) -> torch.Tensor:
-    """For each row (a query), how many wrong candidates score at least as high as its best right one.
-
-    `scores` and `relevant` (bool) are queries x candidates. Ties with a wrong candidate count against the model.
-    """
-    if not torch.isfinite(scores).all():
-        raise ValueError("The scores are not all finite.")
-    if not relevant.any(dim=1).all():
-        raise ValueError("A query has no right candidate.")
-    best_right = scores.masked_fill(~relevant, float("-inf")).max(dim=1, keepdim=True).values
-    return ((scores >= best_right) & ~relevant).sum(dim=1)
-
-
-def retrieval_metrics(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, float]:
-    """R@k both ways from the images x captions scores; `relevant` says which captions are right for which image.
-
-    Image to text: any right caption in the first k is a hit. Text to image: likewise, and each caption is a query.
-    """
-    by_direction = {"text_to_image": ranks(scores.T, relevant.T), "image_to_text": ranks(scores, relevant)}
-    return {
-        f"{direction}_R@{k}": (rank < k).double().mean().item()
-        for direction, rank in by_direction.items()
-        for k in RECALL_AT
-    }
-
-
-def caption_relevance(captions_by_image: list[list[str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two images x captions tables: the image's own captions, and these with all equal captions of other images."""
-    captions = [caption for own in captions_by_image for caption in own]
-    owner = torch.tensor([index for index, own in enumerate(captions_by_image) for _ in own])
-    by_owner = torch.arange(len(captions_by_image))[:, None] == owner[None, :]
-    by_text = torch.tensor([[caption in own for caption in captions] for own in map(set, captions_by_image)])
-    return by_owner, by_text
 
 
 def batches(items: list[str], size: int) -> Iterator[list[str]]:

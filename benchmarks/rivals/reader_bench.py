@@ -1,4 +1,4 @@
-"""What the readers of `benchmarks/loading.py` share: the pairs, the stores of them, and what is done to an image."""
+"""What the readers of `benchmarks/data/loading.py` share: pairs, stores, transforms."""
 
 import copy
 import random
@@ -51,7 +51,7 @@ class Task:
 
 
 class Bench:
-    """What all contestants share: the pairs, as the prepared set of JPEGs has them, and what is done to an image."""
+    """What all contestants share: the pairs of the prepared JPEGs, and the transforms."""
 
     def __init__(self, task: Task):
         self.task, self.args = task, LoaderArguments(dataloader_num_workers=str(task.num_workers))
@@ -145,7 +145,7 @@ class Bench:
 
 
 def originals(bench: Bench) -> datasets.Dataset:
-    """The pairs as the source has them, in the order of the prepared set, wherever the source itself holds others out."""
+    """The source's pairs, in the order of the prepared set; held-out ones included."""
     found = load_pairs(DataArguments(train_file=str(bench.source)))
     rows = datasets.concatenate_datasets(list(found.values()))
     here = {name: row for row, name in enumerate(rows["id"])}

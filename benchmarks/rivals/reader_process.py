@@ -1,4 +1,4 @@
-"""One contestant of `benchmarks/loading.py` at work, in a process of its own: checked first, then timed in turns.
+"""A contestant of `benchmarks/data/loading.py` at work: checked first, timed in turns.
 
 The process is told what to read (`reader_bench.Task`) and says what a pair takes on disk. `{"check": true}` makes it read an
 epoch and say what is wrong with it; `{"open": true}`, start a fresh loader and say when its first batch was there; then
@@ -73,7 +73,7 @@ class Consumer:
 
 
 def epoch(batches: Batches, bench: Bench) -> tuple[list[int], np.ndarray]:
-    """Numbers of the pairs of one epoch as they came, and the mean colour of each image, `[pairs, 3]` from 0 to 255."""
+    """Numbers of an epoch's pairs in order, and each image's mean colour, `[pairs, 3]`."""
     mean, std = (torch.tensor(value) for value in bench.geometry[1:])
     rows: list[int] = []
     colours: list[Tensor] = []
@@ -98,7 +98,7 @@ def mean_colours(pixels: Tensor) -> Tensor:
 
 
 def fault(rows: list[int], colours: np.ndarray, expected: np.ndarray) -> str | None:
-    """Why a reader that gave these is not compared: pairs left out or given twice, or other images.
+    """Why a reader is not compared: pairs left out or given twice, or other images.
 
     Colours may differ by a quarter of what they would if every pair had its neighbour's image, as crops differ.
     """
@@ -143,7 +143,7 @@ class Process:
 
 
 def memory_of(folder: Path, count: int) -> dict[str, float]:
-    """What this process's memory grows by, in bytes, from before `count` pairs are opened until some batches were read.
+    """Bytes that memory grows by from opening `count` pairs until some batches are read.
 
     Workers are not counted. `private` is without the pages of mapped files that the system may drop at any time.
     """

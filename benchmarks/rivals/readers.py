@@ -1,4 +1,4 @@
-"""The contestants of `benchmarks/loading.py`: readers of one set of pairs, each in a process of its own.
+"""The contestants of `benchmarks/data/loading.py`: readers of one set, each a process.
 
 A contestant builds a fresh loader and gives training batches without end: `pixel_values`, `input_ids`, `attention_mask` and
 `rows`, the numbers of their pairs.

@@ -1,4 +1,4 @@
-"""The contestant `sentence_transformers`: two towers as one module of that library, trained by its own trainer and loss.
+"""The contestant `sentence_transformers`: two towers as a module of it, and its trainer.
 
 Images are told from texts by their type, as in its own CLIP module. The loss is its `MultipleNegativesRankingLoss` in both
 directions at its fixed scale of 20; learning rate 1e-4, warm-up and cosine, which follow the clock. Images are prepared as in
@@ -20,8 +20,8 @@ from torch import nn
 from torchvision.transforms import Compose, InterpolationMode, Normalize, RandomResizedCrop, ToTensor
 from transformers import TrainerCallback
 
-from benchmarks.rivals.contestants import ENDLESS, Bench, to_rgb
 from benchmarks.rivals.judging import Judge, judge_now, mean_of, stock_towers
+from benchmarks.rivals.loop_bench import ENDLESS, Bench, to_rgb
 
 LEARNING_RATE = 1e-4
 

@@ -84,7 +84,7 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_unfinished(output_dir: Path) -> None:
-    """Remove folders that a killed run left half written or half removed; restore one that it had not replaced yet."""
+    """Remove folders half written or half removed; restore one that was not replaced yet."""
     for path in output_dir.glob(".checkpoint-*.old"):
         _bring_back(path)
     for ending in ("tmp", "old", "removed"):
@@ -169,7 +169,7 @@ def _given(path: Path) -> Path:
 
 
 def set_aside(output_dir: Path, after: int) -> None:
-    """Rename checkpoints of steps beyond `after`, because a run resumed from `after` will write them again."""
+    """Rename checkpoints beyond `after`: a run resumed from there will write them again."""
     for path in checkpoint_folders(output_dir):
         if step_of(path) > after:
             aside = path.parent / f"{path.name}.{'damaged' if verify(path) else 'superseded'}"
@@ -196,7 +196,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def misfits(path: Path) -> list[str]:
-    """Compare a checkpoint's files with its manifest by presence and size alone; return one line per misfit."""
+    """Compare a checkpoint with its manifest by presence and size; return a line a misfit."""
     try:
         files = _manifest(path)["files"]
     except FileNotFoundError:

@@ -79,7 +79,7 @@ class Snapshot:
 
 
 class TrainingState:
-    """Everything that training changes: captured on all ranks into a `Snapshot`, restored from a checkpoint.
+    """Everything that training changes: captured on all ranks, restored from a checkpoint.
 
     Args:
         processor: saved beside the model.
@@ -102,14 +102,14 @@ class TrainingState:
 
     @property
     def nbytes(self) -> int:
-        """Approximate size of a checkpoint in bytes, with two optimizer values per trained parameter."""
+        """Approximate bytes of a checkpoint, with two optimizer values a trained parameter."""
         parameters = list(self.model.parameters())
         weights = sum(parameter.nbytes for parameter in parameters)
         trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         return weights + 2 * trained + (weights if self.average is not None else 0)
 
     def capture(self, state: TrainerState, run: dict[str, Any]) -> Snapshot:
-        """Copy everything that training changes; called on all ranks, the main process holds the copy.
+        """Copy everything that training changes to the main process; called on all ranks.
 
         The copy reuses the host memory of the last one, which must have been written by now.
         """
@@ -131,7 +131,7 @@ class TrainingState:
         return snapshot
 
     def restore(self, path: Path, identity: Mapping[str, Any] | None) -> tuple[TrainerState, dict[str, Any]]:
-        """Load weights, optimizer, average and the loss scaler's scale from a checkpoint, on all ranks.
+        """Load weights, optimizer, average and loss scale from a checkpoint, on all ranks.
 
         Args:
             identity: the present run's `run["identity"]`, which must be that of the checkpoint; None allows any.
@@ -169,7 +169,7 @@ class TrainingState:
             self.average.load(path)
 
     def save_model(self) -> None:
-        """Write model and processor to the output folder, and the stock dual encoder to `dual_encoder/` inside it.
+        """Write model and processor to the output folder, the stock model to `dual_encoder/`.
 
         Raises:
             ValueError: on all ranks, if the weights are not finite.
@@ -194,7 +194,7 @@ class TrainingState:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def _save_deepspeed(self) -> Path:
-        """Let DeepSpeed write its own files, because it cuts the optimizer's state into pieces without names."""
+        """Let DeepSpeed write its own files: it cuts the optimizer's state into nameless pieces."""
         folder = self.output_dir / f".{_DEEPSPEED}" / _DEEPSPEED
         if self.accelerator.is_main_process:
             shutil.rmtree(folder.parent, ignore_errors=True)
@@ -210,7 +210,7 @@ def write_model(
     processor: ProcessorMixin,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model and processor, and the stock dual encoder to `dual_encoder/`; `weights` are other ones than the model's."""
+    """Write model, processor and the stock `dual_encoder/`, with `weights` if given."""
     shutil.rmtree(folder / _DUAL_ENCODER, ignore_errors=True)  # an earlier model's
     model.save_pretrained(folder, state_dict=weights)
     processor.save_pretrained(folder)
@@ -235,7 +235,7 @@ def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
 
 
 def copy_to_host(tensors: Mapping[str, Tensor], main: bool, buffers: Buffers | None = None) -> dict[str, Tensor]:
-    """Copy full tensors to host memory on the main process; called on all ranks, other ranks get an empty dict.
+    """Copy full tensors to the main process's memory; on all ranks, others get an empty dict.
 
     Tensors that share memory, as tied weights do, share that of the copy. `buffers` holds the memory of an earlier call with
     the same names, which is reused because fresh memory takes longer to get than to fill; it is pinned for a GPU.
@@ -260,12 +260,12 @@ def _buffer(held: Tensor | None, value: Tensor) -> Tensor:
 
 
 def restore_scalars(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Turn temperature and bias, which FSDP2 and DeepSpeed hold as vectors of one, into scalars again."""
+    """Turn temperature and bias, vectors of one in FSDP2 and DeepSpeed, into scalars again."""
     return {name: value.squeeze() if name in _SCALARS else value for name, value in weights.items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, objective: nn.Module) -> dict[str, Tensor]:
-    """Return the optimizer's state as `parameter|key` -> tensor; rates and decay come from the arguments."""
+    """Return the optimizer's state as `parameter|key` -> tensor, without rates and decay."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in objective.named_parameters()}
     return {
         f"{names[parameter]}|{key}": torch.as_tensor(value)
@@ -322,7 +322,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
 
 
 def settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Return a model's configuration by name, `text_config.hidden_size` for a part, without what does not change it."""
+    """Return a configuration by name, `text_config.hidden_size` for a part."""
     found: dict[str, Any] = {}
 
     def collect(prefix: str, values: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ class CheckpointWriter:
 
 
 def _is_full(error: Exception) -> bool:
-    """Return whether a disk or quota is full, also where safetensors reports it, whose errors have no number."""
+    """Return whether a disk or quota is full, by number or by what safetensors says."""
     numbers = (f"os error {number})" for number in _FULL)
     return getattr(error, "errno", None) in _FULL or any(number in str(error) for number in numbers)
 
@@ -146,7 +146,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def remove_old_checkpoints(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
-    """Keep the newest `limit` complete checkpoints and those of the steps `keep`; remove the others.
+    """Keep the newest `limit` complete checkpoints and the steps of `keep`; remove the others.
 
     Call it after a checkpoint was written, so that the new one is among the newest. A folder that cannot be removed stays,
     with a warning.
@@ -180,7 +180,7 @@ def make_room(output_dir: Path, needed: int, limit: int | None, keep: Collection
 
 
 def check_room(output_dir: Path, checkpoint_bytes: int, kept: int | None) -> None:
-    """Check before training that the disk has room for the run's checkpoints; called on all ranks.
+    """Check that the disk has room for the run's checkpoints; called on all ranks.
 
     As many as `kept` are kept, None means at least one; one more is there while it is written.
 

@@ -1,4 +1,4 @@
-"""Load one split of labelled images, clips or sounds, with readable class names, for zero-shot evaluation."""
+"""Load one split of labelled media, with readable class names, for zero-shot evaluation."""
 
 import itertools
 import logging
@@ -157,7 +157,7 @@ def load_labelled(args: LabelledArguments, medium: str = "image") -> LabelledIma
 
 
 def _load_prepared(args: LabelledArguments, name: str, title: str) -> LabelledImages:
-    """Load a split of a prepared set: media with equal captions, as those of a folder per class have, are of one class."""
+    """Load a split of a prepared set, in which media with equal captions are of one class."""
     splits = open_prepared(name, title)
     split = _choose_split(args.split, list(splits), ["validation", "test", "train"])
     title = f"{title}, split {split}"

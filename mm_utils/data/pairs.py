@@ -67,7 +67,7 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
 
 
 def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
-    """Load one split for evaluation; rows that training holds out of train are the validation split here, too.
+    """Load a split for evaluation; rows held out of train are the validation split here, too.
 
     Raises:
         ValueError: as `load_pairs`, or if there is no such split.
@@ -79,7 +79,7 @@ def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
 
 
 def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None = None) -> tuple[str, Dataset]:
-    """Load the images of a retrieval benchmark, with their first five captions; also return their split.
+    """Load a retrieval benchmark's images with their first five captions; return the split too.
 
     The split is by default the benchmark's. The images are those of the source that `args` names, and without any from the Hub. Other numbers of images than the
     benchmark's are logged.

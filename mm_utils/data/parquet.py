@@ -40,7 +40,7 @@ class ParquetRows:
             raise ValueError(f"{name} has {rows:,} rows in {size:,} bytes; that is no honest file. Write it anew.")
 
     def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[Any]:
-        """Read columns of a row group, at most `rows` rows at a time, and fewer where a cell may be large.
+        """Read columns of a row group, at most `rows` rows at a time, fewer where cells are large.
 
         Raises:
             ValueError: if they are more bytes than a file of this size decodes to.
@@ -84,7 +84,7 @@ class ParquetRows:
 
 
 def check_files(paths: Sequence[str]) -> None:
-    """Check the rows of Parquet files that `datasets` will read; raises a ValueError as `ParquetRows` does."""
+    """Check Parquet files that `datasets` will read; raise ValueError as `ParquetRows` does."""
     for path in paths:
         if path.lower().endswith(".parquet"):
             with ParquetRows(path, Path(path).name).file:

@@ -140,7 +140,7 @@ def _user_comment(image: Image.Image) -> str:
 
 
 def _utf16(body: bytes, endian: str | None) -> str:
-    """Decode by the mark, else by which half of the bytes has the zeros, else by the file's own order."""
+    """Decode by the mark, else by the half with the zeros, else by the file's own order."""
     if body[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return body.decode("utf-16")
     first, second = body[0::2].count(0), body[1::2].count(0)

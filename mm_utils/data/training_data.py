@@ -1,4 +1,4 @@
-"""Open the data of a run: files, prepared sets, the embedded scenes, streams, cached features."""
+"""Open a run's data: files, prepared sets, embedded scenes, streams, cached features."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class TrainingData:
 
     @property
     def media(self) -> dict[str, "TrainingData"]:
-        """The data of each medium of the run; here there is one. `mm_utils.data.several_media` has several."""
+        """The data of each medium, here one; `mm_utils.data.several_media` has several."""
         return {self.medium: self}
 
     @property
@@ -160,7 +160,7 @@ def open_data(
 def _processor(
     make: Callable[..., ProcessorMixin], captions: Iterator[str], splits: DatasetDict, args: LoaderArguments
 ) -> ProcessorMixin:
-    """Return the processor of the media of all splits, with the window that the arguments ask for."""
+    """Return the processor of all splits' media, with the window that is asked for."""
     medium = kind_of(splits["validation"].features)
     known = splits.get("train", splits["validation"])  # a stream has no split of all its training rows
     default = None if medium == "image" else default_seconds(medium, known)
@@ -187,7 +187,7 @@ def open_task(
     schedule: Schedule,
     processor: ProcessorMixin,
 ) -> tuple[LabelledTask, TrainingData]:
-    """Open the labelled rows that the arguments name, tokenised, with their loaders; see `open_data`."""
+    """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
     with accelerator.main_process_first():
         task = load_task(task_args, medium_of(processor))
         length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers

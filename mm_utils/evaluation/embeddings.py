@@ -66,7 +66,7 @@ class Texts:
 
 
 class Keyed(NamedTuple):
-    """Unit embeddings `[N, E]`, for each the id of its image, `[N]`, and the keys of its captions, `[N, C]`, -1 where fewer.
+    """Unit embeddings `[N, E]`, image ids `[N]`, keys of captions `[N, C]`, -1 where fewer.
 
     Captions are None where none is equal to one of another image.
     """
@@ -81,7 +81,7 @@ class Keyed(NamedTuple):
 
 
 def right_items(queries: Keyed, items: Keyed, item_QK: Tensor | None = None) -> Tensor:
-    """Return which items are right for each query, bool `[Q, N]`; of candidates, which of these, `[Q, K]`."""
+    """Return which items are right for each query, bool `[Q, N]`; of candidates, `[Q, K]`."""
 
     def among(value_N: Tensor) -> Tensor:
         return value_N if item_QK is None else value_N[item_QK]
@@ -287,7 +287,7 @@ def gather_languages(codes: Sequence[str | None], sizes: list[int], device: torc
 
 
 class Places(NamedTuple):
-    """Where the right items of each query stand in its ranked list, from 1, the same on all ranks."""
+    """Where each query's right items stand in its list, from 1, the same on all ranks."""
 
     rank_Q: Tensor  # of the best one
     listed_QR: Tensor  # of all, see `listed_places`
@@ -318,7 +318,7 @@ def best_rank(score_QN: Tensor, right_QN: Tensor) -> Tensor:
 
 
 def listed_places(score_QN: Tensor, right_QN: Tensor) -> Tensor:
-    """Return the places `[Q, R]`, from 1, of the right items among the first ten of N scores, best first, R = min(10, N).
+    """Return the places `[Q, R]`, from 1, of right items among the first ten, R = min(10, N).
 
     Wrong items of an equal score stand before a right one, as in `best_rank`. A place above 10 says only that there is no
     further right item among the first ten.
@@ -345,6 +345,6 @@ def _by_block(queries: Keyed, items: Keyed, function: Callable[[slice], tuple[Te
 
 
 def _blocks(queries: range, items: Keyed) -> list[slice]:
-    """Cut queries so that the cosines of a block fit into memory; if there are none, into one empty block."""
+    """Cut queries so that a block's cosines fit into memory; none are one empty block."""
     size = max(1, min(BLOCK, TILE // max(1, len(items.key))))
     return [slice(low, min(low + size, queries.stop)) for low in queries[::size] or (queries.start,)]

@@ -49,7 +49,7 @@ class InterpolationArguments:
             raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; it goes with --wise_ft. Give both.")
 
     def known_weights(self, model: FusionDualEncoderModel) -> set[str]:
-        """Return the names of the weights to interpolate: not a classifier's, nor those of a head that never was trained.
+        """Return the names to interpolate: no classifier's, and no head's that never was trained.
 
         To be asked before `build_objective`, which adds parts. Without the flag, there are none.
         """
@@ -57,7 +57,7 @@ class InterpolationArguments:
         return {name for name in merged(model.state_dict()) if self.wise_ft and not name.startswith(new)}
 
     def check(self, model_args: ModelArguments, has_closed_form: bool) -> None:
-        """Raise ValueError if pre-training does not start from a model; `has_closed_form`: it may join two encoders to one."""
+        """Raise ValueError if pre-training starts from no model; see `has_closed_form`."""
         if self.wise_ft and not (model_args.model_name_or_path or (model_args.joins_pretrained and has_closed_form)):
             raise ValueError(
                 "--wise_ft is set; the run does not start from a model that could be forgotten. Give --model_name_or_path, or "
@@ -72,7 +72,7 @@ def copy_weights(model: FusionDualEncoderModel, names: Collection[str]) -> dict[
 
 
 def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Return start + alpha (end - start), but integers and the weights that only `end` has as they are there."""
+    """Return start + alpha (end - start); integers and weights of `end` alone stay."""
     return {
         name: torch.lerp(start[name].to(value), value, alpha)
         if name in start and value.is_floating_point()

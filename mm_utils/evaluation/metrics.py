@@ -1,4 +1,4 @@
-"""Metrics from ranks and embeddings: recalls, nDCG and MRR, intervals, and the health of the embeddings.
+"""Recalls, nDCG, MRR from ranks, their intervals, and the health of the embeddings.
 
 Shape letters: M images and T captions of the split, Q queries, R right items among the first ten, B rows of a block,
 K different images, E embedding width.
@@ -54,7 +54,7 @@ def mean_interval(value_Q: Tensor, image_key_Q: Tensor) -> tuple[float, float]:
 
 
 def mean_with_interval(name: str, value_N: Tensor, group_N: Tensor) -> dict[str, float]:
-    """Return a mean of shares as `name`, and the ends of its interval of `mean_interval`, within 0 and 1, as `_low` and `_high`."""
+    """Return a mean of shares as `name`, its interval's ends, in 0 to 1, as `_low` and `_high`."""
     mean, half = mean_interval(value_N, group_N)
     return {name: mean, f"{name}_low": max(0.0, mean - half), f"{name}_high": min(1.0, mean + half)}
 
@@ -85,7 +85,7 @@ def _gain(place: Tensor) -> Tensor:
 
 
 def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) -> dict[str, float]:
-    """Return recalls, nDCG, MRR and ranks, by the towers and, if there are such ranks, after re-ranking.
+    """Return recalls, nDCG, MRR and ranks by the towers, and re-ranked if there are such.
 
     `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints.
     Of single languages, re-ranking is measured from text to image only: a language's captions alone would be other candidates.
@@ -150,7 +150,7 @@ def _image_recalls_by_language(split: Embeddings) -> dict[str, float]:
 
 
 def embedding_health(split: Embeddings) -> dict[str, float]:
-    """Return how the embeddings of a split fill their space; the same on all ranks, in memory for one block and E x E.
+    """Return how a split's embeddings fill their space; in blocks, the same on all ranks.
 
     Returns, for image and text each:
         effective_rank: exp of the entropy of the singular values of the centred embeddings, divided by their sum (Roy and
@@ -181,7 +181,7 @@ def _centroid(rows: Tensor) -> Tensor:
 
 
 def _rank_and_spread(rows: Tensor) -> tuple[float, float]:
-    """Return effective rank and spread; singular values are roots of the eigenvalues of the E x E Gram matrix."""
+    """Return effective rank and spread, from the eigenvalues of the E x E Gram matrix."""
     centroid_E = _centroid(rows)
     gram_EE = torch.zeros(len(centroid_E), len(centroid_E), dtype=centroid_E.dtype, device=centroid_E.device)
     for block_BE in _blocks(rows):
@@ -198,7 +198,7 @@ def _rank_and_spread(rows: Tensor) -> tuple[float, float]:
 
 
 def _margin(split: Embeddings) -> float:
-    """Return the margin; sums of cosines are products of sums of embeddings, over all pairs or those of an image's id."""
+    """Return the margin, from sums of embeddings: of all pairs, and of those of an image's id."""
     keys_K, place = torch.cat([split.image_key_M, split.caption_key_T]).unique(return_inverse=True)
     sums, counts = [], []
     for rows, at in ((split.image_ME, place[: len(split.image_ME)]), (split.text_TE, place[len(split.image_ME) :])):

@@ -1,4 +1,4 @@
-"""How much each voice of the fusion head counts beside the scaled cosine: fitted, and 0 where it does not help.
+"""Weights of the fusion head's voices beside the cosine: fitted, 0 where one does not help.
 
 A voice's weight on the training pairs says nothing, because the towers rank those right already. So weights are fitted on the
 validation split. Its own figures are cross-fitted: the images are cut into two folds, and each fold is ranked with the weights
@@ -67,7 +67,7 @@ def fit_weights(directions: list[Listed]) -> list[float]:
 
 
 def helps(ranks: dict[str, DirectionRanks]) -> bool:
-    """Return whether re-ranking gains recall@1 beyond its interval in the mean of the directions, and loses in none."""
+    """Return whether re-ranking gains recall@1 beyond its interval, and loses in no direction."""
     gains = [
         mean_interval((each.reranked_Q <= 1).double() - (each.cosine_Q <= 1).double(), each.image_key_Q)
         for each in ranks.values()

@@ -43,13 +43,13 @@ FOLDS = 2  # of the images, by their id, for weights that were fitted on the oth
 
 
 def stored_weights(model: FusionDualEncoderModel) -> dict[str, float]:
-    """Return the weights that were fitted, without those that are 0; of a model without any, that of its match logit."""
+    """Return the fitted weights but those of 0; without any, that of the match logit."""
     fitted = model.config.rerank_weights
     return {"match": 1.0} if fitted is None else {name: weight for name, weight in fitted.items() if weight}
 
 
 def describe_weights(model: FusionDualEncoderModel) -> str:
-    """Return a sentence on re-ranking, for logs and the model card; "" if no weights were fitted."""
+    """Return a sentence on re-ranking, for logs and the card; "" if nothing was fitted."""
     weights = stored_weights(model)
     if model.fusion is None or model.config.rerank_weights is None:
         return ""
@@ -101,12 +101,12 @@ class PairScores:
         self.pairs, self.scores = self.pairs[order], self.scores[:, order]
 
     def __call__(self, wanted: Tensor) -> Tensor:
-        """Return the voices of the pairs `wanted`, `[V, ...]`; minus infinity for a pair that was not scored."""
+        """Return the voices of the pairs `wanted`, `[V, ...]`; minus infinity if not scored."""
         place = torch.searchsorted(self.pairs, wanted).clamp(max=len(self.pairs) - 1)
         return self.scores[:, place].where(self.pairs[place] == wanted, -torch.inf)
 
     def minus_priors(self, voice: int, text_pairs_TK: Tensor, texts: int) -> "PairScores":
-        """Subtract from a voice, for each text, the log of the mean of exp(voice) over its K candidate images.
+        """Subtract from a voice, by text, the log of the mean of exp(voice) over K candidates.
 
         For captions that is how probable the text is by itself. Texts from T on (of `texts` in all) have no candidates, and
         keep their scores.
@@ -120,7 +120,7 @@ class PairScores:
 
 
 def combine(cosine_QK: Tensor, voices_VQK: Tensor, weight_FV: Tensor, key_Q: Tensor) -> Tensor:
-    """Return scaled cosine + weighted voices `[Q, K]`, with the weights of each query's fold; those of 0 play no part."""
+    """Return scaled cosine + weighted voices `[Q, K]`, by each query's fold, without zeros."""
     weight_VQ1 = weight_FV.to(cosine_QK)[key_Q % FOLDS].T[..., None]
     return cosine_QK + (weight_VQ1 * voices_VQK).where(weight_VQ1 != 0, 0).sum(0)
 
@@ -240,7 +240,7 @@ def _score_block(
     first_image: int,
     voices: Sequence[str],
 ) -> tuple[Tensor, int]:
-    """Return the voices of pairs of this share's images, `[P, V]`, and the padded length of their texts."""
+    """Return the voices of this share's pairs, `[P, V]`, and their texts' padded length."""
     if not len(block):  # a rank without images
         return torch.empty(0, len(voices), device=block.device), 0
     text, place = (block % len(texts)).unique(return_inverse=True)

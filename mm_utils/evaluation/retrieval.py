@@ -90,7 +90,7 @@ class EvaluationArguments:
 
 
 class RetrievalEvaluator:
-    """Measure recall, nDCG, MRR, mean and median rank, and the health of the embeddings; all ranks get the same metrics.
+    """Measure recall, nDCG, MRR, ranks and the embeddings' health; equal on all ranks.
 
     With `rerank_top_k` and a model with a fusion head, also measure `rerank_*`, after the head has reordered the first K
     candidates of each query.
@@ -157,7 +157,7 @@ class RetrievalEvaluator:
         return retrieval_metrics(split, self.directions) | others | embedding_health(split)
 
     def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
-        """Return the voices to score pairs with, and their weights; those that are to be fitted have 1."""
+        """Return the voices to score pairs with, and their weights: 1 for those to be fitted."""
         if self.fits:
             model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
             return dict.fromkeys(model.voices, 1.0)
@@ -181,7 +181,7 @@ class RetrievalEvaluator:
         scale: float,
         voices: list[str],
     ) -> Tensor:
-        """Write the weights fitted on the split into the model's config; return those of each fold, `[F, V]`."""
+        """Write the weights fitted on the split into the config; return each fold's, `[F, V]`."""
         listed = [
             Listed(scale * found.cosine, scores(found.pair), right_items(queries, items, found.item), queries.key)
             for found, (queries, items) in zip(candidates.values(), split.directions.values(), strict=True)
@@ -196,7 +196,7 @@ class RetrievalEvaluator:
 
 
 def order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Return the probes of order, tokenised: that of words, which scenes have, and that of events in clips and sounds."""
+    """Return the tokenised probes of order: of words in scenes, of events in clips and sounds."""
     probes = word_order(rows)
     if kind_of(rows.features) != "image":
         probes += altered_captions(rows, {"event_order": event_order})

@@ -1,4 +1,4 @@
-"""Report retrieval: a table with intervals, examples, and the curve and the cost of re-ranking."""
+"""Report retrieval: table, intervals, examples, and the curve and cost of re-ranking."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def report_retrieval(
     flops: FlopCounts,
     folder: str | None,
 ) -> None:
-    """On the main process, log the figures of the last evaluation, of its probes, and the cost of re-ranking.
+    """On the main process, log the last evaluation's figures and probes, re-ranking's cost.
 
     Args:
         metrics: what the evaluator returned.
@@ -78,7 +78,7 @@ def report_retrieval(
 
 
 def direction_figures(ranks: DirectionRanks) -> dict[str, Any]:
-    """Return recalls, nDCG@10 and MRR@10 of one direction, with half the width of their intervals over images.
+    """Return a direction's recalls, nDCG@10 and MRR@10, and half their intervals' widths.
 
     Returns:
         `queries`, their number, and `dual_encoder`, the figures of the towers. After re-ranking also `reranked`, `difference`
@@ -164,7 +164,7 @@ def _draw_curve(ax: Axes, curve: list[dict[str, Any]]) -> None:
 
 
 def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path) -> None:
-    """Draw what captions spread over the last evaluated split find, re-ranked if the head re-ranks.
+    """Draw what captions spread over the last split find, re-ranked if the head re-ranks.
 
     Args:
         rows: the split that was evaluated.

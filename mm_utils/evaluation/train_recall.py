@@ -1,4 +1,4 @@
-"""Measure the recall of training images beside that of held-out ones: the gap is what a run overfits."""
+"""Recall of training images beside that of held-out ones: the gap is the overfit."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ higher, so beside a larger validation split the figure is too high."""
 
 
 def with_train_recall(evaluate: Evaluate, data: TrainingData, seed: int) -> Evaluate:
-    """Return an evaluator that also measures `train_mean_recall`, on a sample of the training images.
+    """Return an evaluator with `train_mean_recall`, on a sample of the training images.
 
     The sample has as many images as the validation split, at most `MOST_IMAGES`, each with all its captions and as evaluation
     sees it. It is a function of the training rows and the seed. A stream, whose rows cannot be picked, has no such figure.

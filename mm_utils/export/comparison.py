@@ -107,7 +107,7 @@ def _check(differences: Mapping[str, float], expected: Mapping[str, Tensor]) -> 
 
 
 def _milliseconds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Return the median time of each call; they take turns, so that the machine's other work disturbs all alike."""
+    """Return each call's median time; they take turns, so that other work disturbs all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(RUNS + 1):
         for name, call in calls.items():
@@ -123,7 +123,7 @@ def add_recall(
     loader: Iterable,
     accelerator: Accelerator,
 ) -> None:
-    """Measure the recall of torch and of each precision on a split, as `scripts/eval_retrieval.py` does."""
+    """Measure recall of torch and each precision on a split, as `scripts/eval_retrieval.py`."""
     for name, one in tqdm(towers.items(), desc="Recall", unit=" precisions"):
         split = embed_split(one, loader, accelerator)
         for direction, (queries, items) in split.directions.items():

@@ -1,4 +1,4 @@
-"""Write the folder of an export: graphs in every precision, settings, the file that needs no torch, and a README."""
+"""Write an export's folder: graphs, settings, the file without torch, and a README."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def write_graphs(
     opset: int,
     shape: Sequence[int] | None = None,
 ) -> tuple[dict[str, ExportedTowers], Head | None]:
-    """Write the graphs and what lies beside them; return the towers of every precision, and the head.
+    """Write the graphs and what lies beside them; return all precisions' towers, and the head.
 
     Args:
         folder: an empty one.

@@ -104,7 +104,7 @@ class TextTower(nn.Module):
 
 
 class PaddedTextTower(nn.Module):
-    """Ids without a mask, int32 `[T, L]` -> unit embeddings `[T, width]`, with zeros after the first E numbers.
+    """Ids without a mask, int32 `[T, L]` -> unit embeddings `[T, width]`, zeros after E.
 
     Args:
         model: the model.
@@ -142,7 +142,7 @@ class ImageSide(nn.Module):
 
 
 class Head(nn.Module):
-    """Ids and mask of texts `[T, L]`, keys and values of images -> what is added to scaled cosines, `[T, K]`.
+    """Ids and mask `[T, L]`, images' keys and values -> what is added to cosines, `[T, K]`.
 
     Args:
         model: the model.
@@ -208,7 +208,7 @@ def tower_graphs(model: FusionDualEncoderModel, shape: Sequence[int] | None = No
 
 
 def padded_graphs(model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad: bool, width: int) -> dict[str, Graph]:
-    """Return the graphs of the two towers, with the inputs of an open_clip model; see `PaddedTextTower`."""
+    """Return the two towers' graphs with an open_clip model's inputs; see `PaddedTextTower`."""
     images, ids = _samples(model)
     text = PaddedTextTower(model, pad_token_id, ends_in_pad, width)
     return {
@@ -221,7 +221,7 @@ def padded_graphs(model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad:
 def head_graphs(
     model: FusionDualEncoderModel, weights: dict[str, float], shape: Sequence[int] | None = None
 ) -> dict[str, Graph]:
-    """Return the graphs of the head: keys and values of images, and the scores of pairs; see `tower_graphs`."""
+    """Return the head's graphs: images' keys and values, scores of pairs; see `tower_graphs`."""
     images, ids = _samples(model, shape)
     blocks = list(ImageSide(model)(images))
     names = [f"keys_values_{number}" for number in range(len(blocks))]
@@ -271,7 +271,7 @@ def trace(graph: Graph, path: Path, opset: int) -> None:
 
 
 def _samples(model: FusionDualEncoderModel, shape: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Return images `[K, 3, S, S]`, or media of the shape given, and token ids `[T, L]` to trace with."""
+    """Return images `[K, 3, S, S]`, or media of a shape, and ids `[T, L]` to trace with."""
     shape = input_shape(model.vision_model) if shape is None else shape
     images = torch.linspace(-1, 1, IMAGES).view(-1, *[1] * len(shape)).expand(-1, *shape).clone()
     length = (model.config.text_padding or {"length": LENGTH})["length"]
@@ -284,7 +284,7 @@ def _text_axes(model: FusionDualEncoderModel) -> dict[int, Any]:
 
 @contextmanager
 def _fixed_positions(module: nn.Module) -> Iterator[None]:
-    """Let a Siglip2 tower, which resizes its positions for each image of a batch, resize them once for all."""
+    """Let a Siglip2 tower resize its positions once for all, not for each image of a batch."""
     model: Any = module.model
     if not isinstance(model.vision_model, Siglip2VisionModel):
         yield

@@ -1,4 +1,4 @@
-"""Where the files of an export lie, and the small files beside the graphs that each reader looks for.
+"""Where an export's files lie, and the small files that each reader looks for.
 
 plain            vision_model.onnx, text_model.onnx, reranker_images.onnx, reranker.onnx, preprocessor_config.json,
                  tokenizer.json and tokenizer_config.json

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 
 class ExportedTowers:
-    """Towers, and the head if it was exported, of one precision, on as many threads as torch has.
+    """Towers of one precision, and the exported head, on as many threads as torch has.
 
     Args:
         paths: of the graphs, by part.

@@ -1,4 +1,4 @@
-"""Embed and search with exported graphs: numpy, onnxruntime, tokenizers and Pillow are all that this file needs.
+"""Embed and search with exported graphs, by numpy, onnxruntime, tokenizers, Pillow alone.
 
     python without_torch.py "a red door" photos/*.jpg
 
@@ -25,7 +25,7 @@ SUFFIXES = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
 
 
 class Towers:
-    """The exported graphs of a folder; images and texts go through them one by one, on which int8 depends a little.
+    """A folder's exported graphs; items go one by one, on which int8 depends a little.
 
     Args:
         folder: as `scripts/export.py` wrote it, with the layout plain or transformers.js.
@@ -57,7 +57,7 @@ class Towers:
         return np.concatenate([self._run("text_model", **self._tokens(text))[0] for text in texts])
 
     def rank(self, text: str, images: Sequence[str | Path | Image.Image]) -> np.ndarray:
-        """Return the score of a text and each image, `[N]`: the scaled cosine, plus the head's term where it was exported."""
+        """Return a text's score for each image, `[N]`: scaled cosine, plus an exported head's term."""
         scores = self.settings["logit_scale"] * (self.images(images) @ self.texts([text])[0])
         if not self.settings["rerank_weights"]:
             return scores
@@ -91,7 +91,7 @@ class Towers:
         return {name: np.array([values], np.int64) for name, values in sides.items()}
 
     def _pixels(self, image: Any) -> np.ndarray:
-        """Return an image `[1, 3, S, S]`: upright, its shorter side resized, its centre cut, normalised."""
+        """Return an image `[1, 3, S, S]`: upright, shorter side resized, centre cut, normalised."""
         if not isinstance(image, Image.Image):
             with Image.open(image) as file:
                 file.load()
@@ -111,7 +111,7 @@ class Towers:
 
 
 def resized(pixels: np.ndarray, size: int, axis: int) -> np.ndarray:
-    """Resize one axis of uint8 pixels to `size`, by the antialiased bicubic filter of torch, with its whole numbers.
+    """Resize one axis of uint8 pixels to `size`, by torch's antialiased bicubic filter.
 
     Pillow's filter rounds another bit of the weights: one pixel in 300 differs by one level, embeddings by 5e-4.
     """

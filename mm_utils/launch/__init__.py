@@ -1,1 +1,1 @@
-"""Run the training scripts on a Ray cluster: workers, restarts, other numbers of workers, sweeps."""
+"""Run training scripts on a Ray cluster: workers, restarts, other numbers, sweeps."""

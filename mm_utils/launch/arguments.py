@@ -1,11 +1,11 @@
-"""The command line of `scripts/launch_ray.py`: its own flags, the script, and the script's flags."""
+"""The command line of `scripts/launch_ray.py`: its flags, the script, the script's flags."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mm_utils.arguments import arg
+from mm_utils.arguments import arg, launch_command, to_dict, to_words
 
 PRECISIONS = ("no", "fp16", "bf16")
 _FLAG = re.compile(r"[a-z][a-z0-9_]*")
@@ -86,11 +86,19 @@ class LaunchArguments:
 
 @dataclass(frozen=True)
 class Command:
-    """What is launched: a training script, its arguments, and the folder that their relative paths begin in."""
+    """What is launched.
+
+    Attributes:
+        script: the path of a training script.
+        argv: its arguments.
+        folder: in which their relative paths begin.
+        launcher: what stands before the script in a command that starts it like this one; of a sweep, one trial of it.
+    """
 
     script: str
     argv: tuple[str, ...]
     folder: str
+    launcher: str
 
     @property
     def output_dir(self) -> str | None:
@@ -109,14 +117,14 @@ class Command:
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
-    """Return the launcher's words, the script, which is the first that ends with `.py`, and the script's words."""
+    """Return the launcher's words, the script (the first that ends with `.py`), and its words."""
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
         return list(words), None, []
     return list(words[:place]), words[place], list(words[place + 1 :])
 
 
-def read_command(script: str | None, argv: Sequence[str], is_sweep: bool) -> Command:
+def read_command(args: LaunchArguments, script: str | None, argv: Sequence[str]) -> Command:
     """Check and return what is to be launched from the working folder.
 
     Raises:
@@ -127,11 +135,14 @@ def read_command(script: str | None, argv: Sequence[str], is_sweep: bool) -> Com
         raise ValueError("no script is given; write it after the launcher's flags, e.g. scripts/pretrain.py.")
     if not Path(script).is_file():
         raise ValueError(f"the script is {script}; there is no such file in {folder}. Give its path.")
-    command = Command(str(Path(script).resolve()), tuple(argv), str(folder))
+    launcher = launch_command("launch_ray", to_words(LaunchArguments, to_dict(args), ["tune"]), "python")
+    is_copy = "working_dir_files" in folder.parts  # of the folder that a job was submitted in
+    launcher = f"ray job submit --working-dir . -- {launcher}" if is_copy else launcher
+    command = Command(str(Path(script).resolve()), tuple(argv), str(folder), launcher)
     given = command.output_dir
-    if is_sweep and given is None:
+    if args.tune is not None and given is None:
         raise ValueError("--tune needs --output_dir among the script's arguments: every trial gets a folder in it.")
-    if "working_dir_files" in folder.parts and not Path(given or "").is_absolute():
+    if is_copy and not Path(given or "").is_absolute():
         raise ValueError(
             f"--output_dir is {given}; the working folder {folder} is a copy that Ray removes after the job. Give an absolute "
             "path that all machines share."

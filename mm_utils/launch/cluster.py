@@ -1,4 +1,4 @@
-"""Connect to Ray, and train on it: workers, restarts, and other numbers of workers, by Ray Train."""
+"""Connect to Ray and train on it, by Ray Train: workers, restarts, other numbers."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ _SECRET = re.compile("KEY|PASS|SECRET|TOKEN")  # not passed on: Ray shows what i
 
 @contextmanager
 def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
-    """Connect to the cluster, or start a small one on this machine, and give what a worker needs of it.
+    """Connect to the cluster, or start a small one here; give what a worker needs of it.
 
     At the end, Ray prints what it still holds of the workers' lines, before an error that leaves this block is shown.
 
@@ -79,12 +79,12 @@ def _variables(args: LaunchArguments) -> dict[str, str]:
 
 
 def launch_name(command: Command) -> str:
-    """Return a name that no other launch has; the output folder's record of starts knows the launch by it."""
+    """Return a name that no other launch has, by which the output folder knows it."""
     return f"{Path(command.script).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def records(args: LaunchArguments, command: Command) -> str:
-    """Return the folder or address of Ray's records; a trial of a sweep does not begin in the command's folder."""
+    """Return the folder or address of Ray's records, also from within a sweep's trial."""
     return args.storage_path if "://" in args.storage_path else str(Path(command.folder, args.storage_path))
 
 
@@ -108,7 +108,7 @@ def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float],
     if least < most:
         scaling = {"num_workers": (least, most), "elastic_resize_monitor_interval_s": RESIZE_SECONDS}
     task: dict[str, Any] = {"script": command.script, "argv": list(command.argv), "folder": command.folder}
-    task |= {"launch": f"ray:{name}", "on_cpu": "GPU" not in resources}
+    task |= {"launch": f"ray:{name}", "launcher": command.launcher, "on_cpu": "GPU" not in resources}
     attempt = 0
     while True:
         attempt += 1

@@ -1,4 +1,4 @@
-"""Mistakes that a restart would repeat: how a worker raises them, and how Ray's controller ends the run.
+"""Mistakes that a restart would repeat: workers raise them, Ray's controller ends the run.
 
 Ray loads this module in its controller, so it imports little.
 """

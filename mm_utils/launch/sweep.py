@@ -1,4 +1,4 @@
-"""Sweep over values of a script's flags by Ray Tune: every combination is a run with an output folder of its own."""
+"""Sweep over a script's flags by Ray Tune: every combination is a run with a folder."""
 
 import csv
 import io
@@ -40,7 +40,7 @@ class Trial:
 
 
 def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float], name: str) -> list[Trial]:
-    """Run all trials, as many at a time as the cluster holds; return them, best first, and write a table of them.
+    """Run all trials, as many at a time as fit; return them, best first; write their table.
 
     Raises:
         RunError: if no trial succeeded.
@@ -81,7 +81,7 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
 
 
 def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
-    """Return the trials, best first and failed ones last, and the metric by which they are compared.
+    """Return the trials, best first and failed ones last, and the metric that decides.
 
     It is `--metric_for_best_model` of the runs, as their config.yaml says.
     """
@@ -113,7 +113,7 @@ def table(trials: Sequence[Trial], metric: str) -> str:
 
 
 def as_csv(trials: Sequence[Trial]) -> str:
-    """Return a CSV file: the swept flags, all metrics, the folder, the problem; best trial first."""
+    """Return a CSV file: swept flags, metrics, folder, problem; best trial first."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.metrics))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
+from mm_utils.arguments import LAUNCH_VARIABLE
 from mm_utils.data.loading.workers import end_workers
 from mm_utils.distributed import RunError
 from mm_utils.reliability import signals
@@ -37,7 +38,7 @@ def work(task: Mapping[str, Any]) -> dict[str, Any]:
     """Run the script; called by Ray on every worker.
 
     Args:
-        task: `script`, `argv` and `folder` of the command, `launch`, the name of this launch, and `on_cpu`.
+        task: `script`, `argv`, `folder` and `launcher` of the command, `launch`, the name of this launch, and `on_cpu`.
 
     Returns:
         `metrics`, those of the script, and `preempted`, whether it has saved and must be started again.
@@ -78,14 +79,14 @@ def prepare(task: Mapping[str, Any]) -> None:
             "folder that all machines share, or with ray job submit --working-dir ."
         ) from error
     sys.argv = [os.path.relpath(task["script"]), *task["argv"]]
-    os.environ[LAUNCHER_VARIABLE] = task["launch"]
+    os.environ |= {LAUNCHER_VARIABLE: task["launch"], LAUNCH_VARIABLE: task["launcher"]}
     if task["on_cpu"]:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     hide_bars()
 
 
 def hide_bars() -> None:
-    """Let no progress bar of this process show: Ray sends lines to the launcher, and a bar would be a thousand of them."""
+    """Let no progress bar show: Ray would send a thousand lines of it to the launcher."""
     start = tqdm.__init__
 
     def start_hidden(self: tqdm, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +117,7 @@ def load_main(path: str) -> Callable[..., dict[str, float]]:
 
 
 class RayCallback(TrainerCallback):
-    """Report the log to Ray, show progress as lines, and stop the run, saved, when Ray takes a machine away.
+    """Report log and progress to Ray; stop the run, saved, when a machine is taken away.
 
     Args:
         report: `ray.train.report`; all workers must call it equally often.
@@ -144,7 +145,7 @@ class RayCallback(TrainerCallback):
             logger.warning("Ray will take a machine of this run away: it saves now, and starts again on what is left")
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report a row, a training row only after some seconds; ranks agree on the time, as each has its own clock."""
+        """Report a row, training rows only after some seconds, on whose end all ranks agree."""
         logs = kwargs["logs"]
         if state.is_world_process_zero and "loss" in logs:
             logger.info("%s", progress_line(logs, state.max_steps))
@@ -161,7 +162,7 @@ class RayCallback(TrainerCallback):
 
 
 def progress_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """Return a training row of the log as a line, such as `step 40 of 800: loss 2.312, 812 pairs/s`."""
+    """Return a log row as a line, such as `step 40 of 800: loss 2.312, 812 pairs/s`."""
     line = f"step {row['step']} of {max_steps}: loss {row['loss']:.3f}"
     if "pairs_per_second" in row:
         line += f", {row['pairs_per_second']:.0f} pairs/s, {row['data_wait']:.0%} data wait"

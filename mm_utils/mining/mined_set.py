@@ -24,7 +24,7 @@ _ROWS = 1000
 def write_mined(
     accelerator: Accelerator, pairs: DatasetDict, mined: Mined, source: str, folder: Path, settings: dict[str, Any]
 ) -> None:
-    """Write all splits, `train` with its negatives and others with none, and `negatives.json`; log what this says.
+    """Write all splits, `train` with its negatives, and `negatives.json`, and log it.
 
     Called on all ranks; the main process writes.
 

@@ -1,4 +1,4 @@
-"""Find captions that are hard negatives of an image: the towers rank them high, and they belong to other images.
+"""Find an image's hard negatives: captions of others that the towers rank high.
 
 Of the captions that are most similar to an image, those are left out that may be true of it:
 
@@ -169,7 +169,7 @@ class Captions:
 
     @classmethod
     def of(cls, split: Embeddings, rows: datasets.Dataset) -> "Captions":
-        """Find the captions of a split in its rows: an image's captions are neighbours there, and in their order here."""
+        """Find a split's captions in its rows, an image's side by side and in their order."""
         key_M, order_M = split.image_key_M.sort()
         owner_T = order_M[torch.searchsorted(key_M, split.caption_key_T)]
         count_M = owner_T.bincount(minlength=len(order_M))
@@ -183,7 +183,7 @@ class Captions:
 
 
 def same_pictures(rows: datasets.Dataset, accelerator: Accelerator) -> np.ndarray:
-    """Return the group of pictures that each row's image is in, named by its first row; an unreadable image is alone."""
+    """Return each row's group of equal pictures, named by its first; unreadable ones alone."""
     parts = [
         distributed.share(len(rows), part, accelerator.num_processes) for part in range(accelerator.num_processes)
     ]
@@ -201,7 +201,7 @@ def same_pictures(rows: datasets.Dataset, accelerator: Accelerator) -> np.ndarra
 
 
 def _leave_out_fitting(fate_MK: Tensor, caption_MK: Tensor, owner_T: Tensor, num_negatives: int, judge: Judge) -> None:
-    """Mark captions that fit the image as well as their own one; those that were not judged are not taken."""
+    """Mark captions that fit as well as the image's own; those not judged are not taken."""
     is_kept_MK = fate_MK == _KEPT
     is_judged_MK = is_kept_MK & (is_kept_MK.cumsum(1) <= JUDGED * num_negatives)
     fate_MK[is_kept_MK & ~is_judged_MK] = _PASSED

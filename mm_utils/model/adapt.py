@@ -1,4 +1,4 @@
-"""Adapt a model to training: unused parameters, gradient checkpointing, dropout, adapters, average of the weights.
+"""Adapt a model to training: unused parameters, checkpointing, dropout, adapters, average.
 
 Adapters are low-rank (LoRA, arXiv 2106.09685), by peft, in the attention of a tower. The factor alpha / rank is 1, so a merged
 weight is W + B A. A checkpoint holds the merged model, which loads without peft, and beside it the adapters, from which a run
@@ -98,14 +98,14 @@ def drop_patches(vision_model: PreTrainedModel, share: float) -> None:
 
 
 def compile_parts(model: FusionDualEncoderModel) -> None:
-    """Compile both towers and the blocks of the fusion head, one graph each: for all lengths of texts, and for all blocks."""
+    """Compile both towers and the head's blocks, one graph each for all lengths and blocks."""
     model.vision_model.compile()
     for part in (model.text_model, *(model.fusion.layers if model.fusion is not None else ())):
         part.compile(dynamic=True)
 
 
 def switch_off_dropout(model: FusionDualEncoderModel) -> None:
-    """Set all probabilities of dropout of both backbones to 0, as CLIP and SigLIP train; their configs stay as they are.
+    """Set both backbones' dropout to 0, as CLIP and SigLIP train; configs stay.
 
     These are attributes of modules, floats whose names contain `drop`, the `p` of torch's dropout, and fields of the configs
     that some modules read in every forward.
@@ -192,7 +192,7 @@ class LoraArguments:
 
 
 def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
-    """Freeze the towers of `args`, and add trained adapters to the linear layers of attention; frozen towers get none.
+    """Freeze the towers of `args`; add adapters to attention's linear layers, frozen ones none.
 
     Raises:
         ValueError: if peft is not installed, a tower has no attention, or all are frozen.
@@ -225,7 +225,7 @@ def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
 
 
 def attention_layers(tower: nn.Module) -> list[str]:
-    """Return the names of all linear layers in modules named attention or attn, but those that are not called.
+    """Return the linear layers in modules named attention or attn that are called.
 
     `nn.MultiheadAttention`, of which SigLIP's pooler has one, reads the weight of its layer, which is of a subclass.
     """
@@ -280,7 +280,7 @@ def load_weights(model: FusionDualEncoderModel, folder: Path) -> None:
 
 
 class WeightAverage:
-    """Exponential moving average of a model's parameters, to be evaluated and saved in their place.
+    """Exponential moving average of parameters, evaluated and saved in their place.
 
     average <- decay x average + (1 - decay) x parameter
     """

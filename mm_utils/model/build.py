@@ -156,7 +156,7 @@ class ModelArguments:
                 raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
 
     def of(self, at: int) -> "ModelArguments":
-        """Return the arguments of one medium of several, from 0: names are separated by commas. Below 0, return all.
+        """Return the arguments of one medium of several, from 0; below 0, all of them.
 
         Raises:
             ValueError: if there are several names, and none for it.
@@ -191,7 +191,7 @@ def build_model(
     lora_args: LoraArguments | None = None,
     medium: str = "image",
 ) -> FusionDualEncoderModel:
-    """Build or load the model of the arguments, in float32, with adapters if given, ready to be trained.
+    """Build or load the arguments' model, in float32, with adapters, ready to be trained.
 
     Raises:
         ValueError: if its vision tower cannot read the medium, `image`, `clip` or `sound`.
@@ -251,7 +251,7 @@ def _head(args: ModelArguments) -> dict[str, Any]:
 
 
 def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
-    """Raise ValueError if adapters are asked for on a backbone from scratch, whose weights they would leave random."""
+    """Raise ValueError for adapters on a backbone from scratch, which would stay random."""
     for tower in lora_args.towers if lora_args.lora_rank and not args.model_name_or_path else ():
         if not getattr(args, f"{tower}_model_name_or_path"):
             raise ValueError(
@@ -261,7 +261,7 @@ def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
 
 
 def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
-    """Load a saved model: the folder of a run, a checkpoint, a stock model of `DUAL_ENCODERS`, or a Hub id.
+    """Load a model: a run's folder, a checkpoint, a stock model (`DUAL_ENCODERS`), a Hub id.
 
     Args:
         head: fields of `FusionDualEncoderConfig` for the new fusion head of a stock model; others have theirs.

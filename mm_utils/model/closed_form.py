@@ -1,4 +1,4 @@
-"""Fit both projections in closed form: canonical correlation of the features of two pretrained towers.
+"""Fit both projections in closed form: canonical correlation of two towers' features.
 
 Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with four changes:
 
@@ -115,7 +115,7 @@ class Fold:
 
     @cached_property
     def _crosses(self) -> list[Tensor]:
-        """Covariances `[A, B]` of images with captions and, centred, with class names, along the principal axes."""
+        """Covariances `[A, B]` of images with captions and, centred, with class names."""
         found = [self.captions.image_text / self.captions.weight]
         if self.names is not None:
             names = self.names
@@ -123,7 +123,7 @@ class Fold:
         return [self._image[1].T @ cross_AB @ self._text[1] for cross_AB in found]
 
     def maps(self, shrinkage: float, name_weight: float, width: int) -> tuple[Tensor, Tensor]:
-        """Return the maps `[A, E]` and `[B, E]` to the most correlated directions, the strongest first.
+        """Return maps `[A, E]` and `[B, E]` to the most correlated directions, strongest first.
 
         Directions beyond the rank of the data are zero.
         """
@@ -162,7 +162,7 @@ class ClosedForm:
 
 
 def fit(features: Features, width: int) -> ClosedForm:
-    """Fit the maps to all pairs, with the settings and the scale that are best for pairs left out, in four folds.
+    """Fit the maps to all pairs, with settings and scale best for pairs left out, in 4 folds.
 
     The best have the lowest InfoNCE among the images of a fold; recall, which is coarse, is only reported. If images or captions
     are all alike, the maps are zero.
@@ -203,7 +203,7 @@ def fit(features: Features, width: int) -> ClosedForm:
 
 
 def _judge(held_out: Features, image_AE: Tensor, text_BE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return InfoNCE at each of `SCALES`, and recall@1 in both directions, with one caption an image."""
+    """Return InfoNCE at each of `SCALES`, and recall@1 both ways, with one caption an image."""
     first_M = torch.searchsorted(held_out.owner_T, torch.arange(len(held_out.image_MA)))
     cosine_MM = _unit(held_out.text_TB[first_M] @ text_BE) @ _unit(held_out.image_MA @ image_AE).T
     target_M = torch.arange(len(cosine_MM))
@@ -224,14 +224,14 @@ def _principal_axes(total: Tensor, second_moment: Tensor) -> tuple[Tensor, Tenso
 
 
 def _whitening(values: Tensor, shrinkage: float) -> Tensor:
-    """Return the factors `[C]` that make variances equal, as far as the shrinkage lets them; 0 if there is no variance."""
+    """Return the factors `[C]` that make variances equal, shrunk; 0 where there is none."""
     if values.sum() < _ALIKE:
         return torch.zeros_like(values)
     return (values + shrinkage * values.mean()).rsqrt()
 
 
 def _singular_vectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the left vectors, the values and the right vectors of the `count` largest singular values.
+    """Return left vectors, values and right vectors of the `count` largest values.
 
     They come from the smaller Gram matrix, ten times as fast as a decomposition; values below 1e-7 of the largest are 0.
     """

@@ -26,7 +26,7 @@ _SHOWN = 3  # names of weights in a message
 def load_tower(
     name: str, tower: str, pooling: str = "auto", frozen: bool = False, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str]:
-    """Load a backbone and return it with its pooling; from a two-tower checkpoint such as CLIP's, take one tower.
+    """Load a backbone; return it with its pooling. Of a two-tower checkpoint, take one.
 
     Args:
         name: a folder or a Hub id.
@@ -85,7 +85,7 @@ def load_tower(
 
 
 def _split_missing(model: PreTrainedModel, tower: str, missing: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return those missing weights that the tokens depend on, and those that only the pooled output depends on.
+    """Return the missing weights that tokens need, and those that only the pooled output needs.
 
     Others, such as the token in place of masked patches, take no part.
     """

@@ -139,7 +139,7 @@ def _own_processor(name: str, medium: str, trust_remote_code: bool) -> Any:
 def _center_square_processor(
     own: Any, size: int | None = None, what: str = "the image processor"
 ) -> CLIPImageProcessor:
-    """Return a processor of central squares that gives every colour the values that the backbone's `own` one gives it.
+    """Return a processor of central squares with the values that `own` gives every colour.
 
     Args:
         size: side of the square; default: that of `own`.
@@ -182,7 +182,7 @@ def _side(size: Any, what: str) -> int:
 
 
 def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
-    """Return mean and std of each colour such that (colour / 255 - mean) / std is the value that `own` gives a colour.
+    """Return mean and std of each colour with the values of `own`: (c / 255 - mean) / std.
 
     The values are measured, because classes differ in what they do: rescaling or not, by 1/255 or to [-1, 1], normalisation
     or not, or twice, other orders of the colours.

@@ -1,4 +1,4 @@
-"""Random numbers of training that are functions of the row and the step, and dropout that draws them.
+"""Random numbers of training as functions of row and step, and dropout that draws them.
 
 They depend neither on the number of processes nor on how a batch is cut, and a resumed run repeats them.
 """
@@ -31,7 +31,7 @@ def row_keys(ids: Tensor, key: int) -> Tensor:
 
 
 def uniform_noise(rows: Tensor, columns: Tensor, key: int) -> Tensor:
-    """Return uniform numbers in (0, 1), `[rows, columns]`, from `key` and two int64 vectors, equal on every device."""
+    """Return uniform numbers in (0, 1), `[rows, columns]`, equal on every device."""
     bits = _mix(_mix(columns + key * 0x9E3779B1 % 2**62)[None] + _mix(rows)[:, None] * 0x2545F491)
     return ((bits & 0x7FFFFF) + 0.5) / 2**23  # 23 bits and a half are exact in fp32, so never 0 or 1
 
@@ -42,7 +42,7 @@ def gumbel_noise(rows: Tensor, columns: Tensor, key: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Scramble int64 values (the finaliser of splitmix64, with shifts that ignore the sign; products wrap around)."""
+    """Scramble int64 values by splitmix64's finaliser; shifts ignore the sign."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))
@@ -108,7 +108,7 @@ class PatchDropout(RowNoise):
         self.patches, self.kept = patches, max(1, round(patches * (1 - share)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Drop a share of the patches of every image `[n, N, C]` in training, and keep the order of the others."""
+        """Drop a share of each image's patches `[n, N, C]` in training; the order stays."""
         if not self.training:
             return tokens
         noise = self.uniform(len(tokens), self.patches, tokens.device)

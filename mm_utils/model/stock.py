@@ -1,4 +1,4 @@
-"""Read and write the dual encoders of `transformers`: CLIP, SigLIP, Siglip2, Chinese CLIP, CLAP and the two-tower class.
+"""Read and write dual encoders of `transformers`: CLIP, SigLIP, Siglip2, CLAP and others.
 
 X-CLIP is only read: its prompts, which make a text depend on the clip, are left out.
 """
@@ -116,7 +116,7 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
 
 
 def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Let a tokenizer pad, with its last token if it has no other, and return masks, which SigLIP's does not; return it.
+    """Let a tokenizer pad, with its last token if need be, and return masks; return it.
 
     Raises:
         ValueError: if it has no words, which is how some classes load from a folder without a tokenizer.

@@ -132,7 +132,7 @@ class ObjectiveArguments:
         return self.max_logit_scale or max(100.0, model.logit_scale.exp().item())
 
     def check(self, streaming: bool, cache_features: bool, patch_dropout: float) -> None:
-        """Raise ValueError if regions, or a teacher, are asked for and the data cannot provide what they need."""
+        """Raise ValueError if regions or a teacher are asked for and the data lacks their needs."""
         if streaming and Distillation.name in self.weights:
             raise ValueError(
                 f"--teacher_name_or_path is {self.teacher_name_or_path}; a teacher runs once over all rows, and --streaming "
@@ -154,7 +154,7 @@ def build_objective(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> JointObjective:
-    """Build the objective; add to the model what its terms need, and freeze the parts that no term trains.
+    """Build the objective; add to the model what terms need, freeze what none trains.
 
     Raises:
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.

@@ -1,4 +1,4 @@
-"""Contrastive terms: over the pairs of the global batch, over the cells of an image, and over time."""
+"""Contrastive terms: over pairs of the batch, over cells of an image, and over time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossIn
 
 
 class Contrastive(EmbeddingTerm):
-    """The loss of all pairs of the batch, averaged over the widths of the embeddings (Matryoshka, arXiv 2205.13147).
+    """The loss of all pairs, averaged over widths (Matryoshka, arXiv 2205.13147).
 
     The first d numbers of an embedding, at unit length again, are an embedding of width d. All widths share the temperature
     and weigh the same.
@@ -48,7 +48,7 @@ class Contrastive(EmbeddingTerm):
 
 
 def first_numbers(own: LossInputs, batch: GlobalBatch, width: int) -> tuple[LossInputs, GlobalBatch]:
-    """Return the inputs of a loss with the first `width` numbers of every embedding, at unit length."""
+    """Return a loss's inputs, each embedding cut to `width` numbers, at unit length."""
 
     def cut(embeds: Tensor) -> Tensor:
         return normalize(embeds[:, :width], dim=1)
@@ -58,7 +58,7 @@ def first_numbers(own: LossInputs, batch: GlobalBatch, width: int) -> tuple[Loss
 
 
 class InfoNCE(Contrastive):
-    """A softmax over the batch, in both directions (CLIP, arXiv 2103.00020); see `mm_utils.objectives.losses.info_nce`."""
+    """A softmax over the batch, both ways (CLIP, arXiv 2103.00020); see `losses.info_nce`."""
 
     name = "contrastive"
 
@@ -72,7 +72,7 @@ class InfoNCE(Contrastive):
 
 
 class PairwiseSigmoid(Contrastive):
-    """A binary loss for every pair of the batch (SigLIP, arXiv 2303.15343); see `mm_utils.objectives.losses.sigmoid_loss`."""
+    """A binary loss for every pair (SigLIP, arXiv 2303.15343); see `losses.sigmoid_loss`."""
 
     name = "sigmoid"
 
@@ -95,7 +95,7 @@ class PairwiseSigmoid(Contrastive):
 
 
 class SelfDistillation(EmbeddingTerm):
-    """InfoNCE towards the soft targets of the weight average (momentum distillation, ALBEF, arXiv 2107.07651).
+    """InfoNCE towards the weight average's soft targets (ALBEF, arXiv 2107.07651).
 
     Captions of web pairs often fit other images too; a hard target calls all of those wrong. ALBEF's weights are
     contrastive:0.6,self_distillation:0.4 with an `--ema_decay` of 0.995. It costs a forward pass of both towers.
@@ -169,7 +169,7 @@ class RegionPointing(RowTerm):
         shared: GlobalBatch,
         start_row: int,
     ) -> tuple[Tensor, Tensor]:
-        """Score all phrases of this part's images; a phrase is correct if most of the cell it points at lies in its box."""
+        """Score the phrases of this part; right is one whose cell lies mostly in its box."""
         regions, count = regions_of(batch)
         cells_nhwE = model.cell_embeds(encoded.taps)
         phrase_RE, _ = model.encode_text(regions.input_ids, regions.attention_mask)
@@ -183,7 +183,7 @@ class RegionPointing(RowTerm):
         return losses_R[:count].sum(), correct_R[:count].sum()
 
     def losses(self, logits_Rc: Tensor, inside_Rc: Tensor) -> Tensor:
-        """Return the loss of each phrase `[R]`, from its logits over the cells and the share of each that is in its box."""
+        """Return each phrase's loss `[R]`, from its logits over cells and their shares in its box."""
         return -(logits_Rc.log_softmax(1) + inside_Rc.log()).logsumexp(1)
 
 

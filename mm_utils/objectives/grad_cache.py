@@ -1,4 +1,4 @@
-"""Any batch in any memory: the gradient of the whole batch, a part of it at a time (gradient caching, arXiv 2101.06983).
+"""Any batch in any memory: its gradient part by part (gradient caching, arXiv 2101.06983).
 
 A contrastive loss needs the embeddings of the whole batch, so accumulating the losses of parts is another loss, with
 fewer negatives. Here every part is first embedded without gradient; the loss is taken once, at the embeddings; then every
@@ -54,7 +54,7 @@ class OutOfMemoryError(RuntimeError):
 
 @dataclass
 class MicroBatch:
-    """The number of pairs that this rank holds activations of at a time; None for all. It shrinks when memory runs out."""
+    """How many pairs' activations this rank holds, None for all; less if memory runs out."""
 
     size: int | None = None
 
@@ -115,7 +115,7 @@ def backward_with_retry(
 def backward(
     accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int | None
 ) -> Report:
-    """Add the gradient of one global batch to the parameters; return the objective's report, without gradient.
+    """Add a global batch's gradient to the parameters; return the report, without gradient.
 
     Args:
         accelerator, objective: the prepared objective, and the accelerator that prepared it.
@@ -141,7 +141,7 @@ def backward(
 
 
 def cuts(rows: int, micro_batch_size: int | None) -> list[range]:
-    """Cut a rank's rows into as few parts as possible, the last as large as possible; no rows are one empty part."""
+    """Cut a rank's rows into few parts, the last as large as possible; none are one part."""
     first = 0 if micro_batch_size is None else max(0, rows - micro_batch_size)
     parts = -(-first // micro_batch_size) if micro_batch_size is not None else 0
     return [*(distributed.share(first, part, parts) for part in range(parts)), range(first, rows)]
@@ -217,7 +217,7 @@ class _CachedStep:
         return sums
 
     def _on_all_ranks(self, work: Callable[[], Result], sends: bool = False) -> Result:
-        """Run `work`, which `sends` gradients, on every rank; raise on all of them if one runs out of memory."""
+        """Run `work`, which `sends` gradients, on every rank; one out of memory raises on all."""
         result = None
         try:
             result = work()
@@ -233,7 +233,7 @@ class _CachedStep:
 
 
 def _take(batch: Batch, rows: range) -> Batch:
-    """Return some rows of a training batch, in which every image has one caption, padded to their longest."""
+    """Return some rows of a training batch, one caption an image, padded to their longest."""
     part: Batch = {
         name: value[rows.start : rows.stop] for name, value in batch.items() if isinstance(value, (Tensor, list))
     }

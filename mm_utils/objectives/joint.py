@@ -1,4 +1,4 @@
-"""The contract of an objective, and the weighted sum of terms: encode a batch, plan once, backpropagate part by part.
+"""An objective, and the weighted sum of terms: encode, plan once, backpropagate by part.
 
 The gradient of all embedding terms is taken at the embeddings of the whole batch (`plan`) and pushed through the towers
 afterwards, a part of the batch at a time (`part`), together with the rows that are computed there: see
@@ -77,7 +77,7 @@ class Objective(nn.Module):
         return {**report, "loss": report["loss"] + (loss - loss.detach())}  # the global value, this rank's gradient
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
-        """Begin a step: add `row_keys`, from which dropout by row draws, a function of seed, step and row on any rank."""
+        """Begin a step: add `row_keys` for dropout by row, a function of seed, step and row."""
         self.medium = batch.get("medium")
         self.model.towers_rest = self.tower_steps is not None and step >= self.tower_steps
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
@@ -103,7 +103,7 @@ class Objective(nn.Module):
         return self.tower_steps is None or self.model.towers_rest
 
     def resting_weights(self) -> list[nn.Parameter]:
-        """Return the parameters that other steps train: those of the run's other part, or of other media."""
+        """Return the parameters of other steps: the run's other part, or other media."""
         model = self.model
         if self.tower_steps is None:
             return [weight for weight in model.idle_weights(self.medium) if weight.requires_grad]
@@ -116,20 +116,20 @@ class Objective(nn.Module):
         return [weight for weight in weights if weight.requires_grad]
 
     def zero_of_resting(self) -> Tensor | float:
-        """Return 0, with a gradient for the weights that rest where one is waited for; with several media, DDP finds them."""
+        """Return 0, with a gradient for resting weights, where one is waited for."""
         if not self.is_wrapped or self.model.media:
             return 0.0
         return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
-        """Run the model on a part of a batch, as far as `plan` (`for_loss`) and `part` (`for_backward`) need it."""
+        """Run the model on a part, as far as `plan` (`for_loss`) and `part` (`for_backward`) need."""
         raise ValueError(
             f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size and "
             "--balance, or give it `encode`, `plan`, `part` and `report`."
         )
 
     def plan(self, encoded: Any, batch: Batch, step: int) -> Plan:
-        """Share the embeddings with all ranks, take the loss's gradient at them, and decide what `part` computes.
+        """Share the embeddings, take the loss's gradient at them, decide what `part` computes.
 
         `encoded` is as from `encode`, with the embeddings of all of this rank's rows; the step keys random draws.
         """
@@ -255,7 +255,7 @@ class JointObjective(Objective):
         start_row: int,
         share: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the part's surrogate loss, and loss and correct rows of each row term, `[terms, 2]`."""
+        """Return the part's surrogate loss, and each row term's loss and right rows, `[terms, 2]`."""
         assert plan.shared is not None
         batch = batch if self.groups_texts else batch | {"lengths": []}
         surrogate_loss = encoded.scale.new_zeros(())
@@ -292,7 +292,7 @@ class JointObjective(Objective):
 
     @torch.no_grad()
     def _teacher_embeds(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the embeddings that the weight average computes, as `teacher_image` and `teacher_text`."""
+        """Return the weight average's embeddings, as `teacher_image` and `teacher_text`."""
         if self.teacher is None:
             raise ValueError(
                 "--ema_decay is 0; self_distillation learns from the average of the weights. Set it to 0.995."
@@ -328,7 +328,7 @@ class JointObjective(Objective):
 
 
 def blank_pair(batch: Batch) -> Batch:
-    """Return a stand-in for an empty batch: backbones refuse those, and the other ranks wait for this one's gradients."""
+    """Return a stand-in for an empty batch, which backbones refuse and other ranks wait for."""
     return {name: value.new_ones(1, *value.shape[1:]) for name, value in batch.items() if isinstance(value, Tensor)}
 
 

@@ -1,4 +1,4 @@
-"""Language losses of the fusion head: masked tokens and next tokens, predicted from the text and its image."""
+"""Language losses of the fusion head: masked and next tokens, from text and image."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class MaskedPlan(RowPlan):
 
 
 class MaskedLanguageModelling(RowTerm):
-    """Cross-entropy of masked tokens, predicted from the fused states of text and image (ALBEF, arXiv 2107.07651).
+    """Cross-entropy of masked tokens, from fused states (ALBEF, arXiv 2107.07651).
 
     The masked tokens are a function of the seed, the step and the pair. The term costs a pass of the text tower and one pair
     of the fusion head for each image.
@@ -99,7 +99,7 @@ class MaskedLanguageModelling(RowTerm):
 
 
 class Captioning(RowTerm):
-    """Cross-entropy of every next token, predicted from the tokens before it and the image (CoCa, arXiv 2205.01917).
+    """Cross-entropy of next tokens, from those before and the image (CoCa, arXiv 2205.01917).
 
     The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both directions,
     is left out. All captions of an image are targets (up to `mm_utils.data.loading.dataset.MOST_CAPTIONS`), each of which costs
@@ -147,7 +147,7 @@ class Captioning(RowTerm):
 
 
 def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return token ids and mask of the images' captions, `[n, k, L]`; of the shown ones where there are no others."""
+    """Return ids and mask of all captions, `[n, k, L]`; of the shown ones if alone."""
     name = "all_" if "all_input_ids" in batch else ""
     input_ids, mask = (batch[name + column] for column in ("input_ids", "attention_mask"))
     return (input_ids, mask) if name else (input_ids[:, None], mask[:, None])

@@ -127,7 +127,7 @@ def distilled_info_nce(
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Turn autocast and TF32 off: at a scale of 100, ten bits of mantissa leave an error of a tenth of a logit."""
+    """Turn autocast and TF32 off: at a scale of 100, they leave an error of 0.1 in a logit."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -138,7 +138,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 class _AtEmbeddings(torch.autograd.Function):
-    """A loss whose forward pass computes its gradient at this rank's embeddings and at its scalars."""
+    """A loss whose forward pass computes its gradient at own embeddings and scalars."""
 
     @staticmethod
     def forward(
@@ -288,7 +288,7 @@ def slices(count: int, most: int) -> list[slice]:
 def _logits(
     rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, part: slice, columns: slice
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return a tile of logits `[T, C]`, other positives at -inf, and the index of the pairs' own, as far as they are in it."""
+    """Return a tile of logits `[T, C]`, other positives at -inf, and the own pairs' index."""
     logits_TC = rows_nE[part] @ columns_NE[columns].T
     first, last = batch.offset + part.start, batch.offset + part.stop  # of the rows in the global batch
     low = max(first, columns.start)

@@ -74,7 +74,7 @@ class MatchingPlan(RowPlan):
 
 
 class Matching(RowTerm):
-    """Binary cross-entropy over pairs, with hard negatives of the global batch (ALBEF, arXiv 2107.07651).
+    """Binary cross-entropy over pairs with hard negatives (ALBEF, arXiv 2107.07651).
 
     Each image is paired with a wrong text, and each text with a wrong image, drawn by similarity. A pair is scored on the
     rank and in the part of the batch that holds its image; only token ids are exchanged, so the result depends neither on
@@ -209,7 +209,7 @@ def _score(
 def hard_negatives(
     query_nE: Tensor, keys_NE: Tensor, scale: Tensor, batch: GlobalBatch, key: int, tile: Tile | None = None
 ) -> Tensor:
-    """Draw one negative for each of this rank's rows: its global index, -1 if the batch has none, int64 `[n]`.
+    """Draw a negative for each own row: its global index, -1 if there is none, int64 `[n]`.
 
     Row i's negative j is drawn with probability proportional to exp(scale <q_i, k_j>) (ALBEF, arXiv 2107.07651), in log
     space by the Gumbel-max trick, so nothing can underflow; pairs that share an image or a caption are never drawn. The

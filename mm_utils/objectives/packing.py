@@ -1,4 +1,4 @@
-"""Encode all captions of a batch as one row of tokens, without padding: one pass through the tower, whatever their lengths.
+"""Encode a batch's captions as one row of tokens, unpadded: one pass through the tower.
 
 The tower is given `[1, T]` tokens, positions that start anew with every caption, and the places where captions end; attention stays
 within a caption. On a GPU it is torch's `varlen_attn`, a flash kernel; elsewhere every caption is attended by itself, which
@@ -36,7 +36,7 @@ _first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of 
 
 
 def pack_captions(model: FusionDualEncoderModel) -> bool:
-    """Let `encode_packed` pack the model's captions from now on; return False, and change nothing, if its text tower cannot.
+    """Let `encode_packed` pack captions from now on; False if the text tower cannot.
 
     Raises:
         ValueError: if torch is too old.
@@ -76,7 +76,7 @@ def packs(model: FusionDualEncoderModel) -> bool:
 def encode_packed(
     model: FusionDualEncoderModel, input_ids: Tensor, attention_mask: Tensor, tokens: int, with_states: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return what `model.encode_text` returns, of texts `[n, L]` with this many tokens in all, padded on the right."""
+    """Return what `model.encode_text` does, of texts `[n, L]` with so many tokens in all."""
     packed = PackedTower(model.text_model, _first_positions[model.text_model], tokens)
     stand_in = copy.copy(model)
     stand_in._modules = {**model._modules, "text_model": packed}
@@ -135,7 +135,7 @@ def attend(
     scaling: float | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each caption, queries, keys and values `[1, heads, T, D]`; without `cu_seq_lens_q`, as "sdpa" does."""
+    """Attend within captions `[1, heads, T, D]`; without `cu_seq_lens_q`, as "sdpa" does."""
     ends = named.pop("cu_seq_lens_q", None)
     if ends is None:
         return sdpa_attention_forward(

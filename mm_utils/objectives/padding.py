@@ -1,4 +1,4 @@
-"""Encode a batch's captions in groups of about one length, so that little padding is computed.
+"""Encode captions in groups of about one length, so that little padding is computed.
 
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
@@ -23,7 +23,7 @@ PASS_TOKENS = {"cpu": 32, "cuda": 8192}
 
 
 def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
-    """Cut rows into groups, each padded to its longest caption, at the lowest cost in tokens and passes.
+    """Cut rows into groups, padded to their longest, at least cost in tokens and passes.
 
     Rows come longest caption first; unsorted rows stay in one group. There is at least one group, possibly empty.
     """
@@ -61,7 +61,7 @@ def encode_in_groups(
     lengths: Sequence[int] | None,
     with_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `model.encode_text` returns of n texts, encoded in groups if their lengths are given.
+    """Return what `model.encode_text` does of n texts, in groups if lengths are given.
 
     Args:
         input_ids, attention_mask: the texts, `[n, L]`.

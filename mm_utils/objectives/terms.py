@@ -25,7 +25,7 @@ Report = dict[str, Tensor]
 
 @dataclass
 class Encoded:
-    """The embeddings of a batch, or of a part of it, by name; empty for an objective that needs none at once."""
+    """The embeddings of a batch or a part, by name; empty where none are needed at once."""
 
     embeds: dict[str, Tensor]
 
@@ -171,12 +171,12 @@ class EmbeddingTerm(Term):
 
 
 class RowTerm(Term):
-    """A mean of losses over rows, each computed on the rank and in the part of the batch that holds its image."""
+    """A mean of losses over rows, each computed on the rank and part that hold its image."""
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> RowPlan:
-        """Decide once a step what `part` needs, from this rank's whole batch and the inverse temperature."""
+        """Decide once a step what `part` needs, from this rank's batch and inverse temperature."""
         raise NotImplementedError
 
     def part(
@@ -188,7 +188,7 @@ class RowTerm(Term):
         shared: GlobalBatch,
         start_row: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of a part's losses, with gradient, and the number of its rows that are predicted correctly.
+        """Return the sum of a part's losses, with gradient, and how many rows are right.
 
         Args:
             encoded, batch: the part.

@@ -150,7 +150,7 @@ class FailureMonitor:
         sys.exit(1)
 
     def stop(self, reason: str, delay: float = 0.0) -> NoReturn:
-        """Log the reason and exit with status 1 after `delay` seconds, whatever the main thread does."""
+        """Log the reason; exit with status 1 after `delay` seconds, whatever the main thread does."""
         logger.error("Stopped, because %s.", reason)
         for call in _at_stop:
             call()

@@ -1,4 +1,4 @@
-"""Find the steps whose loss or gradient is not finite, write down their images, and end a run that has too many."""
+"""Find steps with a loss or gradient that is not finite; end a run that has too many."""
 
 import logging
 import math
@@ -48,7 +48,7 @@ class NonfiniteSteps:
             self._copy = HostCopy(self._figures)
 
     def read(self) -> bool:
-        """Return whether the step taken last may change the weights; False if it was read before. Called on all ranks.
+        """Return whether the last step may change weights; False if read before. On all ranks.
 
         A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights.
 

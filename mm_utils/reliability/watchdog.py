@@ -1,4 +1,4 @@
-"""Name the rank that the others wait for: one that hangs, whose run ends, or one that is slower.
+"""Name the rank that others wait for: one that hangs, whose run ends, or a slower one.
 
 Hangs: a process that hangs (a dead network drive, a deadlock in a data worker, a stopped process) leaves the others waiting in the next
 collective. Rank 0 notices that it makes no progress, queries the status of all ranks (`mm_utils.reliability.failures`) and logs

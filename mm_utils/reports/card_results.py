@@ -1,4 +1,4 @@
-"""Evaluation results in the front matter of a model card, its `model-index`, from which the Hub makes a table."""
+"""Evaluation results in a model card's `model-index`, of which the Hub makes a table."""
 
 import logging
 import re
@@ -62,7 +62,7 @@ class EvaluatedData(NamedTuple):
 
 
 def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
-    """Return name and repository of the data that arguments name, `embedded` where they name none.
+    """Return name and repository of the named data, `embedded` where none is named.
 
     A path is shortened to its last two parts.
     """
@@ -88,7 +88,7 @@ def _slug(name: str) -> str:
 
 
 def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix: str = "") -> list[EvalResult]:
-    """Return recall, nDCG and MRR of both directions, before and after re-ranking, whose names begin with `prefix`."""
+    """Return both directions' recall, nDCG, MRR, and re-ranked ones, named by `prefix`."""
     return [
         data.result(
             f"{COLUMNS[data.medium]}-text-retrieval",
@@ -104,7 +104,7 @@ def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix:
 
 
 def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
-    """Put results into the card of a trained model, in place of those on the same data; return whether that was done.
+    """Replace a card's results on the same data; return whether that was done.
 
     A folder without a card stays as it is, and so does a card that is read-only or that no run of this project wrote.
     """

@@ -39,7 +39,7 @@ _LEFT_OUT = ("quarantine.jsonl", ".*")
 
 @dataclass
 class DatasetHubArguments:
-    """Flags for pushing the data set. The token comes from `hf auth login` or HF_TOKEN and is never a flag."""
+    """Flags for pushing the data set; the token is that of `hf auth login` or HF_TOKEN."""
 
     push_to_hub: bool = arg(False, "Push the prepared data set to the Hugging Face Hub, with its card and its report.")
     hub_dataset_id: str | None = arg(None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.")
@@ -63,7 +63,7 @@ class DatasetHubArguments:
 def write_data_card(
     folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any], license: str | None = None
 ) -> None:
-    """Write `README.md` into a prepared folder: what the Hub and `load_dataset` read, and the report.
+    """Write a prepared folder's `README.md`: for the Hub, `load_dataset`, and the report.
 
     Args:
         folder: has `report.md`.
@@ -97,7 +97,7 @@ def write_data_card(
 
 
 def _features(pairs: DatasetDict, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns as the Hub and `load_dataset` shall read them, media decoded; pixels of a raw store stay bytes."""
+    """Return the columns as `load_dataset` shall read them; a raw store's pixels stay bytes."""
     if summary["storage"]["store"] == "raw":
         return {}
     features = next(iter(pairs.values())).features.copy()
@@ -108,7 +108,7 @@ def _features(pairs: DatasetDict, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def push_data_set(folder: str, args: DatasetHubArguments, timeout: float = 600.0) -> bool:
-    """Push a prepared folder; return whether it is on the Hub. A failure is a warning: the folder is complete."""
+    """Push a prepared folder; return whether it is on the Hub. A failure is a warning."""
     if not args.push_to_hub:
         return False
     wanted = args.repository(folder)

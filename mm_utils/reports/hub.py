@@ -74,7 +74,7 @@ def check_repository(flag: str, name: str | None) -> None:
 
 
 def check_license(name: str | None) -> None:
-    """Raise ValueError unless it looks like an identifier of a licence; the list of them is the Hub's."""
+    """Raise ValueError unless it looks like a licence's identifier, of the Hub's list."""
     if name is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", name):
         raise ValueError(
             f"--license is {name!r}; the Hub's identifiers have small letters, digits, dots and hyphens. Give one of "

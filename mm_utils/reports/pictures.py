@@ -1,4 +1,4 @@
-"""Pictures of media for people: an image as it is, four frames of a clip, the spectrogram of a sound."""
+"""Pictures of media for people: an image, four frames of a clip, a sound's spectrogram."""
 
 import io
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
 
 
 def animation(content: bytes) -> bytes:
-    """Return a clip as an animated WebP, which browsers play; of more than 32 frames, as many spread evenly.
+    """Return a clip as animated WebP for browsers, of at most 32 frames, spread evenly.
 
     Raises:
         UnreadableImageError: if it cannot be read.

@@ -209,7 +209,7 @@ def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
 
 @dataclass
 class RetrievalExample:
-    """A caption and the images found for it, best first; `correct` marks the caption's own, `note` says where that is."""
+    """A caption and images found, best first; `correct` marks its own, `note` where that is."""
 
     caption: str
     images: list[Image.Image]

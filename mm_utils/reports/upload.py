@@ -34,7 +34,7 @@ _MIN_BYTES_PER_SECOND = 1e6  # a slower upload times out
 
 
 def upload_limit(size: int, timeout: float = _TIMEOUT) -> float:
-    """Return the seconds that a push of so many bytes may take: `timeout`, and those for its bytes at 1 MB/s."""
+    """Return the seconds that a push may take: `timeout`, and its bytes at 1 MB/s."""
     return timeout + size / _MIN_BYTES_PER_SECOND
 
 

@@ -90,7 +90,7 @@ def retrieval_card(
 def _retrieval_rows(
     metrics: Mapping[str, float], split: Embeddings | None, images: int, medium: str
 ) -> list[list[str]]:
-    """Return the recalls of each direction: of the encoders, re-ranked, what the head adds, and by chance."""
+    """Return both directions' recalls: encoders, re-ranked, the head's gain, by chance."""
     rows: list[list[str]] = []
     for direction, title in DIRECTIONS.items():
         name = title.replace("image", medium)
@@ -111,7 +111,7 @@ def _recalls(metrics: Mapping[str, float], name: str) -> list[float]:
 
 
 def _with_interval(recall: float, images: int) -> str:
-    """Format a recall with the interval of one query an image; more captions an image make it no wider."""
+    """Format a recall with the interval of a query an image; more make it no wider."""
     low, high = wilson_interval(recall * images, images)
     return f"{recall:.3f} ({low:.2f} to {high:.2f})"
 
@@ -147,7 +147,7 @@ def record_retrieval(
     metrics: Mapping[str, float],
     medium: str = "image",
 ) -> None:
-    """On the main process, put the figures of an evaluation into the card of the model's folder, if a run wrote it.
+    """On the main process, put an evaluation into the card of a folder that a run wrote.
 
     Args:
         settings: the arguments that name the data.
@@ -172,7 +172,7 @@ def _class_in(folder: Path) -> str:
 
 
 def chance(split: Embeddings, direction: str, k: int) -> float:
-    """Return the recall at k of items in random order: the mean share of queries with a right one among the first k."""
+    """Return recall at k in random order: the mean share of queries with a right item there."""
     images, texts = len(split.image_key_M), len(split.caption_key_T)
     if split.text_key_T is not None:
         counts = count_right(*split.directions[direction]).tolist()

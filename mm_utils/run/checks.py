@@ -1,4 +1,4 @@
-"""Find at the start what would end a run hours later: devices, precision, ranks that differ, limits of the machine.
+"""Find at the start what would end a run hours later: devices, ranks, limits.
 
 A problem on any machine is logged once, and an error is raised on every rank, so that none waits for another.
 """
@@ -51,7 +51,7 @@ def check_equal_start(config: Mapping[str, Any]) -> None:
 
 
 def check_precision() -> None:
-    """Check that this process's device can compute in the precision that `accelerate launch` was given.
+    """Check that this device can compute in the precision that the launcher was given.
 
     Raises:
         ValueError: if it cannot.
@@ -99,7 +99,7 @@ def check_devices(accelerator: Accelerator, balance: bool) -> None:
 
 
 def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
-    """Check that the value of a flag is a whole model, with both encoders, in a folder or on the Hub; None is right.
+    """Check that a flag's value is a whole model, in a folder or on the Hub; None is right.
 
     Raises:
         ValueError: if it is not, with what to give instead.
@@ -155,7 +155,7 @@ def check_launcher() -> None:
 
 
 def report_launch(device: torch.device) -> None:
-    """Log what the launcher leaves unused, and what will end the run when a machine joins; called on the main process."""
+    """Log what the launcher leaves unused, and what ends the run when a machine joins."""
     seen = torch.cuda.device_count() if device.type == "cuda" else 0
     used = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
     if seen > used:
@@ -176,7 +176,7 @@ def report_launch(device: torch.device) -> None:
 
 
 def _launched_nodes() -> str:
-    """Return torchrun's --nnodes, `N` or `MIN:MAX`, as its command line or its environment gives it; empty if unknown."""
+    """Return torchrun's --nnodes, `N` or `MIN:MAX`, if its command line or environment say."""
     words = _command(os.getppid())
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, _, value = word.partition("=")
@@ -189,7 +189,7 @@ def _launched_nodes() -> str:
 
 
 def end_with_launcher() -> None:
-    """On Linux, let the kernel send SIGTERM to this process when `accelerate launch` or `torchrun`, its parent, ends.
+    """On Linux, get SIGTERM from the kernel when the launcher, this one's parent, ends.
 
     `accelerate launch` of one process does not forward signals: ended by SIGTERM, it would leave this process training, on
     the device that the next run asks for.
@@ -208,7 +208,7 @@ def end_with_launcher() -> None:
 
 
 def end_with(parent: int) -> None:
-    """On Linux, let the kernel send SIGTERM when the parent, or its thread that started this process, ends."""
+    """On Linux, get SIGTERM from the kernel when the parent, or its starting thread, ends."""
     if _libc is None:
         return
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -218,7 +218,7 @@ def end_with(parent: int) -> None:
 
 @functools.cache
 def fork_without_tokenizer_threads() -> None:
-    """Let forked processes, such as data workers, tokenise with one thread: they would wait for the parent's forever.
+    """Let forked processes tokenise with one thread: they would wait forever for others.
 
     `tokenizers` sees to it by itself, but not where TOKENIZERS_PARALLELISM is true.
     """
@@ -227,7 +227,7 @@ def fork_without_tokenizer_threads() -> None:
 
 
 def use_cpu_well() -> None:
-    """Use all cores, or as many threads as OMP_NUM_THREADS said at the launch, and an allocator that keeps its memory.
+    """Use all cores, or OMP_NUM_THREADS of the launch; let the allocator keep its memory.
 
     `accelerate launch` sets OMP_NUM_THREADS=1 if nobody else did, so its own environment says what the user wants. glibc
     returns the memory of every large tensor to the kernel, which clears it again for the next one: with MobileNetV2 at 224 px
@@ -256,7 +256,7 @@ def _is_launcher(process: int) -> bool:
 
 
 def _is_python(process: int) -> bool:
-    """Return whether a process is Python: in a container, a launcher of another name may be the first process."""
+    """Return whether a process is Python, as the first of a container may be."""
     return Path(_command(process)[0]).name.startswith("python")
 
 

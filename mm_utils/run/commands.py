@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_utils.arguments import launch_command, to_words
+from mm_utils.arguments import launch_command, launcher, to_words
 from mm_utils.data.loading.loaders import LoaderArguments
 from mm_utils.data.sources.source import DataArguments
 from mm_utils.data.streaming.rows import shard_kind
@@ -18,8 +18,8 @@ _DRY_RUN = re.compile(r"(?:^| )--dry[_-]run(?:[ =](?:true|yes|t|y|1))?(?= |$)", 
 
 
 def own_command(script: str, argv: Sequence[str] | None) -> str:
-    """Return the command of this run; `argv` are the arguments given to `main`, None for those of the process."""
-    return launch_command(script, sys.argv[1:] if argv is None else argv)
+    """Return this run's command; `argv` was given to `main`, None for the process's own."""
+    return launch_command(script, sys.argv[1:] if argv is None else argv, launcher())
 
 
 def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
@@ -31,20 +31,21 @@ def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
 
 def again_command(script: str, folder: Path) -> str:
     """Return the command that repeats the run of this output folder, in another folder."""
-    return launch_command(script, ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "again")])
+    words = ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "again")]
+    return launch_command(script, words, launcher())
 
 
 def longer_command(script: str, folder: Path, settings: Mapping[str, Any]) -> str:
-    """Return the command that repeats the run of this output folder for twice as long, in another folder."""
+    """Return the command that repeats a folder's run for twice as long, in another one."""
     name = "max_steps" if settings["max_steps"] > 0 else "num_train_epochs"
     words = ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "longer")]
-    return launch_command(script, [*words, f"--{name}", f"{2 * settings[name]:.10g}"])
+    return launch_command(script, [*words, f"--{name}", f"{2 * settings[name]:.10g}"], launcher())
 
 
 def commands_after_training(
     folder: Path, settings: Mapping[str, Any], *, has_test: bool, has_fusion: bool, query: str
 ) -> list[str]:
-    """Return what to try after pre-training: the evaluation, a longer run, for the embedded scenes a task, and a search."""
+    """Return what to try after pre-training: evaluation, a longer run, a task, a search."""
     flags = ("test",) if has_test else ("validation", "--rerank_top_k", "32")
     commands = [evaluation_command(folder, settings, *flags), longer_command("pretrain", folder, settings)]
     if has_fusion and not any(settings.get(name) for name in SOURCES):
@@ -54,7 +55,7 @@ def commands_after_training(
 
 
 def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
-    """Return the commands that embed the images of the run's data, all splits, and search them; none for a stream."""
+    """Return what embeds and searches the images of the run's data; none for a stream."""
     if settings.get("streaming"):
         return []
     index = _beside(folder, "index")
@@ -65,7 +66,7 @@ def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> li
 
 
 def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str, *flags: str) -> str | None:
-    """Return the command that measures retrieval on a split of the run's data; None if only training can read them.
+    """Return what measures retrieval on a split; None if only training can read the data.
 
     Args:
         folder: the run's output folder.

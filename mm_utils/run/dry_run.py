@@ -1,4 +1,4 @@
-"""Run the real script on a few pairs, then extrapolate time and disk; memory is measured, not extrapolated.
+"""Run the real script on a few pairs; extrapolate time and disk, measure memory.
 
 The script's `main` is called with other arguments and one more callback, so the dry run takes the same path as the real run:
 data are opened, a few steps are trained, evaluated and saved. Everything is written to a hidden folder beside the output
@@ -48,7 +48,7 @@ def dry_run(
     args: TrainingArguments,
     settings: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Run a script's `main` on a few pairs; log and return what the whole run will take, as `dry_run_*`.
+    """Run a script's `main` on a few pairs; log and return the forecast, as `dry_run_*`.
 
     Args:
         main: called with (argv, callbacks).
@@ -86,7 +86,7 @@ def dry_run(
 
 @contextmanager
 def _scratch_folder(scratch: Path) -> Iterator[None]:
-    """Remove the folder before and after, also when another process fails; keep the summary of a finished run quiet."""
+    """Remove the folder before and after, even after failures; no summary of the trial."""
 
     def remove() -> None:
         # The process group, which knows the rank too, begins after this and ends before it.
@@ -128,7 +128,7 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
 
 @dataclass(frozen=True)
 class _Step:
-    """A step: pairs of its global batch, seconds without waiting for data, peak of memory after it in GiB."""
+    """A step: its global pairs, seconds without waiting for data, peak GiB after it."""
 
     pairs: int
     seconds: float
@@ -247,7 +247,7 @@ class _Probe(TrainerCallback):
 
 
 def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str, float]:
-    """Return what the whole run will take, from what was measured; memory is NaN if the largest batch was not tried."""
+    """Return what the whole run will take; memory is NaN if the largest batch was not tried."""
     total, data = probe.data.total_rows, probe.data
     largest, last = args.batch_sizes.sizes[-1], probe.steps[-1]
     steps = args.total_steps(total["train"])

@@ -35,7 +35,7 @@ def finish_run(
     metrics: dict[str, float],
     argv: Sequence[str] | None,
 ) -> None:
-    """Draw `training.png` and `retrieval.png`, write the model card, push if asked to, and log a summary.
+    """Draw `training.png` and `retrieval.png`, write the card, push if asked, log a summary.
 
     The model of each medium but the first is written to `media/`, as a whole one with a card of its own.
 
@@ -72,7 +72,7 @@ def finish_finetuning(
     metrics: dict[str, float],
     argv: Sequence[str] | None,
 ) -> None:
-    """Draw `training.png` and `confusion.png`, write `results.json`, `classes.csv` and the card, push if asked to.
+    """Draw `training.png` and `confusion.png`, write results and card, push if asked to.
 
     Args:
         run: the run.
@@ -120,7 +120,7 @@ def report_predictions(predictions: Tensor, classes: list[str], folder: Path) ->
 
 
 def _push(run: Run) -> str | None:
-    """Push the model if asked to; return the repository if all of it is there. Called on all ranks.
+    """Push the model if asked to; return the repository if all is there. On all ranks.
 
     The process group ends first: other ranks would wait for the Hub in a collective, whose timeout ends a run.
     """
@@ -227,7 +227,7 @@ def _alpha(metrics: dict[str, float]) -> list[str]:
 
 
 def _listing(folder: Path, contents: dict[str, str], pushed: str | None) -> list[str]:
-    """Return lines that name the folder, the contents that exist in it, and the repository on the Hub."""
+    """Return lines that name the folder, what exists in it, and the Hub's repository."""
     lines = ["", f"Everything is in {folder}:"]
     lines += [f"  {name:<20}{text}" for name, text in contents.items() if (folder / name).exists()]
     return [*lines, f"  pushed to {pushed}"] if pushed else lines

@@ -1,4 +1,4 @@
-"""Claim a run's output folder: find or create it, lock it, refuse one that holds other things."""
+"""Claim a run's output folder: find or create it, lock it, refuse others' folders."""
 
 import logging
 import os
@@ -56,7 +56,7 @@ _held: dict[tuple[int, Path], IO[str]] = {}  # the one folder that this process 
 
 
 class Claim(NamedTuple):
-    """The output folder and the checkpoint to resume from in it; or the problem that prevents the run."""
+    """The output folder and the checkpoint to resume from; or the problem in its way."""
 
     folder: str
     resume_from: str | None
@@ -108,7 +108,7 @@ def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return why a folder must not be an output folder: a disk's root, a home, or the data of `config`; else None."""
+    """Return why a folder is no output folder: a disk's root, a home, the data; else None."""
     place, reason = folder.resolve(), None
     if place == Path(place.anchor):
         reason = "it is the root of a disk"
@@ -128,7 +128,7 @@ def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def holds_run(folder: Path, allowed: bool) -> str | None:
-    """Return the problem of a folder that holds a run, unless it is to be resumed or replaced; else None."""
+    """Return the problem of a folder with a run that is not resumed or replaced; else None."""
     found = any((folder / name).exists() for name in (METRICS_FILE, "model.safetensors"))
     found = found or bool(checkpoint_folders(folder))
     if allowed or not found:
@@ -140,7 +140,7 @@ def holds_run(folder: Path, allowed: bool) -> str | None:
 
 
 def holds_others(folder: Path) -> str | None:
-    """Return the problem of a folder that is no run's and holds files with names that a run would write; else None."""
+    """Return the problem of a folder with others' files of names that a run writes; else None."""
     is_run = any((folder / name).exists() for name in (STARTS_FILE, METRICS_FILE)) or checkpoint_folders(folder)
     if is_run or not folder.is_dir() or not (found := own_files(folder)):
         return None
@@ -156,7 +156,7 @@ def own_files(folder: Path) -> list[Path]:
 
 
 def lock_folder(folder: Path, seconds: float = _LOCK_SECONDS) -> str | None:
-    """Lock a folder until this process ends or locks another one; return the problem if another process has it.
+    """Lock a folder until this process ends or locks another; return who has it, if any.
 
     A POSIX record lock is released by the kernel however the process ends, and data workers do not inherit it, as they
     would inherit the lock of the package filelock. On a file system without locks, nothing is kept out.

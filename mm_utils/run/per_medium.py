@@ -21,7 +21,7 @@ def build_media(
     lora_args: LoraArguments | None = None,
     media: Sequence[str] = ("image",),
 ) -> FusionDualEncoderModel:
-    """Build the model of one medium, or of several, with a tower for each and one text tower; see `build_model`."""
+    """Build the model of one medium, or several with a tower each; see `build_model`."""
     if len(media) == 1:
         return build_model(args, tokenizer, lora_args, media[0])
     models = []
@@ -38,7 +38,7 @@ def build_media(
 def write_medium(
     run: Run, saved: FusionDualEncoderModel, data: TrainingData, medium: str, evaluator: RetrievalEvaluator
 ) -> Run:
-    """Write the pictures of one medium, and, unless it is the first, its model; return its own run, see `of_medium`.
+    """Write a medium's pictures and, but for the first, its model; return its run (`of_medium`).
 
     Args:
         run: the run.

@@ -1,4 +1,4 @@
-"""What some pairs look like, in a few lines of text: sizes or seconds, lengths of captions, languages, examples."""
+"""What pairs look like, in a few lines: sizes or seconds, lengths, languages, examples."""
 
 import io
 from collections import Counter
@@ -18,7 +18,7 @@ SHOWN, WIDTH = 3, 80  # examples, and letters of a caption
 def describe_pairs(
     rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, image_size: int
 ) -> list[str]:
-    """Lines that describe `rows` of the one schema. Of images only the header is read, of clips and sounds nothing.
+    """Lines that describe `rows`; of images the header is read, of clips and sounds nothing.
 
     Args:
         max_seq_length: captions are cut to this many tokens.

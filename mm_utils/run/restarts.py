@@ -1,4 +1,4 @@
-"""Record every start of a run, so that a restarted launcher finds its folder and resumes from the newest checkpoint.
+"""Record every start, so that a restarted launcher finds its folder and checkpoint.
 
 Every start is an entry of `environment.json` in the output folder. A launcher that restarts its processes (`torchrun` and
 `accelerate launch` with `--max_restarts`, or a changed number of nodes) is recognised by a log folder that it creates once
@@ -42,12 +42,12 @@ _GIT_SECONDS = 10
 
 
 def launcher_names() -> list[str]:
-    """Return the names of all ranks' launchers, which do not change when these restart; called on all ranks."""
+    """Return all ranks' launchers' names, which restarts keep; called on all ranks."""
     return sorted({name for name in gather_object([_launcher_name()]) if name})
 
 
 def _launcher_name() -> str | None:
-    """Return the launcher's own name, or `<host>:<folder>` of torchelastic's log folder; both are new in every launch."""
+    """Return the launcher's name, or `<host>:<folder>` of torchelastic's logs, new each launch."""
     if os.environ.get(LAUNCHER_VARIABLE):
         return os.environ[LAUNCHER_VARIABLE]
     run_id, error_file = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "ERROR_FILE"))
@@ -57,7 +57,7 @@ def _launcher_name() -> str | None:
 
 
 def earlier_starts(folder: Path, launch: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the starts recorded in a folder, oldest first; with `launch`, only those of the same launchers."""
+    """Return a folder's starts, oldest first; with `launch`, those of the same launchers."""
     try:
         starts = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def newest_run(name: str) -> Path | None:
 
 
 def resume_name(given: str | None, folder: Path, launch: Sequence[str]) -> str | None:
-    """Return the checkpoint to resume from: a restart resumes from what its earlier starts have saved.
+    """Return the checkpoint to resume from; a restart takes its earlier starts' newest.
 
     Args:
         given: the value of `--resume_from_checkpoint`.
@@ -158,7 +158,7 @@ def code_digest() -> str:
 
 
 def describe_start(accelerator: Accelerator) -> dict[str, Any]:
-    """Return versions, platform, machines, devices, commit, command without secrets, and time; called on all ranks."""
+    """Return versions, machines, devices, commit, redacted command, time; on all ranks."""
     every_rank = gather_object([(platform.node(), device_name(accelerator.device))])
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -190,7 +190,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of the code, with `-dirty` if it has changed since; None outside a git checkout."""
+    """Return the code's commit, `-dirty` if changed since; None outside a git checkout."""
     if not (_ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -121,7 +121,7 @@ def start_run(
 
 
 def make_accelerator(report_to: str | None = None, project_dir: str | None = None) -> Accelerator:
-    """Return the accelerator with processes, device and precision as `accelerate launch` set them; set up logging.
+    """Return the accelerator as `accelerate launch` set it up; set up logging.
 
     Raises:
         RunError: if the processes do not see each other, or the launcher is one that they cannot be started by.
@@ -173,7 +173,7 @@ def report_metrics(accelerator: Accelerator, metrics: dict[str, float], file: st
 
 
 def run_script(main: Callable[[], Any]) -> None:
-    """Call a script's `main`; a user's mistake ends with one line and exit status 1, not with a traceback.
+    """Call a script's `main`; a user's mistake ends with one line and exit status 1.
 
     With several processes, the first that fails says why and ends the others: see `mm_utils.reliability.failures`.
     """
@@ -200,7 +200,7 @@ def run_script(main: Callable[[], Any]) -> None:
 
 
 def set_up_logging(main: bool = True, local_main: bool = True) -> None:
-    """Log to stderr with the time; only the main process logs more than warnings, one process a machine has progress bars."""
+    """Log to stderr with the time; other processes only warn, one a machine shows bars."""
     level = logging.INFO if main else logging.WARNING
     handler = logging.StreamHandler()
     handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))

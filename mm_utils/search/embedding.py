@@ -76,7 +76,7 @@ def tap_shapes(model: FusionDualEncoderModel, loaders: Loaders) -> list[list[int
 
 
 def as_input(examples: Sequence[torch.Tensor], loaders: Loaders) -> torch.Tensor:
-    """Return a model's input on its device, for squares, frames or samples as evaluations cut them."""
+    """Return a model's input on its device, for media as evaluations cut them."""
     [batch] = loaders.on_device([{"pixel_values": torch.stack(list(examples))}])
     return batch["pixel_values"]
 
@@ -89,7 +89,7 @@ def embed_share(
     embedder: Embedder,
     accelerator: Accelerator,
 ) -> list[Skip]:
-    """Embed this rank's media and write them as parts, none without a folder; return those that cannot be read.
+    """Embed this rank's media, write them as parts; return those that cannot be read.
 
     Raises:
         RunError: if an embedding is not finite.

@@ -1,4 +1,4 @@
-"""Find the best images for a query: exactly, or by a coarse first pass whose best are scored exactly.
+"""Find a query's best images: exactly, or those of a coarse first pass exactly.
 
 A first pass reads codes of the embeddings that are kept in memory (`mm_utils.embedding_codes`), or a FAISS index. It gives
 many times as many images as are wanted (`RESCORE`). These are scored from the stored embeddings, which are memory-mapped, so scores
@@ -44,7 +44,7 @@ FirstPass = Callable[[Tensor, int], np.ndarray]
 
 
 class StoredVectors:
-    """Rows of a column of an index, float16 `[N, E]`, read where they lie: in the memory-mapped files."""
+    """Rows of an index's column, float16 `[N, E]`, read from the memory-mapped files."""
 
     def __init__(self, rows: datasets.Dataset, column: str = "embedding"):
         chunks = [chunk for chunk in rows.data.column(column).chunks if len(chunk)]
@@ -103,7 +103,7 @@ def exact(vectors: StoredVectors) -> Find:
 
 
 def rescored(vectors: StoredVectors, first_pass: FirstPass, candidates: int) -> Find:
-    """Return a search that scores what a first pass finds, so many candidates for each image that is wanted."""
+    """Return a search that scores a first pass's finds, so many for each wanted image."""
 
     def find(query_E: Tensor, count: int) -> list[tuple[int, float]]:
         if count < 1:
@@ -153,7 +153,7 @@ def best(score_N: Tensor, top_k: int) -> list[int]:
 
 
 def open_faiss(text: str, folder: Path, rows: datasets.Dataset, vectors: StoredVectors) -> FirstPass:
-    """Return a first pass by a FAISS index, which is made and saved if there is none of these rows.
+    """Return a first pass by a FAISS index, made and saved if these rows have none.
 
     Args:
         text: a string of FAISS's index factory; after a semicolon, settings of its `ParameterSpace`, such as
@@ -255,7 +255,7 @@ def _products(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _joined(vectors: StoredVectors) -> Iterator[np.ndarray]:
-    """Give the embeddings in blocks of at most `BLOCK` numbers; as stored, they may be a few rows each."""
+    """Give the embeddings in blocks of at most `BLOCK` numbers, for small stored ones."""
     held: list[np.ndarray] = []
     for block in vectors.blocks:
         if held and sum(map(len, held)) + len(block) > BLOCK // vectors.width:

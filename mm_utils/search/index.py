@@ -1,4 +1,4 @@
-"""The folder of an index: embeddings of images, clips or sounds, and what is needed to show them.
+"""The folder of an index: embeddings of media, and what is needed to show them.
 
 It is one Arrow data set, which `datasets.load_from_disk` opens:
 
@@ -95,7 +95,7 @@ class IndexInfo:
 
 
 def model_fingerprint(model: FusionDualEncoderModel, input_key: object) -> str:
-    """Return 32 hexadecimal digits that identify both towers, their projections and `Loaders.input_key`."""
+    """Return 32 hexadecimal digits of towers, projections and `Loaders.input_key`."""
     digest = hashlib.blake2b(repr(input_key).encode(), digest_size=16)
     add_weights(digest, {name: value for name, value in model.state_dict().items() if name.startswith(_TOWERS)})
     return digest.hexdigest()
@@ -146,7 +146,7 @@ def read_rows(folder: Path) -> datasets.Dataset | None:
 
 
 def schema(width: int, states: list[list[int]] | None = None, medium: str = "image") -> pa.Schema:
-    """Return the columns of an index with embeddings of `width` numbers, and with taps of these shapes if it keeps them."""
+    """Return an index's columns: embeddings of `width` numbers, and taps of these shapes."""
     vectors = {"embedding": width} | ({} if states is None else {"states": sum(map(math.prod, states))})
     fields = [pa.field(name, pa.list_(pa.float16(), size)) for name, size in vectors.items()]
     content = [] if medium == "image" else [pa.field("content", pa.binary())]
@@ -216,7 +216,7 @@ def write_part(folder: Path, rows: list[dict[str, Any]], columns: pa.Schema) -> 
 
 
 def read_parts(folder: Path, columns: pa.Schema, without: Collection[str] = ()) -> dict[str, pa.Table]:
-    """Return the parts of runs that did not end by name, memory-mapped, except `without`; damaged ones are left out."""
+    """Return unended runs' parts by name, mapped, but `without`; damaged ones are left out."""
     parts = {}
     for path in sorted((folder / _PARTS).glob("*.arrow")):
         if path.name in without:

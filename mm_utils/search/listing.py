@@ -1,4 +1,4 @@
-"""List the images, clips or sounds that an index should hold: of a folder, of tar shards, or of pairs from any source."""
+"""List the media that an index should hold: of a folder, tar shards, or pairs."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ class Listing:
 
 
 def list_folder(folder: str, allow_outside: bool = False, medium: str = "image") -> tuple[list[str], list[Skip]]:
-    """Return the paths of all media below a folder, relative to it and sorted, and the files that cannot be taken.
+    """Return the sorted relative paths of a folder's media, and files not to be taken.
 
     A file counts by its ending; hidden files and folders are passed over, and links to folders are not followed.
 
@@ -159,7 +159,7 @@ def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:
 
 
 def stamps(listing: Listing) -> pa.Table:
-    """Return what tells a changed image from an unchanged one, and is shown with it: the columns of `STAMPS`.
+    """Return what tells a changed image, and is shown with it: the columns of `STAMPS`.
 
     The path of stored bytes is "", and their time 0. The hash of a file is "": files are not read here. A file that is gone
     has the size -1.

@@ -1,4 +1,4 @@
-"""Read the images, clips or sounds of a listing in data workers: what the model takes, and what a person is shown."""
+"""Read a listing's media in workers: what the model takes, what a person is shown."""
 
 import os
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _LARGE = 8_000_000  # pixels
 
 
 def stock_file(content: bytes, timed: Timed) -> bytes:
-    """Return the file of a sound or a clip as prepared sets store it, and `Timed.read` takes it; raise Fault if it is none."""
+    """Return a medium's file as prepared sets store it, for `Timed.read`, or raise Fault."""
     if isinstance(timed, Sounds):
         rate = timed.log_mel.rate
         return write_wav(read_sound(content, rate)[0], rate)
@@ -38,7 +38,7 @@ def stock_file(content: bytes, timed: Timed) -> bytes:
 
 
 def read_query(file: str | bytes, loaders: Loaders) -> torch.Tensor:
-    """Return what evaluations take of a file that is searched for, by its path or its bytes: an image, or a sound as WAV.
+    """Return what evaluations take of a searched file, path or bytes: an image, or a WAV.
 
     Raises:
         UnreadableImageError: if it cannot be read, or the model is for clips.
@@ -73,7 +73,7 @@ class Reader(Dataset):
         return len(self.places)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return a row without its embedding, with the `square` to embed; or a line of `skipped.jsonl`."""
+        """Return a row without embedding, with the `square` to embed; or a `skipped.jsonl` line."""
         place = self.places[number]
         name, row = self.listing.ids[place], self.listing.rows[place]
         try:

@@ -1,4 +1,4 @@
-"""Answer queries from an index: search by cosine, then re-ranking of the first hits where the model gains by it.
+"""Answer queries from an index: by cosine, then re-ranked where the model gains by it.
 
 Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
 (`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if
@@ -110,7 +110,7 @@ class Searcher:
         return self.rerank_top_k > 0
 
     def search_text(self, text: str, top_k: int = 10, rerank: bool = True) -> list[Hit]:
-        """Return the images that a text describes best, best first; without `rerank`, by the two towers alone."""
+        """Return the images that a text describes best; without `rerank`, by the towers alone."""
         ids, mask = pad_captions(self._encode(text), self._tokenizer.pad_token_id)
         ids, mask = ids.to(self._device), mask.to(self._device)
         with self._lock, torch.no_grad():
@@ -128,7 +128,7 @@ class Searcher:
         return self._search(center_square(image, self._loaders.image_size), top_k)
 
     def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
-        """Return what is most similar to a file, given by its path or its bytes: an image, or a sound as WAV; best first.
+        """Return what is most similar to a file, by path or bytes: an image, or a WAV; best first.
 
         Raises:
             UnreadableImageError: if it cannot be read, or the index holds clips.
@@ -152,7 +152,7 @@ class Searcher:
         return self._rows[row]["thumbnail"]
 
     def content(self, row: int) -> bytes:
-        """Return the file of a clip or a sound of the index; raise IndexError if there is no such row."""
+        """Return the file of an index's clip or sound; raise IndexError if there is no such row."""
         self._check(row)
         if self._contents is None:
             raise IndexError("an index of images has thumbnails alone")
@@ -191,7 +191,7 @@ class Searcher:
         return {row: scale * cosine + added for (row, cosine), added in zip(hits, added_K, strict=True)}
 
     def _example(self, row: int) -> Tensor:
-        """Return what evaluations take of a clip or a sound of the index, or of an image, as `_image` finds it."""
+        """Return what evaluations take of an index's clip, sound or (by `_image`) image."""
         if self._loaders.timed is not None:
             return self._loaders.timed.read({"bytes": self.content(row), "path": None}, None)[0]
         return center_square(self._image(row), self._loaders.image_size)

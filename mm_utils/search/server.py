@@ -1,4 +1,4 @@
-"""Serve a page and a JSON API that search an index of images, clips or sounds, for one person on one machine.
+"""Serve a page and a JSON API that search an index, for one person on one machine.
 
 ====================  =================================================================================================
 GET /                 the page, which loads nothing from elsewhere
@@ -101,7 +101,7 @@ def check_access(host: str, token: str | None) -> None:
 
 
 def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
-    """Return the application; without a token, it answers requests to this machine's own names alone."""
+    """Return the application; without a token, for requests to this machine's own names."""
     medium = searcher.info.medium
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     page = page.replace('data-medium="image"', f'data-medium="{medium}"')
@@ -214,7 +214,7 @@ class _Guard:
         await (self.app if answer is None else answer)(scope, receive, send_with_headers)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return what to answer a request that does not come from the page or its user; None lets it pass."""
+        """Return the answer to a request not of the page or its user; None lets it pass."""
         hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
         if len(hosts) != 1 or (self.token is None and _hostname(hosts[0]) not in LOOPBACK):
             return _error(403, "This name is not served. Open http://127.0.0.1 with the port.")
@@ -275,7 +275,7 @@ def _as_json(request: Request, error: Exception) -> Response:
 
 
 def _headers(page: str, plays: bool) -> dict[str, str]:
-    """Return the headers of every answer; only the page's own script and style may run, and sound where it `plays`."""
+    """Return every answer's headers; only the page's own code runs, sound where it `plays`."""
     allowed = {
         tag: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

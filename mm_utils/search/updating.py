@@ -1,4 +1,4 @@
-"""Bring an index up to date with its media: embed only those that were added or changed, on any number of processes.
+"""Bring an index up to date: embed what was added or changed, on any number of processes.
 
 A row of the index, or of a part that a killed run left, is kept if its image is unchanged: same size and time, or else the
 same bytes. The main process decides, and writes the index; every process embeds its share and writes parts.
@@ -72,7 +72,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has done: images embedded, kept and removed, lines of `skipped.jsonl`, and images of the index."""
+    """What a run did: images embedded, kept, removed, skipped, and those of the index."""
 
     embedded: int
     kept: int
@@ -134,7 +134,7 @@ def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
 
 
 def check_same_index(info: IndexInfo, model: str, folder: Path, embedder: Embedder) -> None:
-    """Raise RunError unless the index was made with this model, and keeps states if the embedder gives them."""
+    """Raise RunError unless this model made the index, with states if it gives them."""
     check_same_model(info, embedder.fingerprint, model, folder)
     if info.states != embedder.states:
         raise RunError(
@@ -205,7 +205,7 @@ def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped
 
 
 def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: int) -> Iterator[pa.Table]:
-    """Give the rows of the new index, so many at a time; kept ones with the paths, dates and captions of the listing."""
+    """Give the new index's rows in blocks; kept ones with the listing's paths and captions."""
     rows_of_known = datasets.Dataset(known).with_format("arrow")
     for low in tqdm(range(0, len(wanted), count), desc="Writing", leave=False, delay=2):
         places, rows = zip(*wanted[low : low + count], strict=True)
@@ -234,7 +234,7 @@ def _lock(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def try_out(folder: Path, model: str, listing: Listing, embedder: Embedder, accelerator: Accelerator) -> None:
-    """Log what `update_index` would do, how long it would take and how large the index would be; write nothing."""
+    """Log what `update_index` would do, its time and the index's size; write nothing."""
     info = read_info(folder)
     if info is not None:
         check_same_index(info, model, folder, embedder)

@@ -5,7 +5,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 
-from mm_utils.arguments import arg, in_notebook, launch_command
+from mm_utils.arguments import arg, in_notebook, launch_command, launcher
 from mm_utils.data.loading.order import BatchSizes
 
 # In the output folder:
@@ -118,7 +118,7 @@ class TrainingArguments:
         words = ["--config", f"{self.output_dir}/{CONFIG_FILE}", "--resume_from_checkpoint", "latest"]
         if in_notebook():
             return launch_command(self.script, words)
-        return f"accelerate launch {shlex.join([sys.argv[0], *words])}"
+        return f"{launcher()} {shlex.join([sys.argv[0], *words])}"
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -1,4 +1,4 @@
-"""Deal the rows of a global batch by the measured speed of each rank, so that none waits for the slowest.
+"""Deal global batches by the ranks' measured speed, so that none waits for the slowest.
 
 Every rank computes the gradient of its own rows of one global loss, however many they are, so a slower one can have fewer:
 what is learnt stays the same but for the order in which numbers are added up.
@@ -28,7 +28,7 @@ _SHOWN = 8  # ranks in a message
 
 
 class Balance(TrainerCallback):
-    """At the start and at each resumption, measure the ranks' speeds and deal the rows of all batches by them.
+    """At each start, measure the ranks' speeds, and deal the rows of all batches by them.
 
     It does nothing without `--balance`, on one process, or where ranks are equally fast.
 
@@ -68,7 +68,7 @@ class Balance(TrainerCallback):
 
 
 def _pairs_tried(args: Any, share: int) -> int:
-    """Return how many pairs each rank is measured with: an equal share, or what it holds of one at a time."""
+    """Return how many pairs a rank is measured with: its share, or what it holds at a time."""
     return min(share, TRIALS[-1] if args.micro_batch_size == "auto" else int(args.micro_batch_size or share))
 
 
@@ -88,7 +88,7 @@ def _describe(division: Division, seconds: list[float]) -> str:
 def seconds_per_pair(
     accelerator: Accelerator, objective: Objective, batch: Batch, step: int, pairs: int
 ) -> list[float]:
-    """Return the seconds that each rank computes for one pair, measured by all at once, on all ranks.
+    """Return each rank's seconds a pair, measured by all at once; on all ranks.
 
     The ranks compute the same number of equal, blank pairs, forward and backward. The exchange between the two, in which they
     wait for each other, is not timed. Neither weights nor statistics of batch norms change; gradients are removed.
@@ -111,7 +111,7 @@ def seconds_per_pair(
 
 
 def _seconds_of_pass(accelerator: Accelerator, objective: Objective, batch: Batch, step: int) -> float:
-    """Return the seconds of a forward and a backward pass without what ranks exchange between them."""
+    """Return the seconds of a forward and backward pass without exchanges between."""
     distributed.any_rank(False, accelerator.device)  # processes that share a machine are to slow each other down
     begin = _now(accelerator.device)
     with accelerator.autocast():
@@ -132,7 +132,7 @@ def _now(device: torch.device) -> float:
 
 
 def deal(seconds: list[float], size: int) -> list[int]:
-    """Return how many of `size` rows each rank gets, at least one, so that the last to finish does so as early as can be.
+    """Return each rank's number of `size` rows, one or more, so that the last ends early.
 
     Args:
         seconds: of each rank for one row.

@@ -1,4 +1,4 @@
-"""Run the callbacks of a training loop; the progress bar and the temperature's bound are two of them."""
+"""Run a training loop's callbacks; the bar and the temperature's bound are two of them."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ _FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop"
 
 
 class CallbackRunner:
-    """Call the events of `transformers.TrainerCallback`s, and keep their control flags equal on all ranks.
+    """Call the events of `TrainerCallback`s; keep their control flags equal on all ranks.
 
     Args:
         callbacks: the callbacks, in the order in which they are called.
@@ -49,7 +49,7 @@ class CallbackRunner:
                 self.control = method(args, state, self.control, **shared, **values) or self.control
 
     def sync(self, *numbers: int) -> list[int]:
-        """Set on all ranks the flags that are set on any, as some callbacks act on one alone; return the largest numbers."""
+        """Set on all ranks the flags set on any, as a callback may act on one; return maxima."""
         wanted = [*(getattr(self.control, name) for name in _FLAGS), *numbers]
         found = distributed.max_over_ranks(wanted, self._device)
         for name, flag in zip(_FLAGS, found, strict=False):
@@ -57,7 +57,7 @@ class CallbackRunner:
         return found[len(_FLAGS) :]
 
     def agree(self, *numbers: int, later: bool = False) -> list[list[int]]:
-        """Like `sync`, or begin it and leave its end to the next call (`later`), so that no host waits for its device.
+        """Like `sync`, or begin it and end it at the next call (`later`): no host then waits.
 
         Returns the largest numbers of the call before, if that was left open and anything was set then, and those of this
         call, unless it is left open. Flags that are left open are not set on any rank until then.
@@ -95,7 +95,7 @@ class CallbackRunner:
 
 
 class ProgressBar(TrainerCallback):
-    """A bar over the steps with loss, pairs per second and the share of time spent waiting for data."""
+    """A bar over the steps: loss, pairs a second, share of time spent waiting for data."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start at the step where the run starts or resumes."""
@@ -164,7 +164,7 @@ class LossOfMedium(TrainerCallback):
 
 
 class TemperatureClamp(TrainerCallback):
-    """Keep the inverse temperature between 1 and `maximum` after every step (CLIP, arXiv 2103.00020, uses 100)."""
+    """Keep the inverse temperature in 1 to `maximum` (100 in CLIP, arXiv 2103.00020)."""
 
     def __init__(self, maximum: float):
         self.maximum = math.log(maximum)

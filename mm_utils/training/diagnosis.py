@@ -61,7 +61,7 @@ class CollapseWarning(TrainerCallback):
         self.warmup_ratio, self.max_logit_scale = warmup_ratio, max_logit_scale
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Forget an earlier run, and read the log of a resumed one; its findings are logged again if they still hold."""
+        """Forget an earlier run; read a resumed one's log, and log again what still holds."""
         every = max(1, args.logging_steps)
         self.lines = max(MIN_ROWS, int(min(SHARE * state.max_steps, MAX_STEPS) / every))
         self.head_lines = max(MIN_ROWS, int(min(HEAD_SHARE * state.max_steps, HEAD_MAX_STEPS) / every))
@@ -124,7 +124,7 @@ def _of_gradient(row: Row) -> Iterator[Finding]:
 
 
 def _of_loss(window: list[Row], lowest: float, evaluation: Row) -> Iterator[Finding]:
-    """Judge the loss as a share of chance, because a larger batch of a schedule has a higher loss."""
+    """Judge the loss as a share of chance, as a schedule's larger batch has a higher loss."""
     half, ratios = len(window) // 2, [row["ratio"] for row in window]
     found = f"contrastive_loss is {_mean(window, 'contrastive_loss'):.3g} over {_steps(window)}"
     if min(ratios) > lowest + RISE:
@@ -171,7 +171,7 @@ def _of_temperature(window: list[Row], max_logit_scale: float) -> Iterator[Findi
 
 
 def _of_head(rows: list[Row]) -> Iterator[Finding]:
-    """Judge the head once the towers have learnt something, because their similarities draw its negatives."""
+    """Judge the head once the towers have learnt, as they draw its negatives."""
     if max(row["ratio"] for row in rows) < LEARNT and max(row.get("matching_lift", 1.0) for row in rows) < IDLE_LIFT:
         yield Finding(
             "matching",

@@ -89,7 +89,7 @@ def blocks(objective: nn.Module) -> list[str]:
 
 
 def make_shardable(objective: nn.Module) -> None:
-    """Turn scalars into vectors of one and make all weights contiguous, in place: both backends refuse others."""
+    """Turn scalars into vectors of one, make weights contiguous, in place, for both backends."""
     for parameter in objective.parameters():
         parameter.data = (parameter.data if parameter.dim() else parameter.data.view(1)).contiguous()
 

@@ -1,4 +1,4 @@
-"""Find how many pairs fit into memory at a time: two small trials, a straight line, some headroom.
+"""How many pairs fit into memory at a time: two small trials, a line, some headroom.
 
 Every pair adds a constant amount of memory, so two measured peaks give the line. A size that turns out too large is halved
 during training (`mm_utils.objectives.grad_cache`), so nothing has to be tried until it fails.
@@ -26,7 +26,7 @@ ROUND_TO = 8
 
 @contextmanager
 def restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Give a module its buffers back, running statistics among them, after a rehearsal of a step."""
+    """Give a module its buffers back, running statistics too, after a rehearsed step."""
     buffers = [buffer.clone() for buffer in module.buffers()]
     try:
         yield
@@ -67,7 +67,7 @@ def find_micro_batch_size(
 
 
 def largest_that_fits(peak: Callable[[int], int], trials: list[int], available: int, largest: int) -> int:
-    """Return the most pairs, a multiple of 8 from 8 on, whose peak stays below `available` minus the headroom.
+    """Return the most pairs, a multiple of 8, whose peak stays below `available` with room.
 
     Args:
         peak: measures the bytes of a number of pairs; it is called for both trials and taken for a straight line.
@@ -123,7 +123,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak of memory so far, in bytes: of tensors on a GPU, else of this process without its children.
+    """Return the peak of memory in bytes: of tensors on a GPU, else of this process alone.
 
     On Linux, `ru_maxrss` starts at the parent's value; `VmHWM` starts at 0.
     """

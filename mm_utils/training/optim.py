@@ -1,4 +1,4 @@
-"""Build the optimizer's parameter groups; compute the learning rate as a function of the step."""
+"""Build the optimizer's parameter groups; compute the learning rate of a step."""
 
 import logging
 import math
@@ -98,7 +98,7 @@ def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
 
 
 def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
-    """Return the depth of each parameter of a backbone, counted from the top as in BEiT (arXiv 2106.08254).
+    """Return each backbone parameter's depth from the top, as in BEiT (arXiv 2106.08254).
 
     Norms and poolers behind the last block have depth 0, the last block 1, the first one the number of blocks, and stem and
     embeddings one more. A stage's parameters outside its blocks have the depth of the nearest block.
@@ -126,7 +126,7 @@ def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
 def build_optimizer(
     model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device, has_baseline: bool = False
 ) -> torch.optim.AdamW:
-    """Build AdamW over the trained parameters: matrices decay, backbones and their lower blocks have rates of their own.
+    """Build AdamW: matrices decay, backbones and their lower blocks have their own rates.
 
     Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
     `backbone`, whether it rests in the head's part of the run; the trainer sets `lr` from them and `schedule`.
@@ -169,7 +169,7 @@ def build_optimizer(
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a matrix of weights: of two dimensions or more, and no learned token or position."""
+    """Return whether a parameter is a matrix of weights, and no learned token or position."""
     return sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
 
 

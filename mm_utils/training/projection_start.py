@@ -1,4 +1,4 @@
-"""Start the projections between two pretrained towers from their closed form, before the first step.
+"""Start projections between pretrained towers from closed form, before the first step.
 
 The towers run once over a sample of the training images, on all processes; the main process fits the maps to the gathered
 features, as `mm_utils.model.closed_form` says. The rows, their order and the fit do not depend on the number of processes.
@@ -48,7 +48,7 @@ class ProjectionStartArguments:
             raise ValueError(f"--closed_form_images is {self.closed_form_images}; give a number of images, or 0.")
 
     def applies(self, model_args: ModelArguments, data: TrainingData) -> bool:
-        """Return whether a run starts from a closed form: towers are pretrained, projections new, the data no stream of one medium."""
+        """Return whether a run starts from closed form: new projections on pretrained towers."""
         rows = len(data.splits["train"]) if "train" in data.splits else 0
         return len(data.media) == 1 and model_args.joins_pretrained and min(rows, self.closed_form_images) >= 2 * FOLDS
 
@@ -95,7 +95,7 @@ def paired_features(
     accelerator: Accelerator,
     vision_name: str,
 ) -> Features:
-    """Run both towers over rows, each rank over its share; return the features of all, on all ranks, in the order of rows.
+    """Run both towers over rows, shared by ranks; return all features in the rows' order.
 
     Raises:
         ValueError: if no image can be decoded.
@@ -135,7 +135,7 @@ def paired_features(
 
 @torch.no_grad()
 def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
-    """Put the maps into the projections, each at the norm of the weights that it replaces, and set the temperature.
+    """Put maps into projections, at the norm of old weights; set the temperature.
 
     A model with a bias, for the sigmoid loss, keeps its temperature: the fitted one is that of a softmax.
     """

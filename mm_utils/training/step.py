@@ -127,14 +127,14 @@ class TrainStep:
         return report
 
     def finish(self) -> None:
-        """End a step, after callbacks have clamped the weights: move their average, or begin to read whether it may move."""
+        """End a step after callbacks: move the average, or begin to read whether it may move."""
         if self.reads_late:
             self.nonfinite.send()
         else:
             self.settle()
 
     def settle(self) -> None:
-        """Make `nonfinite` and the weight average those after the latest step; called on all ranks before they are used.
+        """Make `nonfinite` and the average those after the latest step; called on all ranks.
 
         Raises:
             FloatingPointError: if too many steps were not finite.
@@ -144,7 +144,7 @@ class TrainStep:
         self._moved = False
 
     def _prepare(self, batch: dict[str, Any], step: int) -> None:
-        """Find the micro-batch size, or settle DDP's order of gradients, before the first step of this start."""
+        """Find the micro-batch size, or settle DDP's order, before this start's first step."""
         if self.args.micro_batch_size == "auto":
             largest = -(-self.sizes.sizes[-1] // (1 if self.args.balance else distributed.world_size()))
             self.micro_batch.size = find_micro_batch_size(

@@ -24,7 +24,7 @@ MAX_DATA_WAIT = 0.2  # share of the time spent waiting for data above which a ru
 
 
 class Throughput(TrainerCallback):
-    """Add to each training row of the log the rates since the row before, of this rank unless it says otherwise.
+    """Add to each training row the rates since the row before, of this rank by default.
 
     pairs_per_second: pairs of all ranks. data_wait: share of the time. padding: share of the tokens. peak_memory_gib.
     tflops: model FLOPs (`mm_utils.model.flops`) per second, of real tokens, in 10^12. utilisation: their share of the
@@ -94,7 +94,7 @@ class Throughput(TrainerCallback):
 
 
 class Communication(TrainerCallback):
-    """Add to each training row what this rank exchanges with the others in a step, on average since the row before.
+    """Add to each training row what this rank exchanges in a step, on average.
 
     comm_mib: MiB received. comm_seconds: seconds in which it waited for them (`mm_utils.communication`). DDP's averages of gradients
     are in the first by their size, and not in the second, as they travel beside the backward pass. What FSDP2 and DeepSpeed
@@ -120,7 +120,7 @@ class Communication(TrainerCallback):
         self._began = meter.received, meter.seconds
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step; in several parts, it averages gradients by `mm_utils.distributed`, where they are metered."""
+        """Count a step; in parts, it averages gradients by `mm_utils.distributed`, metered there."""
         self.steps += 1
         if kwargs["micro_batch_size"] is None:
             self.received += self.averaged
@@ -162,7 +162,7 @@ class Communication(TrainerCallback):
 
 
 def gpu_utilisation(device: torch.device) -> float | None:
-    """Return the share of the last sample period in which the GPU ran a kernel; None where NVML cannot tell."""
+    """Return the GPU's busy share of the last sample period; None where NVML cannot tell."""
     if device.type != "cuda":
         return None
     try:
@@ -172,7 +172,7 @@ def gpu_utilisation(device: torch.device) -> float | None:
 
 
 class LoaderAdvice(TrainerCallback):
-    """Advise once a run, when two rows of the log in succession show that training waits for data.
+    """Advise once a run, when two rows in succession show that training waits for data.
 
     Args:
         num_workers: returns the number of this rank's data workers.

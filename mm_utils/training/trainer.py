@@ -101,7 +101,7 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from: Path | None = None, evaluate_start: bool = False) -> dict[str, float]:
-        """Train to the last step, or until a callback stops the run; save the model; return the metrics of what is saved.
+        """Train to the end or a callback's stop; save; return the metrics of what is saved.
 
         With `evaluate_start`, the first weights are evaluated too, and kept if no later ones are better.
 
@@ -164,7 +164,7 @@ class Trainer:
         return metrics
 
     def _begin(self, resume_from: Path | None) -> None:
-        """Check everything that can be checked before the first step; load the checkpoint to resume from."""
+        """Check all that can be checked before the first step; load the checkpoint."""
         distributed.check_equal_on_all_ranks({"what decides the batches": self.identity})
         if self.accelerator.is_main_process:
             self.writer.clean_up()
@@ -192,7 +192,7 @@ class Trainer:
         )
 
     def _sync_ranks(self) -> int:
-        """Let all ranks do what is due on any, because signals, clocks and disks differ between them.
+        """Let all ranks do what is due on any: signals, clocks and disks differ.
 
         Returns the number of the signal that asks the run to stop, or 0. Such a step is logged; its other actions are left
         to `_save_and_exit` and to the resumed run. On GPUs, ranks agree a step later, unless they wait for this one anyway.
@@ -276,7 +276,7 @@ class Trainer:
             return self.measure()
 
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
-        """Do the evaluation that is due before the first step, or was when a signal stopped the run that is resumed."""
+        """Do the evaluation due before the first step, or when a resumed run was stopped."""
         step = self.state.global_step
         due = self.evaluate_model is not None and _due(step, self.args.eval_steps) and (at_start or step > 0)
         if not due or self._is_evaluated():
@@ -306,7 +306,7 @@ class Trainer:
         return bool(self.args.save_steps or self.args.save_minutes)
 
     def save_checkpoint(self) -> None:
-        """Start writing everything that a resumed run needs, as a folder that `from_pretrained` reads."""
+        """Start writing all that a resumed run needs, in a folder for `from_pretrained`."""
         self.step.settle()
         self.callbacks.call("on_save_begin")
         self.state.stateful_callbacks = self.callbacks.exported()  # type: ignore[assignment]
@@ -320,7 +320,7 @@ class Trainer:
         self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
 
     def load_checkpoint(self, path: Path) -> TrainerState:
-        """Load weights, optimizer and counters of a checkpoint, on all ranks; return its trainer state.
+        """Load a checkpoint's weights, optimizer and counters on all ranks; return its state.
 
         Raises:
             ValueError: if the checkpoint is of another model or of other data.
@@ -355,7 +355,7 @@ class Trainer:
         return not failures
 
     def _load_best(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Load the weights of the best checkpoint; return the metrics that were logged when it was evaluated."""
+        """Load the best checkpoint's weights; return the metrics of its evaluation."""
         best = self.writer.path(int(self.state.best_global_step or 0))
         if not best.is_dir():  # a run that goes on in another folder than it began
             best = Path(self.state.best_model_checkpoint or best)

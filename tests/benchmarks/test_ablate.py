@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ablate
-from benchmarks.ablation import plan, read_grid
+from benchmarks.ablations.runs import plan, read_grid
 from mm_utils.distributed import RunError
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
 from scripts import pretrain
-from tests.benchmarks.test_ablation import launcher, started, write_grid  # noqa: F401
+from tests.benchmarks.ablations.test_runs import launcher, started, write_grid  # noqa: F401
 
-GRIDS = sorted((Path(__file__).parents[2] / "benchmarks").glob("ablation_*.yaml"))
+GRIDS = sorted((Path(__file__).parents[2] / "benchmarks/ablations").glob("*.yaml"))
 GRID = "common: {max_steps: 2}\nvariants: {base: , better: {recall: 0.75}}\n"
 
 
@@ -73,21 +73,6 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
         ablate.main(["--grid", write_grid(tmp_path, GRID)])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--grid is missing"),
-        (["--grid", "g", "--seeds", "0"], "--seeds is 0"),
-        (["--grid", "g", "--max_steps", "0"], "the budget is {'max_steps': 0}; give one of them, above 0"),
-        (["--grid", "g", "--max_steps", "1", "--num_train_epochs", "1"], "give one of them"),
-    ],
-)
-def test_bad_flags(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        ablate.main(flags)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_training_takes_all_flags_of_a_grid(path, monkeypatch):
     class Parsed(Exception):
@@ -98,14 +83,14 @@ def test_training_takes_all_flags_of_a_grid(path, monkeypatch):
 
     monkeypatch.setattr(pretrain, "start_run", stop)
     common, variants = read_grid(str(path))
-    assert path.read_text().startswith(f"# python -m benchmarks.ablate --grid benchmarks/{path.name} ")
+    assert path.read_text().startswith(f"# python -m benchmarks.ablate --grid benchmarks/ablations/{path.name} ")
     for run in plan(common, variants, 1, "out"):
         with pytest.raises(Parsed):
             pretrain.main(run.command("python")[2:])
 
 
 def test_flat_and_hierarchical_heads_are_of_one_size():
-    common, variants = read_grid(str(GRIDS[0].parent / "ablation_fusion.yaml"))
+    common, variants = read_grid(str(GRIDS[0].parent / "fusion.yaml"))
     tokenizer = train_tokenizer(["a b"], 50)
 
     def head(variant: str) -> int:

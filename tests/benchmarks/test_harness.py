@@ -3,15 +3,18 @@
 import json
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
-from benchmarks.harness import TurnTaker, cpu_seconds, draw_bars
+from benchmarks.harness import ROOT, TurnTaker, cpu_seconds, draw_bars
 
 COUNTING = """
 import multiprocessing, time
@@ -73,6 +76,30 @@ def test_a_turn_taker_may_die(tmp_path):
     assert process.ask({"anything": json.dumps("at all")}) == {}
     assert process.error
     process.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a process with its parent")
+def test_a_turn_taker_ends_with_its_parent_before_it_serves(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)")
+    parent = "import sys, os, pathlib\nfrom benchmarks.harness import TurnTaker\n"
+    parent += "print(TurnTaker(pathlib.Path(sys.argv[1])).process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    command = [sys.executable, "-c", parent, str(tmp_path / "slow.py")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    for _ in range(100):
+        if not psutil.pid_exists(int(done.stdout)):
+            break
+        time.sleep(0.02)
+    assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_a_program_begins_only_while_the_launcher_lives(tmp_path, monkeypatch):
+    (tmp_path / "none.py").touch()
+    monkeypatch.setattr("mm_utils.run.checks.os.getppid", lambda: 1)
+    monkeypatch.setattr("mm_utils.run.checks._command", lambda process: ["init"])
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    with pytest.raises(ValueError, match="The launcher of this process has ended before it could begin"):
+        TurnTaker(tmp_path / "none.py")
 
 
 def _work(seconds: float, done, stay) -> None:

@@ -74,21 +74,6 @@ def test_a_file_that_is_not_there_has_no_results(tmp_path):
     assert read_results(tmp_path / "none.jsonl", {"minutes": 1}) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--contestants", "cca,nobody"], "--contestants has nobody"),
-        (["--seeds", "0;1"], "--seeds is '0;1'"),
-        (["--minutes", "0"], "--minutes is 0"),
-        (["--output_file", "a.md"], "--output_file is a.md"),
-    ],
-)
-def test_bad_flags(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        learning.main(flags)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_small_contest(tmp_path, corpus):
     flags = ["--train_file", str(corpus), "--image_size", "32", "--dataloader_num_workers", "0", "--minutes", "0.03"]

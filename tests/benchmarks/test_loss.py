@@ -57,9 +57,3 @@ def test_a_short_run(tmp_path, capsys):
     assert all(row["seconds"] > 0 and row["mebibytes"] >= 0 for row in rows)
     assert json.loads(file.read_text()) == rows
     assert "| 32 | naive |" in capsys.readouterr().out
-
-
-def test_bad_flags(capsys):
-    with pytest.raises(SystemExit):
-        loss.main(["--pairs", "1"])
-    assert "--pairs is '1'" in capsys.readouterr().err

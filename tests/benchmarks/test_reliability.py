@@ -36,20 +36,6 @@ def test_tables_say_what_was_found() -> None:
     assert "- resume, tandem: 2 dropout: differs" in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--parts", "resume,fire"], "--parts has fire; choose from resume,kill,"),
-        (["--contestants", "tandem,lightning"], "--contestants has lightning; choose from tandem,"),
-        (["--kills", "0"], "--kills 0; both count from 1"),
-    ],
-)
-def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        reliability.main(flags)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Both contestants load what they saved, which is checked before anything is damaged."""

@@ -78,18 +78,3 @@ def test_a_dry_run_measures_nothing(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8
     assert lines[0] == "tandem: 4 pairs, real tokens"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--contestants", "tandem,clip"], "--contestants has clip; choose from tandem,"),
-        (["--batch_sizes", "64,x"], "--batch_sizes is '64,x'"),
-        (["--caption_lengths", "long"], "--caption_lengths is 'long'"),
-        (["--rounds", "0"], "count from 1"),
-    ],
-)
-def test_bad_flags(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        training.main(flags)
-    assert message in capsys.readouterr().err

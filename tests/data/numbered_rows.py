@@ -78,3 +78,19 @@ def equal(batch: dict[str, Any], other: dict[str, Any]) -> bool:
         torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
         for name, value in batch.items()
     )
+
+
+def pairs_of(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return each pair of a training batch by itself, without padding."""
+    return [
+        (row, image_id, ids, tokens[:length], pixels)
+        for row, image_id, ids, tokens, length, pixels in zip(
+            batch["rows"].tolist(),
+            batch["image_ids"],
+            batch["ids"].tolist(),
+            batch["input_ids"].tolist(),
+            batch["lengths"],
+            batch["pixel_values"].flatten(1).tolist(),
+            strict=True,
+        )
+    ]

@@ -5,40 +5,29 @@ apart on 1 to 4 processes, whole and in parts, straight through or continued by 
 placement. The average of the weights is what is saved in the end.
 """
 
-import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
-from mm_utils.data.loading.tokens import global_order, tokenize_splits
-from mm_utils.data.pairs import iterate_captions, load_pairs
-from mm_utils.data.sources.source import DataArguments
-from mm_utils.model.build import ModelArguments, build_model
-from mm_utils.model.processor import load_processor
-from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.data.loading.loaders import make_loaders
+from mm_utils.model.build import ModelArguments
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.callbacks import TemperatureClamp
-from mm_utils.training.optim import build_optimizer
 from mm_utils.training.placement.apart import ApartObjective
-from mm_utils.training.trainer import Trainer
 from tests.distributed.test_signature import (
-    ADAM,
     BATCH,
+    NO_WORKERS,
     STEPS,
     STOP,
-    TEXT,
     TOLERANCE,
-    VISION,
-    Watched,
     accelerator_of_this_rank,
+    encoders,
     error,
+    scenes_on_this_rank,
+    train,
     weights_of,
+    without_negatives,
 )
 from tests.test_distributed import run_on_ranks
 
@@ -80,55 +69,24 @@ CONTINUED = [
 def on_this_rank(root: Path, cases: Sequence[Case], model_args: ModelArguments) -> list[tuple[str, list[list[str]]]]:
     """Run the cases: of each, this process's encoder, and the images read in each step."""
     accelerator = accelerator_of_this_rank()
-    with accelerator.main_process_first():
-        pairs = load_pairs(DataArguments(max_train_samples=256))
-        processor = load_processor(model_args, iterate_captions(pairs["train"]))
-        rows = tokenize_splits(pairs, processor.tokenizer, 64)["train"]
+    rows, processor = scenes_on_this_rank(accelerator, model_args)
     found = []
     for case in cases:
-        folder = root / case.folder
-        folder.mkdir(parents=True, exist_ok=True)
         args = TrainingArguments(
-            output_dir=str(folder), global_batch_size=BATCH, max_steps=STEPS, save_steps=STOP, ema_decay=0.9,
+            output_dir=str(root / case.folder), global_batch_size=BATCH, max_steps=STEPS, save_steps=STOP, ema_decay=0.9,
             micro_batch_size=None if case.part is None else str(case.part), placement=case.placement,
         )  # fmt: skip
-        torch.manual_seed(args.seed)
-        model = build_model(model_args, processor.tokenizer)
-        objective = build_objective(model, ObjectiveArguments(case.objective), args.seed, processor.tokenizer)
-        optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
-        order = global_order(rows, args.batch_sizes, args.seed)
-        no_workers = LoaderArguments(dataloader_num_workers="0")
-        loaders = Loaders(no_workers, accelerator.device, processor.tokenizer.pad_token_id, *image_geometry(processor))
-        watched: list[Watched] = []
-
-        def batches(loaders: Loaders, order: Any, watched: list[Watched], first: int, stop: int) -> Any:
-            watched.append(Watched(loaders.train(rows, order, first, stop)))
-            return watched[-1]
-
-        data: Any = SimpleNamespace(
-            train_batches=partial(batches, loaders, order, watched),
-            loaders=loaders,
-            order=order,
-            features=None,
-            num_rows=len(rows),
-            max_seq_length=64,
-            identity={},
-            processor=processor,
-            eval_loader=None,
-        )
-        trainer = Trainer(args, ADAM, accelerator, objective, optimizer, data, callbacks=[TemperatureClamp(100.0)])
-        trainer.train(root / case.goes_on / f"checkpoint-{STOP}" if case.goes_on else None)
+        start = root / case.goes_on / f"checkpoint-{STOP}" if case.goes_on else None
+        loaders = make_loaders(NO_WORKERS, accelerator.device, processor)  # whose division a placement may change
+        trainer, seen = train(model_args, case.objective, args, start, processor, without_negatives(rows), loaders)
         placed = trainer.captured.objective
-        found.append((placed.split.mine if isinstance(placed, ApartObjective) else "both", watched[-1].image_ids))
+        found.append((placed.split.mine if isinstance(placed, ApartObjective) else "both", seen))
     return found
 
 
 @pytest.mark.slow
 def test_placement_only_changes_the_speed(tmp_path: Path) -> None:
-    for name, config in (("vision", VISION), ("text", TEXT)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-    configs = {f"{name}_config": str(tmp_path / f"{name}.json") for name in ("vision", "text")}
-    model_args = ModelArguments(**configs, patch_dropout=0.25)
+    model_args = encoders(tmp_path, patch_dropout=0.25)
     images: dict[Case, list[Any]] = {}
     for group in (STRAIGHT, CONTINUED):
         for world in range(1, 5):

@@ -7,7 +7,6 @@ and bias included. The last objective also has widths of embeddings (Matryoshka)
 """
 
 import json
-import os
 import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
@@ -23,7 +22,7 @@ from datasets import Dataset, DatasetDict, List, Value
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry, make_loaders
+from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
 from mm_utils.data.loading.regions import tokenize_pairs
 from mm_utils.data.loading.tokens import NEGATIVE_IDS, global_order, tokenize_splits
 from mm_utils.data.media.riff import write_wav
@@ -40,7 +39,7 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from tests.data.loading.test_regions import rows_with_moments
 from tests.model.stock_folders import write_stock
-from tests.test_distributed import run_on_ranks
+from tests.test_distributed import let_accelerate_find_ranks, run_on_ranks
 
 WORLDS = (1, 2, 4)
 PARTS = (1, 2, 4)
@@ -57,6 +56,7 @@ TOLERANCE = 1e-5
 # An epsilon far below the gradients would divide rounding by rounding: where a gradient is zero but for the last digits,
 # those digits would choose the direction of a whole step.
 ADAM = OptimizerArguments(adam_epsilon=1e-3)
+NO_WORKERS = LoaderArguments(dataloader_num_workers="0")
 VISION = {
     "model_type": "vit",
     "hidden_size": 32,
@@ -86,42 +86,46 @@ class Watched:
 
 
 def accelerator_of_this_rank() -> Accelerator:
-    world = distributed.world_size()
-    os.environ |= {
-        "RANK": str(distributed.rank()),
-        "LOCAL_RANK": str(distributed.rank()),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    let_accelerate_find_ranks()
     return make_accelerator()
 
 
-def runs_on_this_rank(
-    root: Path,
-    resumed: bool,
-    model_args: ModelArguments,
-    cases: Sequence[tuple[str, int]],
-) -> dict[tuple[str, int], list[list[str]]]:
-    """Objectives in numbers of parts: which images each step showed this rank."""
-    world, accelerator = distributed.world_size(), accelerator_of_this_rank()
+def encoders(folder: Path, vision: dict[str, Any] = VISION, **flags: Any) -> ModelArguments:
+    """Write the configurations of two small encoders."""
+    for name, config in (("vision", vision), ("text", TEXT)):
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    return ModelArguments(vision_config=str(folder / "vision.json"), text_config=str(folder / "text.json"), **flags)
+
+
+def scenes_on_this_rank(accelerator: Accelerator, model_args: ModelArguments) -> tuple[Dataset, ProcessorMixin]:
+    """The embedded scenes; some images have the captions of another one as negatives."""
     with accelerator.main_process_first():
         pairs = load_pairs(DataArguments(max_train_samples=256))
         processor = load_processor(model_args, iterate_captions(pairs["train"]))
-        captions = pairs["train"]["captions"]  # some images have those of the next one as negatives
+        captions = pairs["train"]["captions"]
         wrong = [captions[place - 1] if place % 3 else [] for place in range(len(captions))]
         pairs["train"] = pairs["train"].add_column("negatives", wrong, feature=List(Value("string")))
-        rows = tokenize_splits(pairs, processor.tokenizer, 64)["train"]
-    pad_token_id = processor.tokenizer.pad_token_id
-    no_workers = LoaderArguments(dataloader_num_workers=0)
-    loaders = Loaders(no_workers, accelerator.device, pad_token_id, *image_geometry(processor))
+        return tokenize_splits(pairs, processor.tokenizer, 64)["train"], processor
+
+
+def runs_on_this_rank(
+    root: Path, resumed: bool, model_args: ModelArguments, cases: Sequence[tuple[str, int]]
+) -> dict[tuple[str, int], list[list[str]]]:
+    """Objectives in numbers of parts: which images each step showed this rank."""
+    world, accelerator = distributed.world_size(), accelerator_of_this_rank()
+    rows, processor = scenes_on_this_rank(accelerator, model_args)
+    loaders = make_loaders(NO_WORKERS, accelerator.device, processor)
     seen = {}
     for objective, parts in cases:
-        seen_rows = rows if "self_distillation" in objective else rows.remove_columns(["negatives", NEGATIVE_IDS])
+        seen_rows = rows if "self_distillation" in objective else without_negatives(rows)
         start = earlier_run(root, GOES_ON[world], objective, parts) / f"checkpoint-{STOP}" if resumed else None
-        folder = folder_of(root, world, objective, parts, resumed)
-        seen[objective, parts] = train(model_args, objective, parts, folder, start, processor, seen_rows, loaders)
+        args = arguments(folder_of(root, world, objective, parts, resumed), objective, parts)
+        seen[objective, parts] = train(model_args, objective, args, start, processor, seen_rows, loaders)[1]
     return seen
+
+
+def without_negatives(rows: Dataset) -> Dataset:
+    return rows.remove_columns(["negatives", NEGATIVE_IDS])
 
 
 def sounds_on_this_rank(root: Path, model_args: ModelArguments, objective: str) -> None:
@@ -138,26 +142,14 @@ def sounds_on_this_rank(root: Path, model_args: ModelArguments, objective: str) 
         rows = rows_with_moments(moments, contents, seconds)
         processor = load_processor(model_args, iterate_captions(rows), "sound", 1.0)
         rows = tokenize_pairs(DatasetDict(train=rows), processor.tokenizer, 64, regions=True)["train"]
-    loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), accelerator.device, processor, regions=True)
+    loaders = make_loaders(NO_WORKERS, accelerator.device, processor, regions=True)
     for parts in (1, 2):
-        folder = folder_of(root, distributed.world_size(), objective, parts, False)
-        train(model_args, objective, parts, folder, None, processor, rows, loaders)
+        args = arguments(folder_of(root, distributed.world_size(), objective, parts, False), objective, parts)
+        train(model_args, objective, args, None, processor, rows, loaders)
 
 
-def train(
-    model_args: ModelArguments,
-    objective: str,
-    parts: int,
-    folder: Path,
-    start: Path | None,
-    processor: ProcessorMixin,
-    rows: Dataset,
-    loaders: Loaders,
-) -> list[list[str]]:
-    """What `scripts/pretrain.py` does between its data and its evaluation."""
-    accelerator = make_accelerator()
-    folder.mkdir(parents=True, exist_ok=True)
-    args = TrainingArguments(
+def arguments(folder: Path, objective: str, parts: int) -> TrainingArguments:
+    return TrainingArguments(
         output_dir=str(folder),
         global_batch_size=BATCH,
         micro_batch_size=None if parts == 1 else str(BATCH // distributed.world_size() // parts),
@@ -165,6 +157,20 @@ def train(
         save_steps=STOP,
         ema_decay=0.9 if "self_distillation" in objective else 0.0,
     )
+
+
+def train(
+    model_args: ModelArguments,
+    objective: str,
+    args: TrainingArguments,
+    start: Path | None,
+    processor: ProcessorMixin,
+    rows: Dataset,
+    loaders: Loaders,
+) -> tuple[Trainer, list[list[str]]]:
+    """What `scripts/pretrain.py` does between its data and its evaluation; and which images each step showed this rank."""
+    accelerator = make_accelerator()
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     model = build_model(model_args, processor.tokenizer, medium=loaders.medium)
     widths = "8,16" if "self_distillation" in objective else None
@@ -176,10 +182,13 @@ def train(
 
     def batches(first: int, stop: int) -> Any:
         watched.append(Watched(loaders.train(rows, order, first, stop)))
-        return watched[0]
+        return watched[-1]
 
     data: Any = SimpleNamespace(
         train_batches=batches,
+        loaders=loaders,
+        order=order,
+        features=None,
         num_rows=len(rows),
         max_seq_length=64,
         identity={},
@@ -188,7 +197,7 @@ def train(
     )
     trainer = Trainer(args, ADAM, accelerator, trained, optimizer, data, callbacks=[TemperatureClamp(100.0)])
     trainer.train(start)
-    return watched[0].image_ids
+    return trainer, watched[-1].image_ids
 
 
 def folder_of(root: Path, world: int, objective: str, parts: int, resumed: bool) -> Path:
@@ -243,10 +252,7 @@ def test_the_quick_cases_have_every_pair_of_values() -> None:
     "cases", [pytest.param(quick_cases(), id="quick"), pytest.param(every_case(), id="every", marks=pytest.mark.slow)]
 )
 def test_hardware_only_changes_the_speed(cases: Cases, tmp_path: Path) -> None:
-    for name, config in (("vision", VISION), ("text", TEXT)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-    configs = {f"{name}_config": str(tmp_path / f"{name}.json") for name in ("vision", "text")}
-    model_args = ModelArguments(**configs, patch_dropout=0.25)
+    model_args = encoders(tmp_path, patch_dropout=0.25)
     seen = {
         (world, resumed): run_on_ranks(world, runs_on_this_rank, tmp_path, resumed, model_args, given)
         for (world, resumed), given in cases.items()
@@ -295,11 +301,9 @@ def test_hardware_only_changes_the_speed_of_moments_in_sounds(tmp_path: Path) ->
     """Some sounds have no moment, windows cut others, and the temperature is that of all."""
     sound = {"model_type": "convnext", "num_channels": 1, "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2,
              "patch_size": 4, "image_size": [40, 32], "initializer_range": 0.08, "layer_scale_init_value": 1.0}  # fmt: skip
-    for name, config in (("vision", sound), ("text", TEXT)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-    configs = {f"{name}_config": str(tmp_path / f"{name}.json") for name in ("vision", "text")}
+    model_args = encoders(tmp_path, sound)
     for world in WORLDS:
-        run_on_ranks(world, sounds_on_this_rank, tmp_path, ModelArguments(**configs), MOMENTS)
+        run_on_ranks(world, sounds_on_this_rank, tmp_path, model_args, MOMENTS)
     right = weights_of(folder_of(tmp_path, 1, MOMENTS, 1, False))
     log = (folder_of(tmp_path, 1, MOMENTS, 1, False) / "metrics.jsonl").read_text()
     assert "moments_loss" in log

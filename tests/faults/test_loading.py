@@ -38,15 +38,11 @@ from tests.faults.conftest import Record
 disable_progress_bars()
 pytestmark = [
     pytest.mark.faults,
+    pytest.mark.usefixtures("own_cache"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers in /proc"),
 ]
 STEPS = 24
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Paths and addresses that lead to the wrong place, or to none: no row reaches what lies outside of the data."""
 
-import http.server
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from tests.data.numbered_rows import loaders, new_tokenizer
 from tests.data.prepare.fault_images import draw, png
 from tests.data.prepare.fault_rows import line
 from tests.faults.conftest import Record
+from tests.recording_server import RecordingServer, recording
 
 
 @pytest.mark.parametrize(("written", "stored"), [("Caf\u00e9.png", "Cafe\u0301.png"), ("photo.PNG", "photo.png")])
@@ -39,41 +38,16 @@ def write(folder: Path, images: list[str]) -> Path:
 # -- the network --------------------------------------------------------------------------------------------------------
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Remembers what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str] = []
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(png(draw(0)))
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+def server() -> Iterator[RecordingServer]:
+    with recording(png(draw(0))) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["by default", "with downloads"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "127.1"])
 def test_no_row_makes_this_machine_ask_its_own_network(
-    host: str, allowed: bool, fault: Record, server: Server, tmp_path: Path
+    host: str, allowed: bool, fault: Record, server: RecordingServer, tmp_path: Path
 ) -> None:
     fault("paths", f"http://{host}, downloads {allowed}")
     address = f"http://{host}:{server.server_address[1]}/metadata"
@@ -83,7 +57,7 @@ def test_no_row_makes_this_machine_ask_its_own_network(
     assert server.asked == []
 
 
-def test_training_asks_no_server(fault: Record, server: Server, tmp_path: Path) -> None:
+def test_training_asks_no_server(fault: Record, server: RecordingServer, tmp_path: Path) -> None:
     fault("paths", "trained on: addresses in JSONL and in Parquet")
     address = f"http://127.0.0.1:{server.server_address[1]}/a.png"
     good = [f"{number}.png" for number in range(4)]

@@ -29,7 +29,7 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.throughput import Throughput
 from mm_utils.training.trainer import Trainer
 from tests.objectives.test_joint import tiny_objective
-from tests.test_distributed import PRELOADED
+from tests.test_distributed import PRELOADED, let_accelerate_find_ranks
 
 ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10; with 18 rows, with steps 3, 6 and 9
 Strike = Callable[[str, int], None]
@@ -126,9 +126,7 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
     """The trainer of a run; `seen` will hold the rows of every step that it takes."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if distributed.world_size() > 1:
-        rank, world = str(distributed.rank()), str(distributed.world_size())
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        let_accelerate_find_ranks()
     accelerator = make_accelerator()
     torch.set_num_threads(1)
     given: dict[str, Any] = {

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from mm_utils.arguments import parse_args
 from mm_utils.launch.arguments import Command, LaunchArguments, parse_grid, read_command, split_words, trial_name
 from scripts import launch_ray
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_first_python_file_divides_the_words() -> None:
@@ -80,7 +83,7 @@ def test_a_text_that_is_no_grid_is_refused(text: str, named: str) -> None:
 def test_a_trial_has_its_values_and_a_folder() -> None:
     values = {"learning_rate": "1e-4", "dataset_name": "data/mine"}
     assert trial_name(values) == "learning_rate-1e-4_dataset_name-data-mine"
-    command = Command("/s/pretrain.py", ("--output-dir=top", "--learning_rate", "1"), "/s")
+    command = Command("/s/pretrain.py", ("--output-dir=top", "--learning_rate", "1"), "/s", "")
     trial = command.with_values(values, "top/one")
     assert trial.output_dir == "top/one"
     assert trial.argv[:3] == command.argv
@@ -97,13 +100,39 @@ def test_a_trial_has_its_values_and_a_folder() -> None:
     ],
 )
 def test_the_output_folder_of_a_command(argv: list[str], folder: str | None) -> None:
-    assert Command("s.py", tuple(argv), "/").output_dir == folder
+    assert Command("s.py", tuple(argv), "/", "").output_dir == folder
 
 
 def test_a_command_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    assert read_command("train.py", ["--a"], False) == Command(str(tmp_path / "train.py"), ("--a",), str(tmp_path))
+    found = read_command(LaunchArguments(), "train.py", ["--a"])
+    assert (found.script, found.argv, found.folder) == (str(tmp_path / "train.py"), ("--a",), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher"),
+    [
+        ([], ""),
+        (["--num_workers=2", "--mixed_precision", "bf16"], " --num_workers 2 --mixed_precision bf16"),
+        (["--storage_path", "a b", "--min-workers", "1", "--max_workers", "8"], " --min_workers 1 --max_workers 8 --storage_path 'a b'"),
+        (["--tune", "seed=1,2", "--cpus_per_worker", "4"], " --cpus_per_worker 4"),  # of one trial
+    ],
+)  # fmt: skip
+def test_the_launcher_of_a_command_is_told_again(
+    own: list[str], launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["scripts/launch_ray.py"])
+    [args] = parse_args(LaunchArguments, argv=own)
+    words = ["--output_dir", str(tmp_path)]
+    found = read_command(args, "scripts/pretrain.py", words).launcher
+    assert found == f"python scripts/launch_ray.py{launcher}"
+    monkeypatch.chdir(tmp_path)  # a copy that Ray has made of a job's folder
+    (tmp_path / "working_dir_files").mkdir()
+    monkeypatch.chdir(tmp_path / "working_dir_files")
+    Path("train.py").touch()
+    assert read_command(args, "train.py", words).launcher.startswith("ray job submit --working-dir . -- python ")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +152,7 @@ def test_a_command_that_would_lose_its_run_is_refused(
     monkeypatch.chdir(tmp_path / folder)
     Path("train.py").touch()
     with pytest.raises(ValueError, match=named):
-        read_command(script, argv, sweep)
+        read_command(LaunchArguments(tune="seed=1,2" if sweep else None), script, argv)
 
 
 def test_the_script_names_its_mistakes_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,14 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TrainerControl, TrainerState
 
+from mm_utils.arguments import LAUNCH_VARIABLE, launch_command
 from mm_utils.distributed import RunError
 from mm_utils.launch import worker
 from mm_utils.launch.worker import RayCallback, load_main, prepare
 from mm_utils.reliability.signals import Interruption
 from mm_utils.run import restarts
+from mm_utils.run.commands import again_command, own_command
+from mm_utils.training.arguments import TrainingArguments
 from scripts import launch_ray
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process as it was before `prepare`."""
     folder, argv, begin = Path.cwd(), sys.argv, tqdm.__init__
-    for name in (restarts.LAUNCHER_VARIABLE, "ACCELERATE_USE_CPU"):
+    for name in (restarts.LAUNCHER_VARIABLE, LAUNCH_VARIABLE, "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "")
     yield
     os.chdir(folder)
@@ -38,7 +41,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def task(folder: Path, script: str = "train.py") -> dict[str, Any]:
     path = folder / script
-    return {"script": str(path), "argv": ["--seed", "1"], "folder": str(folder), "launch": "ray:mine", "on_cpu": True}
+    named = {"launch": "ray:mine", "launcher": "python scripts/launch_ray.py --num_workers 2"}
+    return {"script": str(path), "argv": ["--seed", "1"], "folder": str(folder), "on_cpu": True, **named}
 
 
 @pytest.mark.usefixtures("restored")
@@ -51,6 +55,20 @@ def test_a_worker_is_where_the_command_was_given(tmp_path: Path, capsys: pytest.
     for _ in tqdm(range(3), disable=False):
         pass
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("restored")
+def test_commands_of_a_run_name_its_launcher(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir="outputs/mine")
+    own = "train.py --config outputs/mine/config.yaml --resume_from_checkpoint latest"
+    prepare(task(tmp_path))
+    begin = "python scripts/launch_ray.py --num_workers 2"
+    assert args.resume_command == f"{begin} {own}"
+    assert own_command("pretrain", ["--seed", "1"]).startswith(f"{begin} ")
+    assert again_command("pretrain", Path("outputs/mine")).startswith(f"{begin} ")
+    assert launch_command("embed", []).startswith("accelerate launch ")  # which Ray does not start
+    os.environ[LAUNCH_VARIABLE] = ""
+    assert args.resume_command == f"accelerate launch {own}"
 
 
 @pytest.mark.usefixtures("restored")

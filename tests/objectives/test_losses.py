@@ -25,14 +25,16 @@ from mm_utils.objectives.losses import (
 from mm_utils.objectives.matching import hard_negatives
 from tests.test_distributed import run_on_ranks
 
-tiles = st.one_of(st.none(), st.builds(Tile, st.integers(1, 16), st.integers(1, 16)))
 UNEVEN = {2: [(4, 4), (3, 5), (8, 0)], 3: [(3, 3, 2), (1, 5, 2), (4, 0, 4), (0, 0, 8)]}
+
+
+def other_positives_of(ids: Tensor) -> Tensor:
+    return (ids[:, None] == ids).any(-1).fill_diagonal_(False)
 
 
 def dense_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
     """The definition, with every matrix in memory."""
-    other_positives = (ids[:, None] == ids).any(-1).fill_diagonal_(False)
-    logits = (scale * image @ text.T).masked_fill(other_positives, -torch.inf)
+    logits = (scale * image @ text.T).masked_fill(other_positives_of(ids), -torch.inf)
     target = torch.arange(len(logits))
     return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
 
@@ -51,13 +53,25 @@ def with_gradients(loss: Any, *inputs: Tensor, **rest: Any) -> list[Tensor]:
 
 def make_batch(
     count: int, width: int, seed: int = 0, images: int = 10**6, captions: int = 10**6
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Unit embeddings in fp64 and ids, of which few distinct ones make duplicates."""
     generator = torch.Generator().manual_seed(seed)
     image, text = torch.randn(2, count, width, generator=generator, dtype=torch.double)
     highest = torch.tensor([images, captions])
     ids = (torch.rand(count, 2, generator=generator) * highest).long()
     return normalize(image, dim=1), normalize(text, dim=1), ids
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
+SEEDS = st.integers(0, 2**20)
+BATCHES = st.builds(make_batch, st.integers(1, 14), st.integers(1, 9), SEEDS, st.integers(1, 20), st.integers(1, 20))
+SCALES = st.floats(-4, 5).map(lambda logarithm: torch.tensor(logarithm, dtype=torch.double).exp())
+TILES = st.one_of(st.none(), st.builds(Tile, st.integers(1, 16), st.integers(1, 16)))
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -67,36 +81,21 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 # -- InfoNCE, one process -----------------------------------------------------------------------------------------------
 
 
-@given(
-    count=st.integers(1, 14),
-    width=st.integers(1, 9),
-    tile=tiles,
-    images=st.integers(1, 20),
-    captions=st.integers(1, 20),
-    log_scale=st.floats(-4, 5),
-    seed=st.integers(0, 2**20),
-)
+@given(BATCHES, SCALES, TILES)
 @settings(max_examples=120)
-def test_equals_the_definition(
-    count: int, width: int, tile: Tile | None, images: int, captions: int, log_scale: float, seed: int
-) -> None:
-    image, text, ids = make_batch(count, width, seed, images, captions)
-    scale = torch.tensor(log_scale, dtype=torch.double).exp()
+def test_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None) -> None:
+    image, text, ids = batch
     found = with_gradients(tiled_info_nce, image, text, scale, ids, tile=tile)
-    expected = with_gradients(dense_info_nce, image, text, scale, ids)
-    for value, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+    assert_equal(found, with_gradients(dense_info_nce, image, text, scale, ids))
 
 
 def test_upstream_gradient_multiplies() -> None:
     image, text, ids = make_batch(6, 4)
     scale = torch.tensor(5.0, dtype=torch.double)
-    for value, right in zip(
+    assert_equal(
         with_gradients(lambda *values: -3 * tiled_info_nce(*values), image, text, scale, ids),
         with_gradients(lambda *values: -3 * dense_info_nce(*values), image, text, scale, ids),
-        strict=True,
-    ):
-        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
@@ -252,10 +251,9 @@ def test_default_tiles_do_not_depend_on_the_batch() -> None:
 
 def dense_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
     """The definition, with every matrix in memory."""
-    other_positives = (ids[:, None] == ids).any(-1).fill_diagonal_(False)
     signs = 2 * torch.eye(len(ids), dtype=image.dtype) - 1
     losses = softplus(-signs * (scale * image @ text.T + bias), threshold=40)
-    return losses.masked_fill(other_positives, 0).sum() / len(ids)
+    return losses.masked_fill(other_positives_of(ids), 0).sum() / len(ids)
 
 
 def tiled_sigmoid(
@@ -264,26 +262,12 @@ def tiled_sigmoid(
     return sigmoid_loss(image, text, scale, bias, gather_batch(image, text, ids), tile)
 
 
-@given(
-    count=st.integers(1, 14),
-    width=st.integers(1, 9),
-    tile=tiles,
-    images=st.integers(1, 20),
-    captions=st.integers(1, 20),
-    log_scale=st.floats(-4, 5),
-    bias=st.floats(-40, 40),
-    seed=st.integers(0, 2**20),
-)
+@given(BATCHES, SCALES, TILES, st.floats(-40, 40))
 @settings(max_examples=120)
-def test_sigmoid_equals_the_definition(
-    count: int, width: int, tile: Tile | None, images: int, captions: int, log_scale: float, bias: float, seed: int
-) -> None:
-    image, text, ids = make_batch(count, width, seed, images, captions)
-    scale = torch.tensor(log_scale, dtype=torch.double).exp()
+def test_sigmoid_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None, bias: float) -> None:
+    image, text, ids = batch
     inputs = image, text, scale, torch.tensor(bias, dtype=torch.double), ids
-    found, expected = with_gradients(tiled_sigmoid, *inputs, tile=tile), with_gradients(dense_sigmoid, *inputs)
-    for value, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+    assert_equal(with_gradients(tiled_sigmoid, *inputs, tile=tile), with_gradients(dense_sigmoid, *inputs))
 
 
 @pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (100.0, -10.0), (1e4, 0.0), (1e-3, -100.0)])
@@ -315,7 +299,7 @@ def test_losses_leave_the_precision_of_products_as_it_was(precision: str) -> Non
 
 def dense_distilled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
     """The definition, with every matrix in memory."""
-    other_positives = (ids[:, None] == ids).any(-1).fill_diagonal_(False)
+    other_positives = other_positives_of(ids)
     own = (scale * image @ text.T).masked_fill(other_positives, -torch.inf)
     soft = (scale.detach() * teacher[0] @ teacher[1].T).masked_fill(other_positives, -torch.inf)
     losses = [
@@ -325,29 +309,17 @@ def dense_distilled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, tea
     return torch.cat(losses).mean()
 
 
-@given(
-    count=st.integers(1, 14),
-    width=st.integers(1, 9),
-    tile=tiles,
-    images=st.integers(1, 20),
-    captions=st.integers(1, 20),
-    log_scale=st.floats(-4, 5),
-    seed=st.integers(0, 2**20),
-)
+@given(BATCHES, SCALES, TILES, SEEDS)
 @settings(max_examples=80)
-def test_distillation_equals_the_definition(
-    count: int, width: int, tile: Tile | None, images: int, captions: int, log_scale: float, seed: int
-) -> None:
-    image, text, ids = make_batch(count, width, seed, images, captions)
-    teacher = torch.stack(make_batch(count, width, seed + 1)[:2])
+def test_distillation_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None, seed: int) -> None:
+    image, text, ids = batch
+    teacher = torch.stack(make_batch(*image.shape, seed)[:2])
 
     def tiled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
         return distilled_info_nce(image, text, scale, *teacher, gather_batch(image, text, ids), tile)
 
-    inputs = image, text, torch.tensor(log_scale, dtype=torch.double).exp(), ids
-    expected = with_gradients(dense_distilled, *inputs, teacher=teacher)
-    for value, right in zip(with_gradients(tiled, *inputs), expected, strict=True):
-        torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
+    inputs = image, text, scale, ids
+    assert_equal(with_gradients(tiled, *inputs), with_gradients(dense_distilled, *inputs, teacher=teacher))
 
 
 # -- hard negatives, one process ----------------------------------------------------------------------------------------
@@ -359,7 +331,7 @@ def test_distillation_equals_the_definition(
     captions=st.integers(1, 12),
     log_scale=st.floats(-5, 10),
     key=st.integers(-(2**70), 2**70),
-    seed=st.integers(0, 2**20),
+    seed=SEEDS,
 )
 @settings(max_examples=60)
 def test_a_known_positive_is_never_drawn(

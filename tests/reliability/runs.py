@@ -24,7 +24,7 @@ from mm_utils import distributed
 from mm_utils.reliability import failures
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator, run_script, set_up_logging
-from tests.test_distributed import PRELOADED
+from tests.test_distributed import PRELOADED, let_accelerate_find_ranks
 
 LONG = 60.0  # seconds after which a test's process ends whatever happens
 Script = Callable[[], None]
@@ -201,7 +201,5 @@ def after_step(step: int, send: signal.Signals, rank: int) -> Disturb:
 
 def use_ranks() -> None:
     """Let accelerate find the process group of this test."""
-    rank, world = str(distributed.rank()), str(distributed.world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "ACCELERATE_USE_CPU": "true"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    let_accelerate_find_ranks()
     make_accelerator()

@@ -22,7 +22,7 @@ from mm_utils import distributed
 from mm_utils.run import checks
 from mm_utils.run.start import make_accelerator
 from tests.run.processes import PATIENCE, fork, is_alive, read_report, wait_until
-from tests.test_distributed import run_on_ranks
+from tests.test_distributed import let_accelerate_find_ranks, run_on_ranks
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl and /proc are of Linux")
 ROOT = Path(__file__).parents[2]
@@ -100,9 +100,7 @@ def test_an_elastic_launch_that_would_end_is_reported(
 
 
 def join_ranks() -> None:
-    rank, world = str(distributed.rank()), str(distributed.world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    let_accelerate_find_ranks()
     PartialState(cpu=True)
 
 

@@ -20,7 +20,7 @@ from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
 from tests.run.processes import fork, read_report
 from tests.run.test_restarts import begin_training, launched
-from tests.test_distributed import run_on_ranks
+from tests.test_distributed import let_accelerate_find_ranks, run_on_ranks
 
 
 def start(folder: Path | None, **values: Any) -> TrainingArguments:
@@ -135,9 +135,7 @@ def test_devices_are_checked_before_anything_is_made(tmp_path: Path, monkeypatch
 
 def start_on_rank(root: str) -> list[Any]:
     """Two starts on each of two ranks: one with other arguments on one rank, and one that is right."""
-    rank, world = str(distributed.rank()), str(distributed.world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    let_accelerate_find_ranks()
     os.chdir(root)
     logging.disable()
     try:

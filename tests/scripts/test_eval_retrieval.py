@@ -90,23 +90,6 @@ def test_a_split_that_is_not_there(flags: list[str]) -> None:
         eval_retrieval.main([*flags, "--split", "test"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--model_name_or_path is missing"),
-        (["--model_name_or_path", "x", "--benchmark", "flickr9k"], "Did you mean 'flickr8k'?"),
-        (["--model_name_or_path", "x", "--rerank_weights", "match:-1"], "--rerank_weights is match:-1"),
-    ],
-)
-def test_mistakes_in_the_flags_end_with_status_2(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        eval_retrieval.main(flags)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(flags: list[str], tmp_path: Path) -> None:
     config = str(ROOT / "accelerate_configs/two_processes.yaml")

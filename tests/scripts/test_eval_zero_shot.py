@@ -93,28 +93,6 @@ def test_without_labels_there_is_a_remedy(started: str, corpus: Path) -> None:
         eval_zero_shot.main(["--model_name_or_path", started, "--dataset_name", str(corpus.parent)])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--model_name_or_path is missing"),
-        (["--model_name_or_path", "x"], "--dataset_name is missing"),
-        (["--model_name_or_path", "x", "--classes", "cifar11"], "no such benchmark. Known are imagenet1k, "),
-        (
-            ["--model_name_or_path", "x", "--dataset_name", "y", "--templates", "{}", "a photo"],
-            "--templates is a photo",
-        ),
-        (["--model_name_or_path", "x", "--per_device_eval_batch_size", "0"], "--per_device_eval_batch_size is 0"),
-    ],
-)
-def test_mistakes_in_the_flags_end_with_status_2(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        eval_zero_shot.main(flags)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_names_say_what_is_seen(trained: str, flags: list[str]) -> None:
     found = eval_zero_shot.main([*flags, "--model_name_or_path", trained])

@@ -16,24 +16,6 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--model_name_or_path", str(save_tiny(folder / "model")), "--output_dir", str(folder / "onnx")]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--precision", "fp32,int4"], "--precision is fp32,int4; give fp32, fp16, int8, each once"),
-        (["--precision", "fp16,fp16"], "--precision is fp16,fp16; give"),
-        (["--layout", "tf"], "--layout is tf; choose one of plain, transformers.js, immich"),
-        (["--reranker", "maybe"], "--reranker is maybe; choose one of auto, yes, no"),
-        (["--layout", "immich", "--precision", "fp32,int8"], "the layout immich has room for one"),
-        (["--layout", "immich", "--reranker", "yes"], "Immich has no re-ranking"),
-    ],
-)
-def test_mistakes_in_the_flags(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        export.main(["--model_name_or_path", "x", "--output_dir", "y", *more])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_folders_that_are_missing_or_taken(flags: list[str], tmp_path: Path) -> None:
     for name in ("model_name_or_path", "output_dir"):
         with pytest.raises(SystemExit):

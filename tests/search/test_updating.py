@@ -277,23 +277,6 @@ def test_stored_bytes_are_compared_by_content(model: Path, tmp_path: Path) -> No
     assert update_index(*args, listing(6, 1), embedder, accelerator).embedded == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--index_dir", "x"], "--model_name_or_path is missing"),
-        (["--model_name_or_path", "x"], "--index_dir is missing"),
-        (["--model_name_or_path", "x", "--index_dir", "x", "--images", "x", "--split", "test"], "has no splits"),
-    ],
-)
-def test_mistakes_in_the_flags_end_with_status_2(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        embed.main(flags)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_folder_without_images(model: Path, tmp_path: Path) -> None:
     flags = ["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "index"), "--images", str(tmp_path)]
     with pytest.raises(ValueError, match="holds no image"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
-from benchmarks.communication import StepSize, predict
+from benchmarks.processes.communication import StepSize, predict
 from mm_utils import distributed
 from mm_utils.communication import reduced_bytes
 from mm_utils.data.loading.order import EQUAL_SHARES, Division

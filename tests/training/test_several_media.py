@@ -1,7 +1,6 @@
 """Training on several media: towers rest in each other's steps, and neither parts, processes nor a new start change a thing."""
 
 import json
-import os
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from scripts import pretrain
 from tests.data.several_media.small_media import small_media
-from tests.test_distributed import run_on_ranks
+from tests.test_distributed import let_accelerate_find_ranks, run_on_ranks
 
 ADAM = OptimizerArguments(adam_epsilon=1e-3, learning_rate=5e-3)  # a tiny epsilon makes steps of rounding
 STEPS, STOP = 6, 3
@@ -77,9 +76,8 @@ def train(
     share: str = "2,1",
 ) -> tuple[Watch, Trainer]:
     """What `scripts/pretrain.py` does, with watched steps."""
-    rank, world = distributed.rank(), distributed.world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true", "MASTER_PORT": "0"}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+    let_accelerate_find_ranks()
+    world = distributed.world_size()
     accelerator = make_accelerator()
     Path(root, folder).mkdir(exist_ok=True)
     args = TrainingArguments(

@@ -1,1 +1,1 @@
-"""Trials of reliability: the same faults for Tandem, plain Accelerate and transformers' Trainer."""
+"""Trials of reliability: equal faults for Tandem, Accelerate and transformers' Trainer."""

@@ -1,4 +1,4 @@
-"""Fourteen ways in which a checkpoint may be damaged, and what a contestant that loads it makes of it.
+"""Fourteen ways to damage a checkpoint, and what a contestant that loads it makes of it.
 
 Two checkpoints stand beside each other, of steps 1 and 2, and the newer one is damaged. Damage counts as detected if loading
 raises, passes over to the older checkpoint, or warns with the file's name; it counts as named if the name of the damaged file
@@ -55,7 +55,7 @@ def mix(path: Path, other: Path) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to which of the files that every contestant has, by their part: see `FILES` of each."""
+    """What is done to which file of every contestant, by its part: see `FILES` of each."""
 
     title: str
     part: str

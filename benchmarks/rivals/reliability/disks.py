@@ -1,4 +1,4 @@
-"""A disk that is full when a checkpoint is to be saved: a small one in memory, mounted for the trial."""
+"""A disk that is full when a checkpoint is saved: a small one in memory, for the trial."""
 
 import re
 import shutil

@@ -20,7 +20,7 @@ SECONDS_TO_END = 30
 
 
 def second_save(work: Work, run: Run, checkpoints: Checkpoints) -> Ranks:
-    """A process that saves for the second time just now, after step 2; the first checkpoint is complete."""
+    """A process in its second save, after step 2; the first checkpoint is complete."""
     shutil.rmtree(run.folder, ignore_errors=True)
     ranks = Ranks(work, replace(run, steps=4, saves=(1, 2), digests=True, hold_after=1))
     ranks.wait_for("went_on", step=1)
@@ -38,7 +38,7 @@ def wait_for_checkpoints(checkpoints: Checkpoints, run: Run, ranks: Ranks, count
 
 
 def save_seconds(work: Work, run: Run, checkpoints: Checkpoints) -> float:
-    """How long the second of two saves takes, from the end of its step until its folder is there and the loop went on."""
+    """Seconds of the second save, from its step until the folder is there and steps go on."""
     ranks = second_save(work, run, checkpoints)
     start = time.monotonic()
     ranks.wait_for("went_on", step=2)
@@ -49,7 +49,7 @@ def save_seconds(work: Work, run: Run, checkpoints: Checkpoints) -> float:
 
 
 def kill_in_second_save(work: Work, run: Run, checkpoints: Checkpoints, delay: float) -> str:
-    """Kill the process so long after it began to save for the second time; how it restarts, empty if it does well.
+    """Kill the process so long into its second save; return what is wrong at its restart.
 
     It restarts well if it goes on, by itself, from a state that is exactly that of the step it claims.
     """

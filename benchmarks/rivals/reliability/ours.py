@@ -1,4 +1,4 @@
-"""The same trials under this project's Trainer and Loaders, put together as `scripts/pretrain.py` does."""
+"""The same trials under this project's Trainer and Loaders, as in `scripts/pretrain.py`."""
 
 import io
 import json

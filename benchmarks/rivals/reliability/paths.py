@@ -24,7 +24,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def escapes(folder: Path) -> tuple[Path, dict[str, str], ThreadingHTTPServer]:
-    """A folder of images, and paths from it to an image outside: kind -> path. The server must be shut down."""
+    """A folder of images, and paths from it to one outside, by kind; shut the server down."""
     inside, outside = folder / "inside", folder / "outside"
     for place in (inside, outside):
         place.mkdir(parents=True)

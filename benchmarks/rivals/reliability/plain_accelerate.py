@@ -1,4 +1,4 @@
-"""A training loop on Accelerate alone, as its guide on checkpoints and its example `checkpointing.py` write it.
+"""A loop on Accelerate alone, as its guide and example `checkpointing.py` write it.
 
 Seedable sampler (the default of its `Trainer`), `set_epoch`, `skip_first_batches` for the epoch that was begun, or a
 StatefulDataLoader; folders named, rotated and found again by `ProjectConfiguration`; the step is an object of one's own
@@ -49,7 +49,7 @@ class Towers(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Parameters of given shapes, and a loss that is cheap: what matters is what their checkpoint takes."""
+    """Parameters of given shapes and a cheap loss: what matters is their checkpoint."""
 
     def __init__(self, shapes: list[list[int]]):
         super().__init__()
@@ -61,7 +61,7 @@ class Shapes(nn.Module):
 
 
 class Pairs(torch.utils.data.Dataset):
-    """Rows that are a function of their number, but for an augmentation by torch's generator, as transforms have it."""
+    """Rows as functions of their number, but for an augmentation by torch's generator."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -147,7 +147,7 @@ def train(run: Run, agree: bool = False, shapes: list[list[int]] | None = None) 
 
 
 def batches(accelerator: Accelerator, loader: Any, case: Case, step: int, stop: int) -> Iterator[dict[str, Tensor]]:
-    """The batches of steps `step` to `stop`, epoch after epoch; the first may be one that was begun."""
+    """The batches of steps `step` to `stop`; the first epoch may be one that was begun."""
     begun, skipped = divmod(step, len(loader))
     for epoch in count(begun):
         active = loader

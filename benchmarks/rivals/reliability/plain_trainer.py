@@ -1,4 +1,4 @@
-"""The same model and rows under `transformers.Trainer`, as its scripts call it: `get_last_checkpoint`, then `train`."""
+"""The same model and rows under `transformers.Trainer`, as its scripts call it."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ FILES = {
 
 
 def has(case: Case) -> bool:
-    """Whether it can be told to train so: it saves at optimizer steps, tells the epoch itself, and knows no loader state."""
+    """Whether it has this way: no saves between steps, no epochs unset, no loader state."""
     return not case.stateful and case.set_epoch and case.save % case.accumulate == 0
 
 

@@ -115,7 +115,7 @@ def kill(who: Contestant, folder: Path, trials: int) -> Answer:
 
 
 def kill_often(who: Contestant, folder: Path, trials: int) -> Answer:
-    """Kill a run that saves at every step, again and again: is what was acknowledged there, and right?"""
+    """Kill a run that saves every step, again and again; is what it acknowledged there?"""
     run = Run(str(folder / "run"))
     right, acknowledged, problems = kill_at_random(who.train, run, trials, lambda: ours.newest_step(run.folder))
     return {"right": right, "of": trials, "notes": problems, "acknowledged": acknowledged}
@@ -185,7 +185,7 @@ def paths(who: Contestant, folder: Path, trials: int) -> Answer:
 
 
 def cost(who: Contestant, folder: Path, trials: int) -> Answer:
-    """Save once: how long the loop stands still, how long until the checkpoint is complete and is found whole, in seconds."""
+    """Save once: seconds until the loop goes on, until it is complete, and to verify it."""
     is_ours = who.files is ours.FILES
     run = Run(str(folder / "run"), steps=6, saves=(2,))
     large = ours.Ours(folder.parent / "pairs", preset="small")

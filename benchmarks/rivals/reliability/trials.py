@@ -120,7 +120,7 @@ class Run:
         self.tell("stepped", step=step, at=time.monotonic(), **found)
 
     def went_on(self, step: int) -> None:
-        """Called when the loop asks for the batch after `step`; what is saved is saved, or on its way."""
+        """Called when the loop asks for the batch after `step`; its save is done or on its way."""
         self.tell("went_on", step=step, at=time.monotonic())
         deadline = time.monotonic() + 120
         while step == self.hold_after > 0 and not Path(self.folder, "go").exists() and time.monotonic() < deadline:

@@ -47,7 +47,7 @@ def shards_by_split(folder: str, title: str) -> dict[str, list[str]]:
 
 
 def read_labelled_shards(paths: list[str], title: str) -> Dataset:
-    """Read the images and the labels of shards into the datasets cache; numbers as int64, other labels as text.
+    """Read images and labels of shards into the cache; numbers as int64, else text.
 
     Raises:
         ValueError: begun by `title`, if a shard is damaged, or a sample has no image or no label.
@@ -64,7 +64,7 @@ def read_labelled_shards(paths: list[str], title: str) -> Dataset:
 
 
 def templates_beside(folder: str) -> tuple[str, ...]:
-    """Return the templates that lie in a folder of shards, with ``{}`` in place of the class's name."""
+    """Return the templates in a folder of shards, with ``{}`` for the class's name."""
     path = Path(folder, _TEMPLATES)
     lines = path.read_text(encoding="utf-8-sig").splitlines() if path.is_file() else []
     return tuple(line.strip().replace("{c}", "{}") for line in lines if "{c}" in line)

@@ -82,7 +82,7 @@ def find_benchmark(known: dict[str, Benchmark], name: str, title: str) -> Benchm
 
 
 def fetch(benchmark: Benchmark, title: str, everything: bool = False) -> str:
-    """Bring the files of a benchmark from the Hub into the datasets cache, once; return their folder.
+    """Bring a benchmark's files from the Hub into the cache, once; return their folder.
 
     Args:
         title: begins messages.
@@ -104,7 +104,7 @@ def fetch(benchmark: Benchmark, title: str, everything: bool = False) -> str:
 
 
 def named_source(source: Source) -> Source:
-    """Return a source whose path is the name of a retrieval benchmark with its data, all others as they are."""
+    """Return a source that names a retrieval benchmark with its data, others as they are."""
     benchmark = RETRIEVAL.get(source.path)
     if benchmark is None or os.path.exists(source.path):
         return source

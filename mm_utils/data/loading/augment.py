@@ -1,4 +1,4 @@
-"""Cut the square for the vision tower: central in evaluation, random in training; uint8. Vary colours, and sounds.
+"""Cut the square for the vision tower, uint8; at random in training. Vary colours, sounds.
 
 Evaluation resizes the whole image with torch and cuts its centre, as the saved processor does, bit for bit. Training crops at
 whole pixels and resizes only these. Both use the same filter (bicubic, antialiased); torch takes a third of Pillow's time.
@@ -84,7 +84,7 @@ def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Ra
 
 
 def random_squares(frames: Sequence[np.ndarray], size: int, min_area: float, rng: random.Random) -> Tensor:
-    """Crop all frames `[height, width, 3]` of a clip alike, as `random_square` does; uint8 `[T, 3, size, size]`."""
+    """Crop all frames `[H, W, 3]` of a clip alike, by `random_square`; uint8 `[T, 3, S, S]`."""
     left, top, right, bottom = _random_box(frames[0].shape[1], frames[0].shape[0], min_area, rng)
     return torch.stack([_resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
 
@@ -107,7 +107,7 @@ def _random_box(width: int, height: int, min_area: float, rng: random.Random) ->
 
 
 def jitter_colors(square: Tensor, strength: float, rng: random.Random) -> Tensor:
-    """Change brightness, contrast and saturation of uint8 `[3, S, S]`, or of frames `[T, 3, S, S]` alike.
+    """Change brightness, contrast, saturation of uint8 `[3, S, S]` or frames `[T, 3, S, S]`.
 
     Each is multiplied by a factor in [1 - strength, 1 + strength]. All three are linear in the colours and are applied as
     one matrix; values are clipped to 0 ... 255 once, at the end.
@@ -123,7 +123,7 @@ def jitter_colors(square: Tensor, strength: float, rng: random.Random) -> Tensor
 
 
 def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.Random) -> np.ndarray:
-    """Make a sound, int16 `[n]`, louder or softer, as a whole and in broad bands, each by up to `decibels`.
+    """Make a sound, int16 `[n]`, louder or softer, whole and in bands, by up to `decibels`.
 
     So do other distances, rooms and microphones; no pitch and no time changes. The bands are a line through 3 to 6 random
     points, evenly spaced in mel (FilterAugment, arXiv 2110.03282). What would be too loud for int16 is softer as a whole.

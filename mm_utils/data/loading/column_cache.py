@@ -197,7 +197,7 @@ def _no_rows(kind: pa.DataType) -> Tensor:
 
 
 def image_digest(rows: datasets.Dataset) -> str:
-    """Hash the images: the content ids of prepared rows, else stored bytes, and sizes and dates of files.
+    """Hash the images: content ids of prepared rows, else bytes, and files' sizes and dates.
 
     Of stored bytes the length and three blocks of a kilobyte are read, so that no start reads a whole data set.
     """
@@ -220,7 +220,7 @@ def column_digest(rows: datasets.Dataset, column: str) -> str:
 
 
 def _sample(image: dict[str, Any]) -> str:
-    """Return the length of stored bytes with a hash of their beginning, middle and end; "" if there are none."""
+    """Return the length of stored bytes and a hash of beginning, middle and end; "" if none."""
     content = image["bytes"]
     if content is None:
         return ""

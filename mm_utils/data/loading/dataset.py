@@ -95,7 +95,7 @@ class Transform(ABC):
 
 @dataclass
 class EvaluationTransform(Transform):
-    """Show the central square of an image, or the middle of a clip or a sound, with all its captions."""
+    """Show an image's central square, or a clip's or sound's middle, with all its captions."""
 
     def _show(self, row: dict[str, Any]) -> Example:
         shown, size, window = self._middle(row) if self.timed is None else self.timed.read(row["image"], None)

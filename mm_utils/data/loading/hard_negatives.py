@@ -1,4 +1,4 @@
-"""Hard negatives: group rows with similar captions, and draw from the wrong captions that the data has for an image.
+"""Hard negatives: rows with similar captions in groups, and drawn wrong captions.
 
 Groups are found once per data set and without a model, from the words that two rows share, rare words counting most: a
 weighted Jaccard similarity (weights: inverse document frequency), estimated by min-wise hashing (Broder, 1997; with weights,
@@ -20,7 +20,7 @@ TRIES = 4  # per number of hashes
 def draw_negatives(
     negatives: Sequence[list[list[int]]], seed: int, epochs: np.ndarray, image_keys: np.ndarray
 ) -> list[list[int]]:
-    """Draw one of each image's negatives by a hash of (seed, epoch, image key); none of an image without any."""
+    """Draw one of each image's negatives by a hash of (seed, epoch, image key), if it has any."""
     counts = np.array([max(1, len(of_image)) for of_image in negatives])
     places = choose_captions(seed, epochs, ~image_keys, counts)  # other keys than captions have, or both went in step
     return [of_image[place] if of_image else [] for of_image, place in zip(negatives, places, strict=True)]

@@ -209,7 +209,7 @@ class Loaders:
         return images if self.timed is None else (*images, self.timed.settings)
 
     def content(self, rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return everything besides ids and captions that decides what a training row is, by name; a stream has no `rows`."""
+        """Return by name what decides a training row besides ids and captions."""
         found = {
             "tokenizer": tokenizer_digest(tokenizer),
             "max_seq_length": self.arguments.max_seq_length,
@@ -322,7 +322,7 @@ class Loaders:
 
 
 def image_geometry(processor: ProcessorMixin) -> tuple[int, list[float], list[float]]:
-    """Return the side of the processor's square images, and the mean and std of its normalisation."""
+    """Return the side of the processor's squares, and mean and std of its normalisation."""
     images = processor.image_processor
     return images.crop_size["height"], list(images.image_mean), list(images.image_std)
 

@@ -1,4 +1,4 @@
-"""Which rows form step s: a pure function of (rows, batch sizes, seed, s), and of nothing else.
+"""Which rows form step s: a pure function of (rows, batch sizes, seed, s) alone.
 
 The rows of all epochs form one stream, a fresh permutation per epoch, and every step takes the next batch of it. Where a
 batch reaches over the end of an epoch, rows it already holds are moved just behind it, so that no batch holds an image
@@ -252,7 +252,7 @@ def replacement_rows(seed: int, epoch: int, key: int, count: int) -> list[int]:
 
 
 def _mixed(seed: int, epochs: int | np.ndarray) -> np.ndarray:
-    """Hash the seed, then the epoch: a hash of their sum would give a seed the epochs of the seed before it."""
+    """Hash the seed, then the epoch: hashing their sum would repeat other seeds' epochs."""
     return scramble(scramble(np.array([seed % 2**63], np.uint64)) + np.asarray(epochs, np.uint64))
 
 
@@ -266,7 +266,7 @@ def scramble(bits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Division:
-    """How the rows of a global batch are dealt to the ranks, which changes nothing that is learnt.
+    """How a global batch is dealt to the ranks, which changes nothing that is learnt.
 
     Attributes:
         weights: the share of each rank, in any unit, 0 for none; None for equal shares.

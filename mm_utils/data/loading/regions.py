@@ -67,7 +67,7 @@ def tokenize_pairs(
     num_proc: int | None = None,
     regions: bool = False,
 ) -> datasets.DatasetDict:
-    """Tokenise the captions of all splits and, with `regions`, the phrases of their regions or moments."""
+    """Tokenise the captions of all splits and, with `regions`, phrases of regions or moments."""
     found = tokenize_splits(pairs, tokenizer, max_seq_length, num_proc)
     return tokenize_regions(found, tokenizer, max_seq_length, num_proc) if regions else found
 
@@ -111,7 +111,7 @@ def tokenize_moments(
 
 
 def regions_column(rows: datasets.Dataset) -> str:
-    """Return the column that holds the regions of rows: `regions` of images, `moments` of clips and sounds."""
+    """Return the column of regions: `regions` of images, `moments` of clips and sounds."""
     return "regions" if kind_of(rows.features) == "image" else "moments"
 
 
@@ -161,7 +161,7 @@ def _checked_regions(image_id: str, regions: Any, is_wanted: bool) -> list[tuple
 
 
 def _checked_moments(medium_id: str, moments: Any, seconds: float, is_wanted: bool) -> list[tuple[list[float], str]]:
-    """Return the box (start, 0, length, 1) and the phrase of each moment of a medium that lasts `seconds`."""
+    """Return the box (start, 0, length, 1) and phrase of each moment of `seconds`."""
     found = []
     for moment in _listed(moments) if is_wanted else []:
         problem = "a moment is a span (start and end in seconds) and a phrase"
@@ -188,7 +188,7 @@ def _listed(values: Any) -> list[Any]:
 def visible_regions(
     row: dict[str, Any], size: tuple[float, float], window: Window, rng: random.Random | None = None
 ) -> dict[str, Any]:
-    """Return the regions that a row's square, or its window of time, shows, as fields of an example.
+    """Return the regions that a row's square or window shows, as fields of an example.
 
     Args:
         row: the row's columns of `tokenize_regions`.

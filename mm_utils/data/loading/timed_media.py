@@ -1,4 +1,4 @@
-"""Read media that last: a window of a clip or a sound, of a fixed shape, as a function of the generator alone.
+"""Read media that last: a window of a clip or a sound, a function of the generator alone.
 
 Seconds are counted here and in preparation, and nowhere else frames or samples. Training takes a random window, evaluation the
 middle; what is shorter than the window begins with it, and then the last frame stays, or silence follows. A window is told in
@@ -62,7 +62,7 @@ class Timed(ABC):
     @property
     @abstractmethod
     def settings(self) -> list[Any]:
-        """Everything that an example depends on besides the medium, for keys of caches and resumed runs."""
+        """All that an example depends on besides the medium, for keys of caches and runs."""
 
 
 @dataclass
@@ -194,7 +194,7 @@ def medium_of(processor: ProcessorMixin) -> str:
 
 
 def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
-    """Return the length of the window: what 95 % of the sounds do not exceed, up to `MOST_SECONDS`; None for whole clips.
+    """Return the window: what 95 % of the sounds do not exceed; None for whole clips.
 
     One long sound would leave silence in the windows of all others. Tenths of a second; the rest of one is not waited for.
     """
@@ -207,7 +207,7 @@ def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
 def settle_window(
     processor: ProcessorMixin, medium: str, seconds: float | None, frames: int | None, default: float | None
 ) -> None:
-    """Write the window of a new model into its processor, which is saved with it; what is there stays.
+    """Write a new model's window into its processor; what is there stays.
 
     Args:
         seconds, frames: as the flags say, or None.
@@ -234,7 +234,7 @@ def check_window(timed: Timed | None, seconds: float | None, frames: int | None)
 
 
 def timed_of(processor: ProcessorMixin, min_crop_area: float, sound_jitter: float | None = None) -> Timed | None:
-    """Return what reads the media of a processor, with the augmentation of training; None for images."""
+    """Return what reads a processor's media, with training's augmentation; None for images."""
     medium = medium_of(processor)
     if medium == "image":
         return None

@@ -104,7 +104,7 @@ def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
 
 
 def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad the captions of every image to the longest, and images with fewer captions by empty ones."""
+    """Pad captions to the longest, and images with fewer captions by empty ones."""
     most = max((len(example["all_input_ids"]) for example in examples), default=1)
     captions = [ids for example in examples for ids in [*example["all_input_ids"], *[[]] * most][:most]]
     names = ("all_input_ids", "all_attention_mask")
@@ -184,7 +184,7 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 16 hexadecimal digits that identify the tokenizer's content, wherever it was loaded from."""
+    """Return 16 hexadecimal digits that identify a tokenizer's content, wherever from."""
     name, *content = tokenizer_content(tokenizer)
     if not tokenizer.is_fast:
         content = [name, content[-1]]

@@ -1,4 +1,4 @@
-"""The input of a sound tower, as its own feature extractor computes it: in batches, anywhere.
+"""The input of a sound tower, as its own feature extractor computes it, in batches.
 
 Sizes, filters, window, mean and standard deviation are those of the extractor. The sums are done in float64 where the
 device has it: in float32, rounding of a loud tone covers what is 100 dB below it, and two devices would not agree.
@@ -18,7 +18,7 @@ _MAX_SAMPLES = 2**22  # of one pass; its spectra take up to about 0.3 GB
 
 
 class LogMel(ABC):
-    """Turns waveforms float `[B, samples]` in [-1, 1] into the tower's float32 input; `of` chooses the kind.
+    """Turns waveforms float `[B, samples]` into the tower's float32 input; `of` makes one.
 
     Attributes:
         rate: samples a second.
@@ -61,7 +61,7 @@ class LogMel(ABC):
             return torch.cat([self._features(part.to(precision)).float() for part in parts])
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the numbers, the same on every machine: for keys of caches and the identity of a run."""
+        """Return what decides the numbers, equal on every machine: for keys and identities."""
         return dict(self._description)
 
     def loops(self, samples: int) -> int:
@@ -83,7 +83,7 @@ class LogMel(ABC):
 
 
 class _Ast(LogMel):
-    """The filter bank of Kaldi, https://kaldi-asr.org/doc/feat.html; the extractor's code fixes the four numbers."""
+    """Kaldi's filter bank, https://kaldi-asr.org/doc/feat.html, as the extractor sets it."""
 
     read = ("num_mel_bins", "max_length", "do_normalize", "mean", "std")
     hop, fft, emphasis, floor = 160, 512, 0.97, 1.192092955078125e-07

@@ -1,4 +1,4 @@
-"""WAV and AVI files, read and written without a codec: sounds of 16-bit samples, clips of JPEG frames.
+"""WAV and AVI files without a codec: sounds of 16-bit samples, clips of JPEG frames.
 
 Prepared sounds and clips are kept as such files, which any player opens. Both are RIFF containers: chunks of a name of four
 letters, a size, the content, and a byte of padding where the size is odd ("Multimedia Programming Interface and Data
@@ -33,7 +33,7 @@ def write_wav(samples: np.ndarray, rate: int) -> bytes:
 
 
 def read_wav(content: bytes) -> tuple[np.ndarray, int]:
-    """View the samples of a file of `write_wav`, int16 `[n]`, without a copy; also return their rate.
+    """View the samples of a file of `write_wav`, int16 `[n]`, uncopied; return their rate too.
 
     Raises:
         UnreadableImageError: if it is none.
@@ -83,7 +83,7 @@ def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> byt
 
 
 def read_avi(content: bytes) -> tuple[list[memoryview], float]:
-    """View the JPEG frames of a file of `write_avi`, without a copy; also return the frames a second.
+    """View the JPEG frames of a file of `write_avi`, uncopied; return the frames a second too.
 
     A frame that shows for longer is given again.
 

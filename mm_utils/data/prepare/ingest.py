@@ -249,7 +249,7 @@ class Worker:
         return list(good), None if record.languages is None else list(good.values())
 
     def _negatives(self, record: Record) -> list[str] | None:
-        """Return the good captions that are wrong for the image, each once; the others are set aside."""
+        """Return the good captions that are wrong for the image, once each; set others aside."""
         if not record.negatives:
             return None
         given = record.negatives if isinstance(record.negatives, list) else [record.negatives]

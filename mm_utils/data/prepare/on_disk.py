@@ -99,7 +99,7 @@ def open_prepared(name: str, title: str, config: str | None = None, allow_outsid
 
 
 def _is_prepared_split(rows: Dataset) -> bool:
-    """Return whether rows have the columns of a prepared split, and no image that `datasets` would open by itself."""
+    """Return whether rows have a prepared split's columns, and no image that would be opened."""
     is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
     return is_read and not any(require_decoding(feature) for name, feature in rows.features.items() if name != "image")
 
@@ -127,7 +127,7 @@ def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> Datas
 def write_splits(
     tables: Mapping[str, Iterator[pa.Table]], rows: int, folder: Path, medium: str | None = None
 ) -> DatasetDict:
-    """Write the tables of all splits, so many rows in all; `medium` is by default the kind that their features have."""
+    """Write the tables of all splits; `medium` is by default the kind of their features."""
     with tqdm(total=rows, desc="Writing", unit=" rows") as bar:
         for split, of_split in tables.items():
             write_split(of_split, split, folder / split, bar, medium)
@@ -234,7 +234,7 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
 
 
 def content_fingerprint(pairs: DatasetDict) -> str:
-    """Return the BLAKE2b-128 over ids, content ids, languages, regions and negatives of all rows of all splits."""
+    """Return BLAKE2b-128 over ids, content ids, languages, regions, negatives of all rows."""
     digest = hashlib.blake2b(digest_size=16)
     for split, rows in pairs.items():
         digest.update(split.encode())

@@ -177,7 +177,7 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
 
 @contextmanager
 def _left_with_a_word(work: Path) -> Iterator[None]:
-    """When the block fails, remove a folder in which nothing was done, and name one in which something was."""
+    """When the block fails, remove an untouched folder, and name one with something in it."""
     try:
         yield
     except BaseException:
@@ -262,7 +262,7 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
 
 
 def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[Record | BadRow]:
-    """Give the rows; refuse a second kind of medium, and a form of storing that the kind has not."""
+    """Give the rows; refuse a second kind of medium, and a store that the kind has not."""
     first: Record | None = None
     for row in rows:
         if isinstance(row, Record):

@@ -78,7 +78,7 @@ def describe(summary: dict[str, Any], folder: str) -> str:
 
 
 def _timed(settings: dict[str, Any], found: Reconciled) -> dict[str, Any] | None:
-    """Return the kind of clips or sounds, their seconds in all, and their rates before and after; None for images."""
+    """Return kind, seconds and rates (before, after) of clips or sounds; None for images."""
     kept = found.facts.take(np.concatenate(list(found.rows.values())))
     medium = kept["medium"][0].as_py()
     if medium == "image":

@@ -22,7 +22,7 @@ _MOST_FPS, _MOST_SECONDS = 60, 3600
 
 @dataclass
 class TimedArguments:
-    """The form in which clips and sounds are kept: frames as JPEG at a constant rate, and samples of 16 bits."""
+    """How clips and sounds are kept: frames as JPEG at a constant rate, samples of 16 bits."""
 
     clip_fps: float = arg(4.0, "Frames a second that are kept of clips.")
     sound_rate: int = arg(16_000, "Samples a second that are kept of sounds: what the sound tower takes.")

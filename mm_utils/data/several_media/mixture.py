@@ -1,4 +1,4 @@
-"""Open several data sets, each of a medium of its own, as the data of one run; every step has one of them.
+"""Open several data sets, each of its own medium, as one run's data; a step has one.
 
 Texts are what media have in common: each has a tower of its own, and the text tower is trained in every step. In the steps of
 others a tower rests: it has no gradient, so that neither weight decay nor momentum moves it, on any number of processes.
@@ -45,7 +45,7 @@ _SINGLE = {
 
 @dataclass
 class MediaArguments:
-    """Several media in one run, each with a tower of its own, and one text tower: name their data sets in --dataset_name."""
+    """Several media in one run, by --dataset_name, each with its tower, and one text tower."""
 
     media_share: str | None = arg(
         None,
@@ -69,7 +69,7 @@ class MediaArguments:
         return names if len(names) > 1 else []
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError if the arguments of a run on several media ask for what needs a single one.
+        """Raise ValueError if a run on several media is asked for what needs a single one.
 
         Args:
             settings: all arguments, by name.
@@ -99,7 +99,7 @@ class MediaArguments:
 
 @dataclass
 class Mixture(TrainingData):
-    """The data of several media; what there is once only, as `splits` and `processor`, is that of the first.
+    """The data of several media; `splits`, `processor` and the like are those of the first.
 
     Attributes:
         parts: the data of each medium.
@@ -165,7 +165,7 @@ def open_media(
     make_processor: Callable[..., ProcessorMixin],
     regions: bool = False,
 ) -> TrainingData:
-    """Open the data that the arguments name: of one medium as `open_data`, of several as a `Mixture`.
+    """Open the data that the arguments name: one medium as `open_data`, several as `Mixture`.
 
     The tokenizer is one of the training captions of all. Data workers are shared out.
 

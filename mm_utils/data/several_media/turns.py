@@ -43,7 +43,7 @@ class Turns:
                 counts.append(counts[-1] + (medium == self._media[-1]))
 
     def _next(self) -> str:
-        """Return the medium of the next step of the first period: of those far behind, the one whose time runs out first."""
+        """Return the next step's medium: of those far behind, the one whose time runs out first."""
         slack = 1 - Fraction(1, 2 * len(self.shares) - 2)
         due = {}
         for medium, share in self.shares.items():

@@ -160,7 +160,7 @@ def _find_medium(
 
 
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:
-    """Return the wanted column, or else the first of a usual name, or None; its exact name before another case.
+    """Return the wanted column, else the first of a usual name; exact names go before cases.
 
     Args:
         option: the flag or key that names the column, for error messages.
@@ -231,7 +231,7 @@ def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple
 
 
 def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:
-    """Return the id of a row, None without a column of ids; raises missing_column if it is empty."""
+    """Return a row's id, None without such a column; raise missing_column if it is empty."""
     if columns.id is None:
         return None
     if is_null(values.get(columns.id)):

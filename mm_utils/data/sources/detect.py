@@ -105,7 +105,7 @@ def metadata_files(folder: Path) -> dict[str | None, Path]:
 
 
 def is_image_folder(folder: Path) -> bool:
-    """Return whether files of images, clips or sounds have a caption file each, or images one in their metadata."""
+    """Return whether media have a caption file each, or images a caption in their metadata."""
     files = _files_of(folder)
     return any(_of_names(files, folder, medium) == "imagefolder" for medium in SUFFIXES)
 

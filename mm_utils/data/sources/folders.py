@@ -25,7 +25,7 @@ _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 
 
 class _Caption(NamedTuple):
-    """A caption of a list, or the file that holds captions, one a line, and the folder that it may not leave."""
+    """A caption, or the file of captions, one a line, and the folder that it may not leave."""
 
     where: str
     text: str | None
@@ -41,7 +41,7 @@ def image_files(folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read images with a caption file of the same name beside them, one caption a line, else in their own metadata.
+    """Read images with a caption file beside each, one caption a line, else their metadata.
 
     Sounds and clips may have subtitles of the same name: their cues are moments and, without a caption file, their words
     the caption.

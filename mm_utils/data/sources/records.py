@@ -209,7 +209,7 @@ class RecordBuilder:
         self.medium = "image" if source.medium == "auto" else source.medium
 
     def image(self, value: Any, jail: Jail | None = None, times: Any = None) -> tuple[ImageRef, str | None]:
-        """Return the image, clip or sound that a cell names, and the id that follows from its path or address.
+        """Return the medium that a cell names, and the id that follows from its path or address.
 
         A list names the frames of a clip, which are shown at `times`, in seconds.
         """

@@ -1,4 +1,4 @@
-"""The flags and items that name sources of image-caption pairs, and tables whose shape is known."""
+"""Flags and items that name sources of image-caption pairs, and tables of known shape."""
 
 import dataclasses
 import difflib
@@ -278,7 +278,7 @@ def readable(name: str) -> str:
 def known_shape(
     names: Sequence[str], source: Source, root: str
 ) -> tuple[list[str], Callable[[dict[str, Any]], dict[str, Any]]] | None:
-    """Return the usual columns for a table of a known shape, and what turns its rows into such; None for other tables.
+    """Return a known table's usual columns, and what makes rows of such; None for others.
 
     A row of QVHighlights is a `query` and its `relevant_windows` of the video `vid`, a file below `root`: the query becomes
     a caption and the phrase of each window. ESC-50's rows name the `category` of a sound, and templates make captions.

@@ -1,4 +1,4 @@
-"""Open data sets of `datasets`, in a folder or on the Hub, and none of whose files lies elsewhere.
+"""Open data sets of `datasets`, from a folder or the Hub, with no file elsewhere.
 
 Anyone may publish such a folder. Its card, its JSON files and its columns of images name files, and `datasets` opens them
 wherever they are, on the disk or in the network; so they are judged here before.
@@ -109,7 +109,7 @@ def remedy(fault: Fault, allow_outside: bool | None) -> str:
 
 
 def dataset_jail(name: str, root: str | None, allow_outside: bool) -> Jail:
-    """Return the jail of images that a data set names: `root`, its folder, and what `datasets` keeps of it in its cache."""
+    """Return the jail of a data set's images: `root`, its folder, and its part of the cache."""
     is_folder = os.path.isdir(name)
     own = name if is_folder else os.path.join(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
     also = own, str(datasets.config.DOWNLOADED_DATASETS_PATH)
@@ -122,7 +122,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def check_image_files(rows: Dataset, title: str, jail: Jail) -> None:
-    """Raise a ValueError, begun by `title`, if an image without bytes is a file that the jail refuses."""
+    """Raise ValueError, begun by `title`, if an image is a file that the jail refuses."""
     contents, paths = (pc.struct_field(rows.data.column("image"), name) for name in ("bytes", "path"))
     if not contents.null_count:
         return
@@ -156,7 +156,7 @@ def check_saved(folder: Path, jail: Jail) -> None:
 
 
 def check_card(path: Path, jail: Jail) -> None:
-    """Check the data files that the YAML of a data set's card, or .huggingface.yaml, names, before they are looked for.
+    """Check the data files that a data set's card or .huggingface.yaml names, beforehand.
 
     Patterns are judged by their text: no address, no absolute path, no step upwards.
 
@@ -194,7 +194,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Give every text in lists and mappings, each of which is looked at once, however many aliases it has."""
+    """Give every text in lists and mappings, each looked at once, whatever its aliases."""
     waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()

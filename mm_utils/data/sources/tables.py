@@ -129,7 +129,7 @@ def text_table(
 
 
 def with_raw_images(dataset: Dataset, column: str, title: str, medium: str = "image") -> tuple[Dataset, bool]:
-    """Make the column of the medium undecoded `Image`, `Video` or `Audio`, or paths; return whether it holds bytes."""
+    """Make the medium's column undecoded media or paths; return whether it holds bytes."""
     feature = dataset.features[column]
     if medium == "clip" and _is_list(feature):
         return dataset, False

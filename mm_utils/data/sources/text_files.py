@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON, CSV and TSV files by line number, and rows that cannot be read; cues of subtitles."""
+"""Rows of JSONL, JSON, CSV and TSV by line number, unreadable ones; cues of subtitles."""
 
 import csv
 import json
@@ -244,7 +244,7 @@ def _delimited_records(path: Path, delimiter: str) -> Rows:
 
 
 def _delimiter(path: Path, kind: str) -> str:
-    """Return the sign that divides the header into most cells, of equals the usual one of the file's kind."""
+    """Return the sign that divides the header into most cells; of equals the usual one."""
     with open_lines(path, newline="") as file:
         header = next((line for line in read_lines(file) if line.strip()), "")[:_LONGEST_HEADER]
     signs = "\t,;|" if kind == ".tsv" else ",;\t|"
@@ -278,7 +278,7 @@ def _as_dict(names: list[str], cells: list[str]) -> dict[Any, Any]:
 
 
 def read_cues(text: str) -> list[dict[str, Any]]:
-    """Return the cues of subtitles, SubRip or WebVTT, as moments; those without a text are left out."""
+    """Return subtitles' cues, SubRip or WebVTT, as moments; those without text are left out."""
     found = []
     for cue in _CUE.finditer(text.replace("\r\n", "\n").replace("\r", "\n")):
         *times, words = cue.groups()

@@ -91,7 +91,7 @@ class Sample:
 
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read the shards of `source`, each by itself; an id is the split's folder, the shard's name and the key."""
+    """Read `source`'s shards, each by itself; an id is split folder, shard name and key."""
     names, paths = class_names(source), shard_paths(source)
     is_folder, a_line = os.path.isdir(source.path), has_caption_a_line(source.path)
     for path in paths if is_folder else ():
@@ -132,7 +132,7 @@ def split_of_folder(path: str, folder: str) -> str | None:
 
 
 def has_caption_a_line(folder: str) -> bool:
-    """Return whether CLIP_benchmark wrote this folder of shards, or the one that it is a split of, for retrieval."""
+    """Return whether CLIP_benchmark wrote this folder of shards, or its parent, for retrieval."""
     files = (os.path.join(folder, *up, "dataset_type.txt") for up in ((), ("..",)))
     kind = next((file for file in files if os.path.isdir(folder) and os.path.isfile(file)), None)
     return kind is not None and read_regular_file(kind, _LONGEST_TEXT).strip().lower() == b"retrieval"
@@ -299,7 +299,7 @@ def _record(
     split: str | None,
     a_line: bool,
 ) -> Record:
-    """Return the record of a sample; `split` is that of its folder, `a_line` as of `has_caption_a_line`."""
+    """Return a sample's record; `split` is its folder's, `a_line` as in `has_caption_a_line`."""
     values = sample.values()
     captions, languages = captions_of_sample(sample, values, builder.source, names)
     if a_line and len(captions) == 1 and isinstance(captions[0], str):
@@ -323,7 +323,7 @@ def _record(
 def captions_of_sample(
     sample: Sample, values: dict[str, Any], source: Source, names: dict[str, str]
 ) -> tuple[list[Any], list[str] | None]:
-    """Return the unchecked captions of .txt or .caption, else those of .json, else of the class in .cls.
+    """Return unchecked captions: of .txt or .caption, else .json, else the class in .cls.
 
     Args:
         values: the fields of .json.

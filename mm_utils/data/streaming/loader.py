@@ -1,4 +1,4 @@
-"""Load this rank's batches of a stream: every worker reads its shard groups and gives a part of every step."""
+"""Load this rank's batches of a stream: each worker gives a part of every step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class StreamSteps:
         return failed
 
     def _attempt(self, slots: list[Slot], numbers: list[int], read: list[Row]) -> list[dict[str, Any]]:
-        """Return each slot's example, made of the row of that number in its shard, or the reason why there is none."""
+        """Return each slot's example from its row of the shard, or why there is none."""
         checked = [
             (slot, self.stream.check(row, slot.shard, number))
             for slot, number, row in zip(slots, numbers, read, strict=True)
@@ -224,7 +224,7 @@ _PER_CAPTION = ("image_ids", "lengths", "languages")
 
 
 def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False) -> Batch:
-    """Merge parts of a batch as if `Collator` had made it: longest caption first, then in the order of the stream."""
+    """Merge parts as `Collator` would: longest caption first, then the stream's order."""
     lengths = [length for part in parts for length in part["lengths"]]
     positions = [position for part in parts for position in part["rows"].tolist()]
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], positions[place]))
@@ -243,7 +243,7 @@ def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False)
 
 
 def _scatter(parts: list[Tensor], place_of: Tensor, blank: int, pin_memory: bool) -> Tensor:
-    """Lay the rows of all parts at their places, padded to the longest with `blank`. Every row is copied once."""
+    """Lay the rows of all parts at their places, padded with `blank`, each copied once."""
     inner = tuple(map(max, zip(*(part.shape[1:] for part in parts), strict=True)))
     ragged = any(part.shape[1:] != inner for part in parts)
     whole = torch.empty((len(place_of), *inner), dtype=parts[0].dtype, pin_memory=pin_memory)

@@ -33,7 +33,7 @@ from mm_utils.data.loading.order import BatchSizes
 
 
 class Slot(NamedTuple):
-    """One row of a step: the `row`-th of its shard, which is the `place`-th of the shuffled `block` that holds it.
+    """One row of a step: a shard's `row`-th, `place`-th of its shuffled `block`.
 
     `position` counts all rows of the stream from 0; `group` is the shard's group in `epoch`.
     """
@@ -58,7 +58,7 @@ class Reader(NamedTuple):
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The shards of each group in an epoch, in order, the rows before each of them, and the rows of each group."""
+    """Each group's shards in an epoch, in order, the rows before each, and the group's rows."""
 
     shards: list[np.ndarray]
     before: list[np.ndarray]
@@ -101,7 +101,7 @@ class InterleavedOrder:
         return InterleavedOrder, (self.rows, self.sizes, self.seed, self.groups, self.block_size)
 
     def batch(self, step: int, reader: Reader | None = None) -> list[Slot]:
-        """Return the rows of `step`, counted from 0, in the order of the stream: all, or those that `reader` reads.
+        """Return the rows of `step`, from 0, in the stream's order: all, or those of `reader`.
 
         Raises:
             ValueError: if there are fewer groups than ranks, so that some would have nothing to read.
@@ -165,7 +165,7 @@ class InterleavedOrder:
 
 
 def interleave(rows_G: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return group, and row of the group, at positions `low` to `high` of all rows, each group spread evenly.
+    """Return group and row of positions `low` to `high`, each group spread evenly.
 
     Row k of a group of n rows stands at (k + 1/2) / n, and positions count the rows from left to right, groups in turn
     where they stand together. As many rows of a group as belong to a share t of the whole lie left of t, give or take one

@@ -1,4 +1,4 @@
-"""Read the rows of one shard from any row on: Parquet, Arrow and tar, on disk or on a server.
+"""Read a shard's rows from any row on: Parquet, Arrow and tar, on disk or a server.
 
 =========  ===============================================  =====================================================
 format     rows are counted by                              a reader that starts at row r reads again

@@ -1,4 +1,4 @@
-"""The shards of a stream: find them, count their rows, and read runs of rows, damaged files included.
+"""A stream's shards: find them, count their rows, read runs of rows, damaged ones too.
 
 Counts are kept in the datasets cache, under the file's address, size and date.
 """
@@ -39,7 +39,7 @@ _PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network
 
 @dataclass(frozen=True)
 class Shard:
-    """`rows` rows of a file, from row `first` on; `content` is a hash of the file's size and ends."""
+    """`rows` rows of a file, from `first` on; `content` hashes the file's size and ends."""
 
     url: str
     first: int
@@ -53,7 +53,7 @@ class Shard:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return all files that a path or address with `*`, `{000..063}` or `{a,b}` names, sorted; without these, itself."""
+    """Return, sorted, all files that a path or address with `*`, `{0..9}` or `{a,b}` names."""
     found: list[str] = []
     for name in expand_braces(pattern):
         if not any(sign in name for sign in "*["):
@@ -67,7 +67,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def count_shards(urls: Sequence[str]) -> list[Shard]:
-    """Return one shard per file that holds rows. Damaged files are named in a warning and left out.
+    """Return a shard for each file with rows; warn of damaged files and leave them out.
 
     Raises:
         ValueError: if a file does not exist or cannot be reached, or if more than half of them are damaged.
@@ -100,7 +100,7 @@ def _cached_count(url: str, cache: Path) -> tuple[int, str] | None:
 
 
 def _content(url: str) -> str:
-    """Hash the size, the first and the last 64 KiB of a file: the pairs there, and the lengths of others in a footer."""
+    """Hash a file's size, first and last 64 KiB: pairs there, and others' lengths in a footer."""
     size = int(_info(url).get("size") or 0)
     digest = hashlib.blake2b(f"{size} ".encode(), digest_size=8)
     with fsspec.open(url, "rb") as file:
@@ -200,5 +200,5 @@ class ShardReader:
 
 
 def _is_gone(url: str, error: BaseException) -> bool:
-    """Return whether a local file was removed; where a whole disk is gone, its folder has no other files either."""
+    """Return whether a local file was removed; of a lost disk, the folder is empty as well."""
     return isinstance(error, FileNotFoundError) and "://" not in url and any(Path(url).parent.glob("*"))

@@ -1,4 +1,4 @@
-"""Stream training pairs: data sets larger than the disk are read shard by shard during training.
+"""Stream training pairs: sets larger than the disk are read shard by shard.
 
 A stream reads Parquet and WebDataset tar shards, on disk or on a server, a data set on the Hub that is made of them, and
 folders that `prepare_data` wrote. Images are embedded in the shards, and so are clips and sounds, as `prepare_data` keeps them;

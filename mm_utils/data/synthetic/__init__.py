@@ -1,4 +1,4 @@
-"""Embedded data sets of media that last: drawn clips and made sounds, with captions that say what comes after what."""
+"""Embedded sets of media that last: drawn clips, made sounds, captions of what comes when."""
 
 import os
 from pathlib import Path
@@ -7,5 +7,5 @@ NAMES = ("clips", "sounds")
 
 
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
-    """Return whether --dataset_name means an embedded set; a file or folder of that name goes before."""
+    """Return whether --dataset_name means an embedded set; a file or folder goes before."""
     return dataset_name in NAMES and not Path(dataset_name).exists()

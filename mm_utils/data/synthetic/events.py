@@ -1,4 +1,4 @@
-"""The embedded clips: two or three coloured things on a plain, and one after the other something happens to them.
+"""The embedded clips: two or three coloured things, to which things happen in turn.
 
 A clip has 16 frames of 64 pixels, 8 a second. In half of the contents the things appear for their event alone (ids begin
 with `appear`); in the others they stand there all the time (`stay`), so that nothing but the motion tells when it happens,
@@ -53,7 +53,7 @@ def load_clips(
 
 
 def draw_frames(content: Content, rng: random.Random) -> tuple[np.ndarray, list[Span]]:
-    """Return the frames of a clip, uint8 `[16, 64, 64, 3]`, and the span of each event in seconds.
+    """Return a clip's frames, uint8 `[16, 64, 64, 3]`, and each event's span in seconds.
 
     A thing changes from frame to frame within the span of its event and at no other time.
     """
@@ -109,7 +109,7 @@ def _state(action: str, start: _State, done: float) -> _State:
 
 
 def _cover(shape: str, state: _State) -> tuple[tuple[slice, slice], np.ndarray]:
-    """Return the part of the frame about a thing, and which share of its pixels the thing covers, `[rows, columns, 1]`."""
+    """Return the frame's part about a thing, and its pixels' covered share `[rows, cols, 1]`."""
     x, y, half = state
     columns, rows = (slice(max(0, int(c - half) - 1), min(SIZE, int(c + half) + 2)) for c in (x, y))
     across, down = (

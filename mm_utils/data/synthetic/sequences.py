@@ -1,4 +1,4 @@
-"""What the embedded clips and sounds share: two or three events, one after the other, told by captions.
+"""What embedded clips and sounds share: two or three events in turn, told by captions.
 
 No bag of words solves them: half of the drawn contents get a *twin* in their split, in which the first two events change
 places, with captions of the same words in another order. Which event comes first is not told by its place in the caption
@@ -49,7 +49,7 @@ _COLUMNS = {
 
 
 class Medium(NamedTuple):
-    """A rendered content: the stored file, the span of every event in seconds, and the frames' size."""
+    """A rendered content: the stored file, each event's span in seconds, the frames' size."""
 
     content: bytes
     spans: list[Span]
@@ -153,7 +153,7 @@ def captions_of(recipe: Recipe, content: Content, seed: int) -> list[str]:
 
 
 def lay_out(lengths: Sequence[int], total: int, margin: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Place stretches of the given lengths one after the other, at least `margin` apart; return begins and ends."""
+    """Place stretches in turn, at least `margin` apart; return their begins and ends."""
     free = total - sum(lengths) - margin * (len(lengths) + 1)
     cuts = sorted(int(rng.random() * (free + 1)) for _ in lengths)
     begins = [cut + margin * (place + 1) + sum(lengths[:place]) for place, cut in enumerate(cuts)]

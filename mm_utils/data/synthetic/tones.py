@@ -1,4 +1,4 @@
-"""The embedded sounds: tones, chords, clicks and noises, one after the other, in faint noise.
+"""The embedded sounds: tones, chords, clicks and noises in turn, in faint noise.
 
 A sound lasts 4 s at 16 kHz. Tones rise, fall, waver or stay, low, middle or high, and last short or long; clicks are
 counted. The 1,600 default sounds take 5 s on one core and 205 MB on disk. Samples follow from the seed, but for the last bit

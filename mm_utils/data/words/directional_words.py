@@ -73,7 +73,7 @@ _SCRIPTS = (
 
 
 def has_direction(row: Mapping[str, Any]) -> bool:
-    """Return whether a row's image has boxes or any of its captions, shown or not, mentions a direction."""
+    """Return whether a row has boxes or any caption, shown or not, mentions a direction."""
     languages = row.get("languages") or [""] * len(row["captions"])
     return bool(row.get("regions")) or any(map(mentions_direction, row["captions"], languages))
 

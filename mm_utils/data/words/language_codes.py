@@ -48,7 +48,7 @@ def own_codes(tokenizer: PreTrainedTokenizerBase, languages: Iterable[str]) -> d
 
 
 def iso_languages(codes: Iterable[str]) -> list[str]:
-    """Return the ISO 639 codes of languages, the shortest of each, sorted; codes of no language are left out."""
+    """Return the shortest ISO 639 codes of languages, sorted; codes of none are left out."""
     places = (_place(code) for code in set(codes) - {""})
     return sorted({place[0] for place in places if place is not None})
 

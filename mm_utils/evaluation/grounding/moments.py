@@ -88,7 +88,7 @@ class MomentEvaluator:
 
 
 def fit_span(profile_RT: Tensor) -> Tensor:
-    """Return the span of whole cells whose box function is nearest to each profile, `[R, 2]`, in shares of the window.
+    """Return the span of cells nearest to each profile, `[R, 2]`, in shares of the window.
 
     Among functions that are one constant within a span and a lower one outside, it has the least squared distance: it maximises
     (sum of the centred profile within)^2 / (n (1 - n / T)) for n cells. A profile with NaN has the empty span 0 to 0.
@@ -114,7 +114,7 @@ def overlaps(one: Tensor, other: Tensor) -> Tensor:
 
 
 def moment_metrics(row_N: Tensor, columns_N5: Tensor) -> dict[str, float]:
-    """Return `MEASURES` and `moment_pointing`, each with interval and yardsticks; without moments, nothing.
+    """Return `MEASURES` and `moment_pointing` with intervals; without moments, nothing.
 
     Args:
         row_N: the medium of each phrase.
@@ -141,7 +141,7 @@ def moment_metrics(row_N: Tensor, columns_N5: Tensor) -> dict[str, float]:
 
 
 def _by_other_spans(true_N2: Tensor) -> dict[str, float]:
-    """Return the mean of each measure over all pairs of a phrase and another one, of which at most `MOST_OTHERS` are taken."""
+    """Return each measure's mean over pairs of other phrases, at most `MOST_OTHERS` of them."""
     count = len(true_N2)
     other_O = torch.arange(0, count, -(-count // MOST_OTHERS), device=true_N2.device)
     is_other_NO = torch.arange(count, device=true_N2.device)[:, None] != other_O
@@ -150,7 +150,7 @@ def _by_other_spans(true_N2: Tensor) -> dict[str, float]:
 
 
 def _by_fixed_span(true_N2: Tensor) -> dict[str, float]:
-    """Return the highest mean of each measure that one span for all phrases reaches, on a grid of `GRID` steps."""
+    """Return each measure's best mean by one span for all, on a grid of `GRID` steps."""
     best, ends = dict.fromkeys(MEASURES, 0.0), torch.arange(1, GRID + 1, dtype=torch.double, device=true_N2.device)
     for start in range(GRID):
         spans = torch.stack([torch.full_like(ends[start:], start), ends[start:]], 1) / GRID
@@ -161,14 +161,14 @@ def _by_fixed_span(true_N2: Tensor) -> dict[str, float]:
 
 
 def grounding_evaluator(wanted: bool, medium: str) -> PointingEvaluator | MomentEvaluator | None:
-    """Return what measures where phrases are, boxes of images or spans of clips and sounds; None if that is not wanted."""
+    """Return what measures where phrases are, in images or time; None if not wanted."""
     if not wanted:
         return None
     return PointingEvaluator() if medium == "image" else MomentEvaluator()
 
 
 def with_grounding(evaluate: Evaluate, grounding: Evaluate | None) -> Evaluate:
-    """Return an evaluator that also measures `grounding`, if given, on batches with regions or moments."""
+    """Return an evaluator that also measures `grounding`, on batches with regions or moments."""
     if grounding is None:
         return evaluate
     return lambda model, loader, accelerator: (
@@ -183,7 +183,7 @@ def report_grounding(
     timed: Timed | None,
     folder: Path,
 ) -> None:
-    """Draw `regions.png` or `moments.png` from the last evaluation, which was on `rows`; see `report_pointing` and below."""
+    """Draw `regions.png` or `moments.png` from the last evaluation, which was on `rows`."""
     if isinstance(grounding, MomentEvaluator):
         assert timed is not None
         report_moments(accelerator, grounding, rows, timed, folder)

@@ -76,7 +76,7 @@ class PointingEvaluator:
 def grounded(
     model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator, title: str
 ) -> Iterator[tuple[dict[str, Any], Regions, int, tuple[Tensor, ...], Tensor, Tensor]]:
-    """Give each batch that has rows, its regions and their number, the taps, cells `[b, h, w, E]` and phrases `[R, E]`."""
+    """Give each batch with rows, its regions, taps, cells `[b, h, w, E]`, phrases `[R, E]`."""
     for batch in tqdm(loader, desc=title, leave=False, disable=not accelerator.is_main_process, delay=2):
         if not len(batch["rows"]):
             continue

@@ -1,4 +1,4 @@
-"""Alter true captions by a few words, so that they become false: attributes, objects, places, the order of events.
+"""Make true captions false by a few words: attributes, objects, places, order of events.
 
 The kinds are those of SugarCrepe (arXiv 2306.14610) and ARO (arXiv 2210.01936), by rules instead of a language model:
 
@@ -114,7 +114,7 @@ class Caption:
         return not word[0].isalnum() or word in CLOSERS or (len(word) > 4 and word.endswith("ing"))
 
     def with_words(self, changes: dict[int, str]) -> str:
-        """Return the text with other words at some places; a and an follow, and a capital at the beginning stays."""
+        """Return the text with other words at places; a and an, and a capital, follow."""
         parts, end = [], 0
         for place, match in enumerate(self.found):
             word, following = changes.get(place, match[0]), changes.get(place + 1)
@@ -128,7 +128,7 @@ class Caption:
 
 
 class Vocabulary:
-    """How often the attributes of each list, and nouns in the singular and in the plural, occur in some captions."""
+    """How often each list's attributes, and nouns in both numbers, occur in some captions."""
 
     def __init__(self, captions: Iterable[Caption]):
         self.attributes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -213,7 +213,7 @@ def replace_spatial(caption: Caption, drawing: Drawing) -> str | None:
 
 
 def event_order(caption: Caption, drawing: Drawing) -> str | None:
-    """Exchange the first and the last of the events that a sentence tells in their order: then, after that, followed by.
+    """Exchange the first and last event that a sentence tells: then, after that, followed by.
 
     "Before" is none of these words: in captions of images it mostly says where something is.
     """
@@ -240,7 +240,7 @@ KINDS: dict[str, Alter] = {
 
 
 def _contrasts(caption: Caption) -> Iterator[tuple[Group, Group, str]]:
-    """Yield two groups with different nouns, and the name of a list of which they have different attributes."""
+    """Yield two groups with different nouns, and a list of which their attributes differ."""
     tokens = caption.tokens
     for one, other in combinations(caption.groups, 2):
         for name, place in one.attributes.items():
@@ -266,7 +266,7 @@ def _vowel(word: str) -> bool:
 
 
 def altered_captions(rows: datasets.Dataset, kinds: Mapping[str, Alter] = KINDS) -> list[Probe]:
-    """Return at most one probe of each kind for an image: the first English caption that can be altered so.
+    """Return an image's probes, at most one a kind: of the first caption that can be altered.
 
     Of more than `MOST_IMAGES` rows, and of more than `MOST_PROBES` probes of a kind, that many are taken, evenly spread. The
     result follows from the rows alone.
@@ -291,7 +291,7 @@ def altered_captions(rows: datasets.Dataset, kinds: Mapping[str, Alter] = KINDS)
 
 
 def _english(row: dict[str, list[str]]) -> list[tuple[Caption, str]]:
-    """Return the captions of a row that are in English or do not say in what, each with its language."""
+    """Return a row's captions in English, or in no language that is given, with the latter."""
     languages = row.get("languages") or [""] * len(row["captions"])
     pairs = zip(row["captions"], (language or "" for language in languages), strict=True)
     return [

@@ -1,4 +1,4 @@
-"""Measure how often a true caption scores above a false one: the word order of scenes, and altered captions.
+"""How often a true caption scores above a false one: order of words, altered captions.
 
 A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
 2204.03162). Scenes have one for every image (`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a
@@ -79,7 +79,7 @@ class ProbesOfSplit:
     kinds: tuple[str, ...]
 
     def pairs(self, split: Embeddings) -> Tensor:
-        """Return the pair numbers of each probe's image with its true and its false caption, `[P, 2]`.
+        """Return the pair numbers of each probe's true and false caption, `[P, 2]`.
 
         Pairs are numbered as `mm_utils.evaluation.reranking.PairScores` needs it: the texts are first the captions of the split,
         then those of the probes.
@@ -91,7 +91,7 @@ class ProbesOfSplit:
         )
 
     def measure(self, cosine_P2: Tensor, blind_P2: Tensor) -> dict[str, float]:
-        """Return the figures of the two towers: accuracy with its interval, that of the captions alone, and rows."""
+        """Return the towers' figures: accuracy, its interval, that of captions alone, rows."""
         found = self.shares(cosine_P2, "{}_accuracy")
         for kind, mine in self._by_kind():
             found[f"{kind}_blind"] = (blind_P2[mine, 0] > blind_P2[mine, 1]).double().mean().item()
@@ -99,7 +99,7 @@ class ProbesOfSplit:
         return found
 
     def shares(self, score_P2: Tensor, name: str) -> dict[str, float]:
-        """Return the share of each kind whose true caption scores higher, with its interval; `name` has {} for the kind."""
+        """Return each kind's share of higher true captions, with interval; {} in `name` is the kind."""
         found: dict[str, float] = {}
         for kind, mine in self._by_kind():
             found |= share_with_interval(name.format(kind), score_P2[mine, 0] > score_P2[mine, 1])
@@ -119,7 +119,7 @@ def word_order(rows: datasets.Dataset) -> list[Probe]:
 
 
 def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Tokenise probes; those whose captions become the same tokens, as they are cut or unknown, are left out."""
+    """Tokenise probes; those whose two captions become the same tokens are left out."""
     captions = [caption for probe in probes for caption in (probe.true, probe.false)]
     languages = [probe.language for probe in probes for _ in range(2)]
     ids = encode_captions(tokenizer, captions, languages, max_seq_length)
@@ -135,7 +135,7 @@ def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase,
 def probe_cosines(
     model: FusionDualEncoderModel, split: Embeddings, probes: ProbesOfSplit, accelerator: Accelerator
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines of true and false captions `[P, 2]` with their image, and their products with the mean of all."""
+    """Return cosines of true and false captions `[P, 2]`, and their products with the mean."""
     total, device = len(probes.image_P), probes.image_P.device
     shares = [distributed.share(total, part, distributed.world_size()) for part in range(distributed.world_size())]
     mine, found = shares[distributed.rank()], [split.image_ME.new_empty(0, 2, 2)]

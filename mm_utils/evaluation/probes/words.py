@@ -1,4 +1,4 @@
-"""English words that alter a caption: attributes by list, spatial words by pair, and the words around a noun.
+"""English words that alter a caption: attributes, spatial words, words around a noun.
 
 Words that mean about the same stand together, between bars: none replaces another.
 """

@@ -1,4 +1,4 @@
-"""Measure retrieval for each medium of a run, and between media, which are trained with texts alone.
+"""Measure retrieval for each medium, and between media, which only texts connect.
 
 Two media that share a caption belong together: a photograph and a sound of "a dog barks". That images find such sounds is
 never trained, but follows where both lie near their texts (LanguageBind, arXiv 2310.01852).
@@ -46,7 +46,7 @@ def evaluate_media(
     seed: int,
     grounding: PointingEvaluator | MomentEvaluator | None,
 ) -> Evaluate:
-    """Return what measures retrieval on the validation split of each medium, each with its evaluator.
+    """Return what measures each medium's validation retrieval, with its own evaluator.
 
     With one medium, metrics have their plain names, with `grounding` and the recall of training images. With several, all
     begin with their medium, as `sound_mean_recall`; `mean_recall` is the mean over media.
@@ -122,7 +122,7 @@ def _has_caption(captions: list[set[str]], shared: list[str]) -> Tensor:
 
 
 def _ranks(query_AE: Tensor, item_BE: Tensor, query_AC: Tensor, item_BC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rank `[A]`, from 1, of each query's best right item, and the number of its right items."""
+    """Return the rank `[A]`, from 1, of each query's best right item, and their number."""
     ranks, rights = [], []
     for start in range(0, len(query_AE), _BLOCK):
         part = slice(start, start + _BLOCK)

@@ -49,7 +49,7 @@ Scores = Callable[[Tensor], Tensor]
 
 
 def report_sizes(accelerator: Accelerator, split: Embeddings | None, folder: str | Path | None) -> None:
-    """On the main process, log R@1 of each width and code, and write `embedding_sizes.json` and `embedding_sizes.png`.
+    """On the main process, log R@1 of each width and code; write `embedding_sizes.*`.
 
     Args:
         split: the embeddings of the last evaluation; None if there was none.
@@ -65,7 +65,7 @@ def report_sizes(accelerator: Accelerator, split: Embeddings | None, folder: str
 
 
 def recall_over_bytes(split: Embeddings) -> list[dict[str, Any]]:
-    """Return recalls of the full width, and of every power of two from 16 to below it, in each of the codes.
+    """Return recalls of the full width and powers of two from 16 on, in each code.
 
     Returns:
         rows with `dimensions`, `code`, `bytes` of an image, and `recall@1` ... with half the width of their 95 % intervals.

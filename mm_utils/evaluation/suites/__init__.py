@@ -1,1 +1,1 @@
-"""Doors to the evaluation suites of others, which are imported only where they are installed."""
+"""Doors to others' evaluation suites, imported only where they are installed."""

@@ -34,7 +34,7 @@ class MtebModel(AbsEncoder):
         self.mteb_model_meta = ModelMeta.create_empty(about)
 
     def encode(self, inputs: Iterable[dict[str, Any]], **_: Any) -> Tensor:
-        """Return unit embeddings `[N, E]` of batches with a `text`, an `image`, or both, whose embeddings are added."""
+        """Return unit embeddings `[N, E]` of texts, of images, or the sum of both."""
         parts = []
         for batch in tqdm(inputs, desc="Embedding", leave=False, delay=2):
             found = self.model.encode(batch.get("image"), batch.get("text"))

@@ -65,7 +65,7 @@ class FeatureCacheArguments:
 def cache_features(
     args: FeatureCacheArguments, data: TrainingData, objective: Objective, accelerator: Accelerator
 ) -> None:
-    """Put the output of every frozen tower beside the training rows, as `data.features`; nothing without the flag.
+    """Put frozen towers' output beside the rows, as `data.features`; only with the flag.
 
     Called on all ranks, before the model is prepared.
 
@@ -189,7 +189,7 @@ class Source(ABC):
         self.model.train(was_training)
 
     def _write(self, folder: Path, dtype: torch.dtype) -> bool:
-        """Write this rank's shard; return False on all ranks, at once, if `dtype` cannot hold the features of one rank."""
+        """Write this rank's shard; False on all ranks at once, if `dtype` cannot hold any's."""
         progress = tqdm(
             zip(self.batches, self.blocks(), strict=True),
             total=len(self.batches),
@@ -290,7 +290,7 @@ class _Text(_Tower):
 
     @torch.no_grad()
     def _run(self, captions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
-        """Return for t captions pooled `[t, C]`, the states of all tokens `[sum of L, C]`, and the lengths L."""
+        """Return pooled captions `[t, C]`, all tokens' states `[sum of L, C]`, and lengths L."""
         if not captions:
             width, taps = self.model.config.text_width, len(self.model.config.fusion_text_taps)
             return torch.zeros(0, width), torch.zeros(0, taps * width), []
@@ -302,7 +302,7 @@ class _Text(_Tower):
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether all values are finite and, relative to the largest of their row, hardly change as `dtype`."""
+    """Return whether all values are finite and hardly change as `dtype`, relative to their row."""
     exact = values.flatten(1)
     error = (exact.to(dtype).to(exact) - exact).abs()
     return bool((error.amax(1) <= ROUNDING * exact.abs().amax(1)).all())

@@ -25,7 +25,7 @@ from mm_utils.training.features.feature_cache import Block, Source, weights_dige
 
 
 def cache_teacher(name: str | None, data: TrainingData, objective: JointObjective, accelerator: Accelerator) -> None:
-    """Put the embeddings of the teacher `name` beside the training rows, as `data.features`, and its scale into the term.
+    """Put the teacher's embeddings beside the rows, as `data.features`; its scale in the term.
 
     Nothing if no term learns from it. A resumed run must have the same teacher. Called on all ranks, before the model is
     prepared and after `cache_features`.

@@ -6,13 +6,18 @@ shared among V or T processes: none at all where V or T is 1. The sum of the wor
 wins; it does where gradients are dear.
 
 A process also updates only the weights that it trains. Left out: the loss and the data, which are about the same.
+
+All that is measured is measured in turn, in several rounds; the medians give the prediction, and each round by itself one more.
+How far these lie apart is the noise, below which a difference says nothing.
 """
 
-import statistics
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from statistics import median
 
 import torch
 from accelerate import Accelerator
@@ -28,8 +33,10 @@ from mm_utils.training.memory import restored_buffers
 from mm_utils.training.placement.apart import embed
 from mm_utils.training.placement.split import PARTS, parameters_of
 
-REPEATS = 3  # measurements, of which the median counts
-SAMPLE_BYTES = 2**26  # of gradients that are sent to measure the link, at most
+ROUNDS = 7  # of measurements
+SAMPLE_SECONDS = 0.1  # of a measurement, at least; short calls are repeated
+SAMPLE_BYTES = 2**24  # of gradients that are sent to measure the link, at most
+LEAST_GAIN = 0.15  # share of a step that `auto` wants to be saved; on fast links, predictions were off by so much
 BACKWARD = 2 / 3  # share of a pass
 _NUMBER_BYTES, _TOKEN_BYTES = 4, 8
 
@@ -137,7 +144,60 @@ class Costs:
         return f"{'; '.join(encoders)}; link {self.link.bandwidth / 1e6:.4g} MB/s"
 
 
-def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: JointObjective, batch: Batch) -> Costs:
+@dataclass(frozen=True)
+class Prediction:
+    """A step with encoders together and apart.
+
+    Attributes:
+        pairs: of the step.
+        costs: the medians of what was measured.
+        rounds: what each round of measurements says by itself.
+    """
+
+    pairs: int
+    costs: Costs
+    rounds: tuple[Costs, ...]
+
+    @property
+    def images(self) -> int:
+        """How many processes have the images in the fastest split."""
+        return self.costs.best_split(self.pairs)[1]
+
+    @property
+    def saved(self) -> float:
+        """The share of a step that this split saves; below 0 where it is slower."""
+        return self._saved(self.costs)
+
+    @property
+    def noise(self) -> float:
+        """How far `saved` may be off: half of the range of the rounds, without its two ends.
+
+        Of seven rounds, this range has the true median in 7 of 8 cases.
+        """
+        found = sorted(map(self._saved, self.rounds))
+        return (found[-2] - found[1]) / 2
+
+    def _saved(self, costs: Costs) -> float:
+        return 1 - costs.apart(self.pairs, self.images) / costs.together(self.pairs)
+
+    @property
+    def reason_for_together(self) -> str | None:
+        """Why `auto` leaves both encoders on each process; None if it does not."""
+        if self.saved >= max(LEAST_GAIN, self.noise):
+            return None
+        if abs(self.saved) < self.noise:
+            return f"the two differ by less than the noise of these measurements, {self.noise:.0%} of a step"
+        return "apart is slower" if self.saved < 0 else f"apart saves less than {LEAST_GAIN:.0%} of a step"
+
+    def __str__(self) -> str:
+        together, (apart, images) = self.costs.together(self.pairs), self.costs.best_split(self.pairs)
+        return (
+            f"a step of {self.pairs} pairs is predicted to take {together:.3g} s together, and {apart:.3g} s apart, with images "
+            f"on {images} of {self.costs.world} processes; noise {self.noise:.0%} of a step ({self.costs})"
+        )
+
+
+def predict(args: TrainingArguments, accelerator: Accelerator, objective: JointObjective, batch: Batch) -> Prediction:
     """Measure both encoders and the link; the result is equal on all processes.
 
     Args:
@@ -150,47 +210,88 @@ def measure_costs(args: TrainingArguments, accelerator: Accelerator, objective: 
     model = objective.model.to(accelerator.device).train()
     batch = Objective.with_keys(objective, batch, 0)
     part = None if args.micro_batch_size is None else int(args.micro_batch_size)
-    device = accelerator.device
+    device, world = accelerator.device, distributed.world_size()
     own, tokens = distributed.max_over_ranks([len(batch["lengths"]), batch["input_ids"].shape[1]], device)
     most = 2 * max(1, own)
-    with restored_buffers(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        lines = {
-            name: _measure_encoder(accelerator, objective, name, batch, most if part is None else min(part, most))
-            for name in PARTS
-        }
     trained = {name: [weight for _, weight in parameters_of(model, name)] for name in PARTS}
     sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in trained.items()}
-    encoders = {name: Encoder(*lines[name], sizes[name], _measure_update(trained[name], device)) for name in PARTS}
-    link = _measure_link(device, max(2 * _NUMBER_BYTES, min(SAMPLE_BYTES, sum(sizes.values()))))
-    width = model.config.projection_dim
-    return Costs(encoders["vision"], encoders["text"], link, distributed.world_size(), width, tokens, part)
+    sample = max(2, min(SAMPLE_BYTES, sum(sizes.values())) // _NUMBER_BYTES)
+    works: dict[str, Callable[[], object]] = {}
+    rows = {}
+    with restored_buffers(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for name in PARTS:
+            run = partial(_pass, accelerator, objective, name)
+            many = _rows_that_fit(run, objective, batch, most if part is None else min(part, most), device)
+            rows[name] = (max(1, many // 2), many)
+            few_many = (partial(run, _resized(batch, count)) for count in rows[name])
+            works[f"{name} few"], works[f"{name} many"] = few_many
+        for name, count in (("nothing", 1), ("sample", sample)):
+            gradient = nn.Parameter(torch.zeros(count, device=device))
+            works[name] = partial(_average, gradient)
+        seconds = _measure(works, device)
+    for name in PARTS:  # one by one, as they hold copies and moments
+        seconds |= _measure({f"{name} update": _update(trained[name], device)}, device)
+
+    def costs_of(of: Callable[[list[float]], float]) -> Costs:
+        time_of = {name: of(each) for name, each in seconds.items()}
+        lines = {name: _line(rows[name], (time_of[f"{name} few"], time_of[f"{name} many"])) for name in PARTS}
+        vision, text = (Encoder(*lines[name], sizes[name], time_of[f"{name} update"]) for name in ("vision", "text"))
+        sending = max(1e-9, time_of["sample"] - time_of["nothing"])
+        link = Link(time_of["nothing"], 2 * (world - 1) / world * sample * _NUMBER_BYTES / sending)
+        return Costs(vision, text, link, world, model.config.projection_dim, tokens, part)
+
+    each = tuple(costs_of(itemgetter(turn)) for turn in range(ROUNDS))
+    return Prediction(args.batch_sizes.sizes[-1], costs_of(median), each)
 
 
-def _measure_encoder(
-    accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch, many: int
-) -> tuple[float, float]:
-    """Return the seconds of any pass, and of every row: a line through `many` rows and half."""
+def _measure(works: dict[str, Callable[[], object]], device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of a call, by name and round, on the slowest process."""
+
+    def seconds(work: Callable[[], object], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        [slowest] = distributed.max_over_ranks([round(1e9 * (time.perf_counter() - start))], device)
+        return max(1, slowest) / 1e9 / calls
+
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        seconds(work, 1)  # which sets up libraries
+    calls = {name: math.ceil(SAMPLE_SECONDS / seconds(work, 1)) for name, work in works.items()}
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            found[name].append(seconds(work, calls[name]))
+    return found
+
+
+def _rows_that_fit(
+    run: Callable[[Batch], None], objective: JointObjective, batch: Batch, many: int, device: torch.device
+) -> int:
+    """Return `many`, halved until a pass of so many rows fits into the memory of all processes."""
     while True:
-        few, times, failed = max(1, many // 2), {}, False
+        failed = False
         try:
-            for rows in (few, many):
-                times[rows] = _median_seconds(
-                    accelerator.device, partial(_pass, accelerator, objective, encoder, _resized(batch, rows))
-                )
+            run(_resized(batch, many))
         except RuntimeError as error:
             if not should_reduce_batch_size(error) or many == 1:
                 raise
             failed = True
-        if not distributed.any_rank(failed, accelerator.device):
-            break
+        if not distributed.any_rank(failed, device):
+            return many
         objective.zero_grad()
         clear_device_cache(garbage_collection=True)
         many //= 2
-    slowest = _slowest([times[rows] for rows in (few, many)], accelerator.device)
+
+
+def _line(rows: tuple[int, int], seconds: tuple[float, float]) -> tuple[float, float]:
+    """Return the seconds of any pass, and of every row: a line through few rows and many."""
+    (few, many), (short, long) = rows, seconds
     if few == many:
-        return 0.0, slowest[1] / many
-    per_pair = max(0.0, slowest[1] - slowest[0]) / (many - few)
-    return max(0.0, slowest[1] - many * per_pair), per_pair
+        return 0.0, long / many
+    per_pair = max(0.0, long - short) / (many - few)
+    return max(0.0, long - many * per_pair), per_pair
 
 
 def _pass(accelerator: Accelerator, objective: JointObjective, encoder: str, batch: Batch) -> None:
@@ -214,41 +315,13 @@ def _resized(batch: Batch, rows: int) -> Batch:
     return {**resized, "lengths": [batch["lengths"][place] for place in places.tolist()]}
 
 
-def _measure_update(weights: list[nn.Parameter], device: torch.device) -> float:
-    """Return the seconds of the optimizer's step, on copies of the weights."""
+def _update(weights: list[nn.Parameter], device: torch.device) -> Callable[[], object]:
+    """Return the optimizer's step, on copies of the weights."""
     copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
-    step = torch.optim.AdamW(copies, fused=device.type == "cuda").step if copies else lambda: None
-    return _slowest([_median_seconds(device, step)], device)[0]
-
-
-def _slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Return the longest of each time over the processes."""
-    return [each / 1e9 for each in distributed.max_over_ranks([round(1e9 * each) for each in seconds], device)]
-
-
-def _measure_link(device: torch.device, size: int) -> Link:
-    """Add up gradients of two sizes, as a step does."""
-    seconds = []
-    for count in (1, size // _NUMBER_BYTES):
-        gradient = nn.Parameter(torch.zeros(count, device=device))
-        seconds.append(_median_seconds(device, partial(_average, gradient)))
-    world, seconds = distributed.world_size(), _slowest(seconds, device)
-    return Link(seconds[0], 2 * (world - 1) / world * size / max(1e-9, seconds[1] - seconds[0]))
+    return torch.optim.AdamW(copies, fused=device.type == "cuda").step if copies else lambda: None
 
 
 def _average(parameter: nn.Parameter) -> None:
     GradientAverage(([parameter], None)).receive()
-
-
-def _median_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the median time of a call, after a first one that sets up libraries."""
-    seconds = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])

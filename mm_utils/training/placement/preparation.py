@@ -19,13 +19,12 @@ from mm_utils.reliability.watchdog import StragglerDetection
 from mm_utils.training import fsdp_deepspeed
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.placement.apart import ApartObjective, TowerExchange
-from mm_utils.training.placement.cost import measure_costs
+from mm_utils.training.placement.cost import predict
 from mm_utils.training.placement.split import Split
 from mm_utils.training.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
-LEAST_GAIN = 0.05  # share of a step that `auto` wants to be saved
 unsharded = fsdp_deepspeed.unsharded
 
 
@@ -114,14 +113,11 @@ def choose_split(
             )
         return Split(images, world - images)
     assert isinstance(objective, JointObjective)
-    costs = measure_costs(args, accelerator, objective, next(iter(data.train_batches(0, 1))))
-    pairs = args.batch_sizes.sizes[-1]
-    together, (apart, vision) = costs.together(pairs), costs.best_split(pairs)
-    logger.info(
-        "--placement %s: a step of %d pairs is predicted to take %.3g s together, and %.3g s apart, with images on %d of %d "
-        "processes (%s)", kind, pairs, together, apart, vision, world, costs,
-    )  # fmt: skip
-    return None if kind == "auto" and apart > (1 - LEAST_GAIN) * together else Split(vision, world - vision)
+    found = predict(args, accelerator, objective, next(iter(data.train_batches(0, 1))))
+    reason = found.reason_for_together if kind == "auto" else None
+    stays = f"; both encoders stay on each process: {reason}" if reason else ""
+    logger.info("--placement %s: %s%s", kind, found, stays)
+    return None if reason else Split(found.images, world - found.images)
 
 
 def reason_against(

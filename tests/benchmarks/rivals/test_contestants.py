@@ -3,8 +3,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from benchmarks.rivals import contestants
-from benchmarks.rivals.contestants import CONTESTANTS, Bench, Task, clip_loss, pad, pad_list, take_turn
+from benchmarks.rivals import loop_bench
+from benchmarks.rivals.contestants import CONTESTANTS, clip_loss, pad, take_turn
+from benchmarks.rivals.loop_bench import Bench, Task, pad_list
 from benchmarks.training import CONTESTANTS as NAMES
 from mm_utils import distributed
 from mm_utils.data.loading.loaders import LoaderArguments
@@ -120,6 +121,6 @@ def test_a_peer_that_has_too_few_pairs_says_so(bench_of):
 
 
 def test_open_clip_is_used_where_it_is_installed(monkeypatch):
-    assert contestants.open_clip_version() is None or contestants.open_clip_version()[0].isdigit()
-    monkeypatch.setattr(contestants.importlib.metadata, "version", lambda name: {"open_clip_torch": "9.9"}[name])
-    assert contestants.open_clip_version() == "9.9"
+    assert loop_bench.open_clip_version() is None or loop_bench.open_clip_version()[0].isdigit()
+    monkeypatch.setattr(loop_bench.importlib.metadata, "version", lambda name: {"open_clip_torch": "9.9"}[name])
+    assert loop_bench.open_clip_version() == "9.9"

@@ -8,7 +8,8 @@ from transformers import BertConfig, BertModel, BertTokenizerFast, MobileNetV2Co
 from transformers.models.mobilenet_v2 import MobileNetV2ImageProcessor
 
 from benchmarks.rivals import plain_contrastive
-from benchmarks.rivals.plain_contrastive import TimeBudget, caption_relevance, ranks, read_rows, retrieval_metrics
+from benchmarks.rivals.judging import caption_relevance, ranks, retrieval_metrics
+from benchmarks.rivals.plain_contrastive import TimeBudget, read_rows
 
 OWNER = torch.tensor([0, 0, 1, 1, 1, 2])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.loading import CONTESTANTS
+from benchmarks.data.loading import CONTESTANTS
 from benchmarks.rivals import pair_stores
 from benchmarks.rivals.reader_bench import Bench, Task
 from benchmarks.rivals.reader_process import Consumer, Process, epoch, fault, memory_of, prepared_colours

@@ -33,6 +33,7 @@ from tests.data.numbered_rows import (
     loaders,
     number_said,
     number_shown,
+    pairs_of,
     png,
     rows_of,
     training_pairs,
@@ -278,22 +279,6 @@ def test_another_row_replaces_a_broken_image_in_training(tokenizer: PreTrainedTo
     assert len(replacements) == 20  # ten epochs
     assert not {2, 7} & set(replacements)
     assert len(set(replacements)) > 5  # another one every time
-
-
-def pairs_of(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return each pair of a training batch by itself, without padding."""
-    return [
-        (row, image_id, ids, tokens[:length], pixels)
-        for row, image_id, ids, tokens, length, pixels in zip(
-            batch["rows"].tolist(),
-            batch["image_ids"],
-            batch["ids"].tolist(),
-            batch["input_ids"].tolist(),
-            batch["lengths"],
-            batch["pixel_values"].flatten(1).tolist(),
-            strict=True,
-        )
-    ]
 
 
 @given(bad=st.sets(st.integers(0, 12), max_size=11), world=st.sampled_from([1, 2, 4]), start=st.integers(0, 9))

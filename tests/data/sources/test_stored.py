@@ -3,9 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +18,7 @@ from mm_utils.data.streaming.stream import _find_urls
 from mm_utils.data.tasks import TaskArguments, load_task
 from tests.data.prepare.fault_images import draw, png
 from tests.data.sources.reading import NAMES, lines, read, write, write_tar
+from tests.recording_server import RecordingServer, recording
 
 FEATURES = Features({"image": Image(), "caption": Value("string"), "label": ClassLabel(names=["a", "b"])})
 
@@ -152,44 +151,16 @@ def test_outside_files_are_read_when_that_is_asked_for(private: Path, tmp_path: 
     assert sum(map(len, load_pairs(args).values())) == 30
 
 
-class Metadata(ThreadingHTTPServer):
-    """A server that only this machine can reach."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.asked = content, list[str]()
-        super().__init__(("127.0.0.1", 0), Answer)
-
-
-class Answer(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)  # type: ignore[attr-defined]
-        content = self.server.content  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
-def server(private: Path) -> Iterator[Metadata]:
-    with Metadata((private / "notes.csv").read_bytes()) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+def server(private: Path) -> Iterator[RecordingServer]:
+    with recording((private / "notes.csv").read_bytes()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("door", [*DOORS, "a stream"])
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_data_set_asks_no_server(
-    door: str, outside: bool, server: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: str, outside: bool, server: RecordingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     address = f"http://127.0.0.1:{server.server_address[1]}/latest/meta-data/x.csv"

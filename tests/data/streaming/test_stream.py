@@ -27,6 +27,7 @@ from mm_utils.data.streaming.order import Reader
 from mm_utils.data.streaming.stream import Stream, StreamingArguments, open_stream
 from mm_utils.data.training_data import load_validation_file
 from mm_utils.model.processor import train_tokenizer
+from tests.data.numbered_rows import pairs_of
 from tests.data.sources.reading import write_tar
 from tests.data.streaming import numbered_shards
 from tests.data.streaming.numbered_shards import (
@@ -95,18 +96,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def content(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Every pair of a batch by itself, without padding, in a fixed order."""
-    return sorted(
-        (row, image_id, keys, ids[:length], pixels)
-        for row, image_id, keys, ids, length, pixels in zip(
-            batch["rows"].tolist(),
-            batch["image_ids"],
-            batch["ids"].tolist(),
-            batch["input_ids"].tolist(),
-            batch["lengths"],
-            batch["pixel_values"].flatten(1).tolist(),
-            strict=True,
-        )
-    )
+    return sorted(pairs_of(batch))
 
 
 @pytest.mark.parametrize("kind", KINDS)

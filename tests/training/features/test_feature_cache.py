@@ -38,13 +38,7 @@ from tests.test_distributed import run_on_ranks
 SIZE = 16
 TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}
 datasets.disable_progress_bars()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -585,19 +579,19 @@ def test_the_flags_that_are_missing_are_named(tiny_flags: list[str], tmp_path: P
         pretrain.main([*tiny_flags, "--cache_features", "--output_dir", str(tmp_path)])
 
 
+def on_two_processes(flags: list[str], cache: Path) -> None:
+    config, script = str(ROOT / "accelerate_configs/two_processes.yaml"), str(ROOT / "scripts/pretrain.py")
+    variables = {"ACCELERATE_USE_CPU": "true", "HF_DATASETS_CACHE": str(cache)}
+    two = launch(["--config_file", config, script, *flags], cache, **variables)
+    assert two.returncode == 0, two.stderr
+
+
 @pytest.mark.slow
 def test_two_processes_share_the_work_and_learn_what_one_learns(
     tiny_flags: list[str], tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--max_train_samples", "15", "--global_batch_size", "7"]
-    config, script = str(ROOT / "accelerate_configs/two_processes.yaml"), str(ROOT / "scripts/pretrain.py")
-    two = launch(
-        ["--config_file", config, script, *flags, "--output_dir", str(tmp_path / "two")],
-        tmp_path,
-        ACCELERATE_USE_CPU="true",
-        HF_DATASETS_CACHE=str(own_cache),
-    )
-    assert two.returncode == 0, two.stderr
+    on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
     shards = sorted(path.name for path in own_cache.glob("tandem_features/*/*"))
     assert shards == ["00000.arrow"] * 2 + ["00001.arrow"] * 2
     assert not leftovers(own_cache)

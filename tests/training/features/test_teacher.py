@@ -24,16 +24,11 @@ from mm_utils.training.features.teacher import cache_teacher
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, rows_of
 from tests.model.stock_folders import write_stock
-from tests.scripts.test_pretrain import ROOT, launch, losses, weights
+from tests.scripts.test_pretrain import losses, weights
+from tests.training.features.test_feature_cache import on_two_processes
 
 SIZE, BROKEN = 16, (2, 7)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +121,7 @@ def test_two_processes_share_the_work_and_learn_what_one_learns(
 ) -> None:
     run = [*tiny_flags, "--objectives", "contrastive:1", "--fusion_layers", "0", "--teacher_name_or_path", teacher]
     flags = [*run, "--max_train_samples", "15", "--global_batch_size", "7"]
-    config, script = str(ROOT / "accelerate_configs/two_processes.yaml"), str(ROOT / "scripts/pretrain.py")
-    two = launch(
-        ["--config_file", config, script, *flags, "--output_dir", str(tmp_path / "two")],
-        tmp_path,
-        ACCELERATE_USE_CPU="true",
-        HF_DATASETS_CACHE=str(own_cache),
-    )
-    assert two.returncode == 0, two.stderr
+    on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
     assert sorted(path.name for path in own_cache.glob("tandem_features/*/*")) == ["00000.arrow", "00001.arrow"]
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other")
     pretrain.main([*flags, "--output_dir", str(tmp_path / "alone")])

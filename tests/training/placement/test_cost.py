@@ -13,7 +13,7 @@ from mm_utils import distributed
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.placement import cost
-from mm_utils.training.placement.cost import Costs, Encoder, Link, measure_costs
+from mm_utils.training.placement.cost import Costs, Encoder, Link, Prediction, predict
 from mm_utils.training.placement.split import PARTS, parameters_of
 from tests.objectives.test_grad_cache import ALONE
 from tests.objectives.test_joint import global_batch, tiny_objective
@@ -73,12 +73,38 @@ def test_gradients_that_travel_beside_the_backward_pass_cost_what_is_left() -> N
     )  # 0.2 s of sending, behind those of the last part
 
 
+@pytest.mark.parametrize(
+    ("shares", "noise", "reason"),
+    [
+        ([0.80] * 7, 0, None),
+        ([0.97] * 7, 0, "apart saves less than 15% of a step"),
+        ([1.20] * 7, 0, "apart is slower"),
+        ([0.78, 0.79, 0.79, 0.80, 0.82, 0.83, 1.90], 0.02, None),  # of one round, disturbed by something else
+        ([1.10, 0.70, 1.30, 0.80, 1.00, 0.90, 0.70], 0.20, "the two differ by less than the noise of these measurements, 20%"),
+        ([1.30, 0.80, 1.20, 0.95, 1.10, 0.90, 1.04], 0.15, "the two differ by less than the noise of these measurements, 15%"),
+    ],
+)  # fmt: skip
+def test_a_difference_below_the_noise_leaves_encoders_together(
+    shares: list[float], noise: float, reason: str | None
+) -> None:
+    def costs(share: float) -> Costs:
+        """Of 2 pairs: together 1 second; apart `share`, above 2/3."""
+        return Costs(Encoder(0, share / 2, 0), Encoder(0, 0, 0, 1 - share / 2), FREE, 2, 0, 0, None)
+
+    prediction = Prediction(2, costs(sorted(shares)[3]), tuple(map(costs, shares)))
+    assert prediction.saved == pytest.approx(1 - sorted(shares)[3])
+    assert prediction.noise == pytest.approx(noise)
+    said = prediction.reason_for_together
+    assert said is None if reason is None else said is not None and said.startswith(reason)
+
+
 def test_measuring_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "any_rank", lambda here, device: here)
     monkeypatch.setattr(distributed, "max_over_ranks", lambda numbers, device: numbers)
     monkeypatch.setattr(cost.GradientAverage, "receive", lambda average: None)
-    monkeypatch.setattr(cost, "REPEATS", 1)
+    monkeypatch.setattr(cost, "ROUNDS", 3)
+    monkeypatch.setattr(cost, "SAMPLE_SECONDS", 1e-9)
     seen: list[int] = []
     monkeypatch.setattr(
         "mm_utils.training.placement.apart.encode_in_groups",
@@ -95,7 +121,8 @@ def test_measuring_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     before = {name: value.clone() for name, value in objective.state_dict().items()}
     accelerator: Any = SimpleNamespace(**vars(ALONE))
     random = torch.get_rng_state()
-    costs = measure_costs(TrainingArguments(), accelerator, objective, global_batch())
+    prediction = predict(TrainingArguments(), accelerator, objective, global_batch())
+    costs = prediction.costs
     assert torch.equal(torch.get_rng_state(), random)
     assert {
         name: value for name, value in objective.state_dict().items() if not torch.equal(value, before[name])
@@ -107,5 +134,7 @@ def test_measuring_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert min(costs.vision.update, costs.text.update) > 0
     assert min(costs.vision.seconds(8, None), costs.text.seconds(8, None), costs.link.bandwidth) > 0
     seen.clear()
-    measure_costs(TrainingArguments(micro_batch_size="4"), accelerator, objective, global_batch())
+    assert len(set(prediction.rounds)) == 3
+    assert prediction.noise >= 0
+    predict(TrainingArguments(micro_batch_size="4"), accelerator, objective, global_batch())
     assert set(seen) == {2, 4}

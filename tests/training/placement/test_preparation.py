@@ -13,7 +13,7 @@ from mm_utils.data.streaming.stream import Stream
 from mm_utils.objectives import Objective
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.placement import preparation
-from mm_utils.training.placement.cost import Costs, Encoder, Link
+from mm_utils.training.placement.cost import Costs, Encoder, Link, Prediction
 from mm_utils.training.placement.preparation import choose_split
 from mm_utils.training.placement.split import Split
 from tests.objectives.test_joint import tiny_model, tiny_objective
@@ -98,9 +98,10 @@ def test_auto_takes_what_is_predicted_to_be_faster_and_says_both(
 ) -> None:
     encoder = Encoder(0.0, 0.01, 10**7)
     costs = Costs(encoder, encoder, Link(0.0, bandwidth), 4, 64, 32, None)
-    monkeypatch.setattr(preparation, "measure_costs", lambda *given: costs)
+    monkeypatch.setattr(preparation, "predict", lambda *given: Prediction(64, costs, (costs,) * 7))
     caplog.set_level(logging.INFO, logger="mm_utils")
     assert split("auto") == chosen
     assert split("apart") == Split(2, 2)
     said = f"{costs.together(64):.3g} s together, and {costs.apart(64, 2):.3g} s apart, with images on 2 of 4"
     assert caplog.text.count(said) == 2
+    assert ("both encoders stay on each process: apart is slower" in caplog.text) is (chosen is None)

@@ -40,7 +40,7 @@ _STRIP = 32  # pixels of a frame in a strip
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame that is shown from `time` to `end`, in seconds; `picture` decodes it to upright RGB."""
+    """A frame shown from `time` to `end`, in seconds; `picture` decodes it to upright RGB."""
 
     time: float
     end: float
@@ -142,7 +142,7 @@ def clip_of_frames(
 
 
 def strip(jpegs: Sequence[bytes]) -> Image.Image:
-    """Lay three frames of a clip side by side, from its first, middle and last third: for a fingerprint of it."""
+    """Lay three frames of a clip, of its thirds, side by side: for a fingerprint of it."""
     picture = Image.new("RGB", (3 * _STRIP, _STRIP))
     for place in range(3):
         at = int((2 * place + 1) / 6 * len(jpegs))
@@ -215,7 +215,7 @@ class _Sampler:
 
 
 def _video(container: Any, stream: Any, max_pixels: int, sampler: _Sampler) -> Iterator[Frame]:
-    """Give the frames of a stream; raises too_many_pixels before the decoder takes memory for more than there may be."""
+    """Give the frames of a stream; raise too_many_pixels before memory is taken for more."""
     _check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels)
     rate = stream.average_rate or stream.guessed_rate
     usual = 1 / float(rate) if rate else 1 / 25

@@ -1,4 +1,4 @@
-"""Open files of sound and video by FFmpeg (PyAV), within limits, and put their frames on one clock.
+"""Open sound and video by FFmpeg (PyAV), within limits; put the frames on one clock.
 
 The clock of a file counts seconds from its beginning, the same for all of its streams: a sound that starts 0.3 s after the
 pictures stays 0.3 s behind them. Containers with time stamps of their own (MP4, Matroska, AVI, ASF, FLV) count from 0; one
@@ -88,7 +88,7 @@ def open_container(content: bytes) -> Iterator[Any]:
 
 
 def best_stream(container: Any, kind: str) -> Any:
-    """Return the stream `video` or `audio` that players show; raises no_video_stream or no_audio_stream."""
+    """Return the `video` or `audio` that players show; raise no_video_stream, no_audio_stream."""
     streams = getattr(container.streams, kind)
     if len(container.streams) > _MOST_STREAMS:
         raise Fault("too_many_parts", f"{len(container.streams):,} streams")
@@ -112,7 +112,7 @@ def clock_zero(container: Any) -> float:
 
 
 def declared_end(container: Any, stream: Any) -> float | None:
-    """Return where the header says that a stream ends, on the file's clock; None where it does not say, or guesses."""
+    """Return a stream's end on the file's clock by the header; None where it only guesses."""
     if container.format.name in ("mp3", "aac", "mpegts", "mpeg", "amr", "ac3", "eac3"):
         return None
     if stream.duration is not None and stream.time_base is not None:
@@ -125,7 +125,7 @@ def declared_end(container: Any, stream: Any) -> float | None:
 
 
 def decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Iterator[tuple[float | None, Any]]:
-    """Give the frames of a stream with their times on the file's clock, None where they have none.
+    """Give a stream's frames with their times on the file's clock, None where they have none.
 
     Args:
         start: seconds; frames that end before it may be left out.
@@ -178,7 +178,7 @@ def seconds_of(value: Any) -> float:
 
 
 def check_length(seconds: float, most: float) -> None:
-    """Raise too_long if a medium, or the part of it that is wanted, has more than `most` seconds."""
+    """Raise too_long if a medium, or its wanted part, has more than `most` seconds."""
     if seconds > most + TOLERANCE:
         raise Fault("too_long", f"it has {seconds:,.1f} s or more, and --max_seconds is {most:g}")
 

@@ -49,7 +49,7 @@ def read_sound(
     notes: list[str] | None = None,
     codecs: bool = True,
 ) -> tuple[np.ndarray, int]:
-    """Read the sound of a file, mixed to one channel by the mean, from `start` to `end` on the file's clock.
+    """Read a file's sound, the mean of its channels, from `start` to `end` on its clock.
 
     Sound that is missing at the beginning or in between, as time stamps have it, is silence.
 
@@ -85,7 +85,7 @@ def read_sound(
 
 
 def loudness_picture(samples: np.ndarray, rate: int) -> Image.Image:
-    """Draw the loudness of a sound, int16 `[n]`: 32 parts from left to right, 32 bands of the mel scale from top to bottom.
+    """Draw a sound's loudness, int16 `[n]`: 32 parts left to right, 32 mel bands downwards.
 
     White is the loudest cell, black 40 dB below it. Silence before and behind the sound is left out: what is 30 dB below
     the loudest 20 ms. A picture is what `perceptual_hash.fingerprint` takes: copies that are
@@ -107,7 +107,7 @@ def loudness_picture(samples: np.ndarray, rate: int) -> Image.Image:
 
 
 def _mel_bands(rate: int) -> np.ndarray:
-    """Return weights [frequencies, bands] that average the power of bands, evenly spaced in mel from 100 to 3,800 Hz."""
+    """Return weights [frequencies, bands] that average power, even in mel, 100 to 3,800 Hz."""
     low, high = (2595 * math.log10(1 + hertz / 700) for hertz in (100.0, 3800.0))
     edges = 700 * (10 ** (np.linspace(low, high, _CELLS + 1) / 2595) - 1)
     hertz = np.linspace(0, rate / 2, _WINDOW // 2 + 1)[:, None]
@@ -142,7 +142,7 @@ def _read_wav(content: bytes, start: float | None, end: float | None, most: floa
 
 
 def _wav_chunks(content: bytes) -> tuple[bytes, memoryview] | None:
-    """Return the format and the samples of a WAV file, None if it is none; raises a `Fault` if it is cut."""
+    """Return format and samples of a WAV file, None if it is none; raise `Fault` if cut."""
     if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
         return None
     view, at, layout = memoryview(content), 12, b""
@@ -222,7 +222,7 @@ def _read_stream(
 
 
 class _Track:
-    """Puts decoded frames on the clock, one after another, from `begin` on, until it has `most` seconds.
+    """Puts decoded frames on the clock, from `begin` on, until it has `most` seconds.
 
     Attributes:
         rate: samples a second, once there is a frame.

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import loading
-from benchmarks.loading import COLUMNS, summarise
+from benchmarks.data import loading
+from benchmarks.data.loading import COLUMNS, summarise
 from benchmarks.rivals.reader_process import Process
 
 TINY = ["--images", "32", "--batch_size", "8", "--image_size", "32", "--num_workers", "0", "--rounds", "1"]
@@ -97,18 +97,3 @@ def test_readers_work_in_processes_of_their_own(tmp_path: Path) -> None:
     flags = [*TINY, "--num_workers", "2", "--batches_per_round", "2", "--contestants", "tandem_jpeg,memmap"]
     results = loading.main([*flags, "--cache_dir", str(tmp_path)])["results"]
     assert all("error" not in result for result in results)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--contestants", "datasets,dali"], "--contestants has dali; choose from datasets,"),
-        (["--rounds", "0"], "count from 1"),
-        (["--images", "100"], "--images is 100"),
-        (["--train_file", "nowhere.jsonl"], "--train_file is nowhere.jsonl; there is no such file"),
-    ],
-)
-def test_bad_flags(flags: list[str], message: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        loading.main(flags)
-    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the variants of an ablation differ in: means, differences seed by seed, and their intervals.
+"""What variants of an ablation differ in: means, differences by seed, their intervals.
 
 Intervals are Student's, over seeds: how much a figure varies with initial weights, order and crops, on the same images.
 """
@@ -41,7 +41,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def summarise(records: Iterable[dict[str, Any]], variants: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
-    """By variant and metric: value of each seed, mean, half width, and the same of the differences to the first variant.
+    """By variant and metric: values, mean and half width; and those of the differences.
 
     A difference is taken seed by seed, where both were run. Variants without a finished run, and metrics that a variant
     does not have, are left out.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.ablation_report import draw, interval, report, summarise
+from benchmarks.ablations.report import draw, interval, report, summarise
 
 
 def record(variant: str, seed: int, **figures: float) -> dict:

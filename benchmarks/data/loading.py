@@ -1,11 +1,11 @@
-"""Measure what loading a pair costs: this project's loader and others, over the same pairs, in turn in one run.
+"""Measure what loading a pair costs: this loader and others, over the same pairs, in turn.
 
 2,048 synthetic photographs, made once, in under ten minutes on two cores:
-    python -m benchmarks.loading
+    python -m benchmarks.data.loading
 Your own pairs, some of the readers, all figures to a file, the table and a picture beside it:
-    python -m benchmarks.loading --train_file pairs.jsonl --contestants datasets,tandem_jpeg --output_file loading.json
+    python -m benchmarks.data.loading --train_file pairs.jsonl --contestants datasets,tandem_jpeg --output_file loading.json
 How much memory the main process needs for the metadata of 10 thousand and of a million pairs:
-    python -m benchmarks.loading --memory
+    python -m benchmarks.data.loading --memory
 
 What the readers do, and what is equal for all, is said in `benchmarks/rivals/readers.py`. Those that read another format
 read what `scripts/prepare_data.py` made of the same files; `webdataset`, `litdata`, `mosaic` (package mosaicml-streaming)

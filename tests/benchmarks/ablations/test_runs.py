@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablation import Run, execute, execute_all, last_figures, plan, read_grid
+from benchmarks.ablations.runs import Run, execute, execute_all, last_figures, plan, read_grid
 from tests.run.conftest import children  # noqa: F401
 from tests.run.processes import fork, is_alive, wait_until
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import balance
+from benchmarks.processes import balance
 from tests.distributed.test_signature import accelerator_of_this_rank
 from tests.test_distributed import run_on_ranks
 

@@ -1,16 +1,16 @@
 """Rows are dealt as the loaders deal them, and the table has every batch size."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import placement
+from benchmarks.processes import placement
 from mm_utils import distributed
 from mm_utils.model.build import ModelArguments
 from mm_utils.training.placement.split import Split
+from tests.distributed.test_signature import accelerator_of_this_rank
 from tests.test_distributed import run_on_ranks
 
 SIZES = {"vision_config": "tiny", "text_config": "tiny", "image_size": 32, "vocab_size": 100}
@@ -32,13 +32,7 @@ def test_every_row_is_of_one_process_that_has_images(monkeypatch: pytest.MonkeyP
 
 
 def measured_on_this_rank(file: Path) -> list[dict[str, Any]]:
-    os.environ |= {"RANK": str(distributed.rank()), "LOCAL_RANK": str(distributed.rank()), "WORLD_SIZE": "2"}
-    os.environ |= {
-        "ACCELERATE_USE_CPU": "true",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }
+    accelerator_of_this_rank()
     flags = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
     return placement.main(
         [*flags, *("--pairs", "8,12", "--rounds", "1", "--steps", "1", "--warm_up", "1", "--output_file", str(file))]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import scaling
-from benchmarks.scaling import ScalingArguments, reckon
+from benchmarks.processes import scaling
+from benchmarks.processes.scaling import ScalingArguments, reckon
 from mm_utils.model.flops import FlopCounts, Quadratic
 
 LARGE = FlopCounts(35 * 10**9, 0, Quadratic(0, 2 * 10**8, 0), Quadratic(0, 0, 0), True, True)

@@ -1,10 +1,10 @@
-"""What a training step exchanges between processes: bytes predicted by formulas, beside those that are counted.
+"""What a step exchanges between processes: bytes predicted, beside those counted.
 
-    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/two_processes.yaml -m benchmarks.communication
+    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/two_processes.yaml -m benchmarks.processes.communication
 
 Every process takes one step of each of `--objectives_tried`, in one part and in several, on random pixels and captions. Counted
 are the collectives of `mm_utils.distributed` by their meter, and DDP's own by a hook on its buckets. The formulas are those of
-docs/communication.md; `benchmarks.scaling` reckons with them too.
+docs/communication.md; `benchmarks.processes.scaling` reckons with them too.
 """
 
 import logging

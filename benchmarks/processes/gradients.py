@@ -1,6 +1,6 @@
-"""Measure what each known way of training on several processes does to the gradient of the contrastive loss.
+"""What each known way of training on several processes does to the contrastive gradient.
 
-    python -m benchmarks.gradients --processes 1,2,3,4
+    python -m benchmarks.processes.gradients --processes 1,2,3,4
 
 It starts the processes itself (gloo, CPU, fp64, no data). The gradients g of two small encoders, averaged as DDP does
 over processes with equal shares of a batch, are compared with the gradients r of one process with the whole batch:
@@ -57,7 +57,7 @@ class AblationArguments:
 
 
 def dense_info_nce(mine_n2E: Tensor, scale: Tensor, columns_N2E: Tensor | None = None, first: int = 0) -> Tensor:
-    """InfoNCE of the own rows, against themselves or against columns of which `first` + i is the positive of row i."""
+    """InfoNCE of own rows; column `first` + i is the positive of row i."""
     columns_N2E = mine_n2E if columns_N2E is None else columns_N2E
     target_n = torch.arange(first, first + len(mine_n2E))
     image_to_text = cross_entropy(scale * mine_n2E[:, 0] @ columns_N2E[:, 1].T, target_n)
@@ -65,7 +65,7 @@ def dense_info_nce(mine_n2E: Tensor, scale: Tensor, columns_N2E: Tensor | None =
 
 
 def gather(mine_n2E: Tensor) -> Tensor:
-    """The rows of all processes, with the own ones put back among them: they alone have a gradient."""
+    """The rows of all processes; the own ones are put back, as they alone have a gradient."""
     shares = list(
         distributed.gather(mine_n2E, [len(mine_n2E)] * distributed.world_size()).chunk(distributed.world_size())
     )
@@ -74,7 +74,7 @@ def gather(mine_n2E: Tensor) -> Tensor:
 
 
 def local_loss(mine_n2E: Tensor, scale: Tensor, grad: bool = True) -> Tensor:
-    """The loss of the own rows; what they ask of the columns goes to the columns' owners or, without `grad`, nowhere."""
+    """The loss of own rows; with `grad`, gradients of the columns go to their owners."""
     columns_N2E = gather(mine_n2E)
     if grad:
         columns_N2E.register_hook(distributed.sum_over_ranks)
@@ -89,7 +89,7 @@ def accumulation(mine_n2E: Tensor, scale: Tensor) -> Tensor:
 
 
 def cached_accumulation(mine_n2E: Tensor, scale: Tensor) -> Tensor:
-    """The exact loss once for each part: embeddings have a gradient in their part's turn, the temperature in all turns."""
+    """The exact loss once a part: embeddings have a gradient in their part's turn alone."""
     parts = mine_n2E.chunk(PARTS)
     turns = [torch.cat([part if part is live else part.detach() for part in parts]) for live in parts]
     losses = torch.stack([local_loss(turn_n2E, scale) for turn_n2E in turns])
@@ -123,7 +123,7 @@ REFERENCES: dict[str, Loss] = {"ours, sigmoid_loss": dense_sigmoid}  # of the ot
 
 
 def measure(rank: int, world: int, folder: str, args: AblationArguments) -> None:
-    """As one of `world` processes, compare every recipe with one process that has the whole batch."""
+    """As one of `world` processes, compare every recipe with one that has the whole batch."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.double)
     torch.manual_seed(args.seed)

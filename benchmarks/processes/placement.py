@@ -1,6 +1,6 @@
 """Measure a step with encoders together and apart, beside what `--placement auto` predicts.
 
-    torchrun --nproc_per_node 2 -m benchmarks.placement --vocab_size 20000 --image_size 64 --output_file placement.json
+    torchrun --nproc_per_node 2 -m benchmarks.processes.placement --vocab_size 20000 --image_size 64 --output_file placement.json
 
 On one machine, a slow network can be had in a namespace of its own, here 200 Mbit/s for all processes together; begin a shell with
 
@@ -37,14 +37,14 @@ from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
-from mm_utils.training.placement.cost import measure_costs
+from mm_utils.training.placement.cost import predict
 from mm_utils.training.placement.preparation import prepare
 from mm_utils.training.step import TrainStep
 
 COLUMNS = {
     "processes": "processes", "link": "link", "pairs": "pairs", "megabytes_per_second": "measured MB/s",
     "split": "images on", "together_predicted": "together, predicted (s)", "together_measured": "measured (s)",
-    "apart_predicted": "apart, predicted (s)", "apart_measured": "measured (s)",
+    "apart_predicted": "apart, predicted (s)", "apart_measured": "measured (s)", "noise": "noise", "auto": "auto takes",
 }  # fmt: skip
 
 
@@ -105,11 +105,12 @@ def measure(
         "micro_batch_size": part,
     }
     batch = Rows(pairs, model_args, accelerator.device).batch()
-    costs = measure_costs(TrainingArguments(**given), accelerator, make_objective(model_args), batch)
-    apart, images = costs.best_split(pairs)
+    prediction = predict(TrainingArguments(**given), accelerator, make_objective(model_args), batch)
+    costs, images = prediction.costs, prediction.images
     result = {"processes": costs.world, "link": args.link, "pairs": pairs, "split": f"{images} of {costs.world}"}
-    result |= {"megabytes_per_second": costs.link.bandwidth / 1e6, "costs": str(costs)}
-    result |= {"together_predicted": costs.together(pairs), "apart_predicted": apart}
+    result |= {"megabytes_per_second": costs.link.bandwidth / 1e6, "costs": str(costs), "noise": prediction.noise}
+    result |= {"together_predicted": costs.together(pairs), "apart_predicted": costs.apart(pairs, images)}
+    result["auto"] = "together" if prediction.reason_for_together else "apart"
 
     steps, batches, times = {}, {}, {"together": list[float](), "apart": list[float]()}
     for name, placement in (("together", "together"), ("apart", f"apart:{images}")):

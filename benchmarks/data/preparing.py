@@ -1,7 +1,7 @@
-"""Measure what preparing an image costs: CPU time of one core, beside a plain Pillow loop that decodes, resizes and saves.
+"""Measure what preparing an image costs on one core, beside a plain Pillow loop.
 
-    python -m benchmarks.preparing
-    python -m benchmarks.preparing --images photos/ --image_size 336 --output_file preparing.json
+    python -m benchmarks.data.preparing
+    python -m benchmarks.data.preparing --images photos/ --image_size 336 --output_file preparing.json
 
 `tandem` reads, checks, hashes, fingerprints, shrinks and stores (`mm_utils.data.prepare.ingest`, the part of `prepare_data.py` that
 runs on all cores); `pillow` opens, resizes (bicubic) and saves as JPEG of the same quality, and checks nothing. Both read
@@ -49,7 +49,7 @@ class PreparingBenchmarkArguments:
 
 
 def draw_photographs(folder: Path, count: int) -> None:
-    """JPEGs of 640 x 480 pixels and about 100 kB: noise of every scale, the coarser the stronger, as photographs have."""
+    """JPEGs of 640 x 480 pixels and about 100 kB: noise of every scale, as photographs have."""
     for number in range(count):
         rng = np.random.default_rng(number)
         picture = np.zeros((480, 640, 3), np.float32)
@@ -77,7 +77,7 @@ def pillow(paths: list[Path], folder: Path, short_side: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script and return milliseconds of CPU time per image; `argv` lets tests and notebooks call it."""
+    """Run the script; return milliseconds of CPU an image. Tests and notebooks give `argv`."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     [args] = parse_args(PreparingBenchmarkArguments, argv=argv, doc=__doc__)
     set_up_logging()

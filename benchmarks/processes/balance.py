@@ -1,6 +1,6 @@
-"""What `--balance` gains where one process is slower than the others, beside what could be gained.
+"""What `--balance` gains where one process is slower, beside what could be gained.
 
-    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/two_processes.yaml -m benchmarks.balance
+    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/two_processes.yaml -m benchmarks.processes.balance
 
 The devices are made up: after each forward pass of the vision tower a process sleeps `--milliseconds` for each pair, the last
 process as many times longer as `--slower` says. Everything else is real: the measurement at the start, the division of the

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import communication
-from benchmarks.communication import TRIED, StepSize, predict
+from benchmarks.processes import communication
+from benchmarks.processes.communication import TRIED, StepSize, predict
 from tests.distributed.test_signature import TEXT, VISION, accelerator_of_this_rank
 from tests.test_distributed import run_on_ranks
 

@@ -1,4 +1,4 @@
-"""Variants of a training run with an equal budget and several seeds, each run a process of its own.
+"""Variants of a training run, of equal budget and several seeds, each run in a process.
 
 A grid is a YAML file: `common`, flags of every run, and `variants`, a name -> the flags that differ. Flags are those of
 scripts/pretrain.py; `null` takes one of `common` back. The first variant is what the others are compared with.
@@ -104,7 +104,7 @@ def plan(
     output_dir: str,
     budget: dict[str, Any] | None = None,
 ) -> list[Run]:
-    """All runs, the seeds outermost, so that an ablation that is stopped has something of every variant.
+    """All runs, the seeds outermost: an ablation that is stopped has some of every variant.
 
     `budget`, if there is one, takes the place of the grid's.
     """
@@ -118,7 +118,7 @@ def plan(
 
 
 def execute_all(runs: Sequence[Run], launcher: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Run what is not finished, one after the other; returns the records, and of failed runs why, by folder."""
+    """Run what is not finished, in turn; return the records, and why runs failed, by folder."""
     due = [run for run in runs if run.record() is None]
     if len(due) < len(runs):
         logger.info("%d of %d runs are finished and are not repeated", len(runs) - len(due), len(runs))
@@ -134,7 +134,7 @@ def execute_all(runs: Sequence[Run], launcher: str) -> tuple[list[dict[str, Any]
 
 
 def execute(run: Run, launcher: str) -> str | None:
-    """Run one from its beginning, its messages in `log.txt`; returns the last of them if it fails.
+    """Run one from its beginning, its messages in `log.txt`; return the last if it fails.
 
     A finished run leaves `record.json`: its flags, its figures (the last ones of its log), seconds and parameters.
     """

@@ -1,10 +1,10 @@
-"""Where the time goes on many GPUs, reckoned: what breaks first at 10^9 pairs and 1,024 GPUs.
+"""Where time goes on many GPUs, reckoned: what breaks first at 10^9 pairs, 1,024 GPUs.
 
-    python -m benchmarks.scaling
-    python -m benchmarks.scaling --vision_config small --text_config small --gpus 64,1024 --bandwidth_gb 25
+    python -m benchmarks.processes.scaling
+    python -m benchmarks.processes.scaling --vision_config small --text_config small --gpus 64,1024 --bandwidth_gb 25
 
 It needs no GPU. FLOPs are counted on the real model (`mm_utils.model.flops`), bytes by the formulas of docs/communication.md
-(`benchmarks.communication`), which are tested, and the draw of a global batch is timed here. What a GPU, a link, a core and a
+(`benchmarks.processes.communication`), which are tested, and the draw of a global batch is timed here. What a GPU, a link, a core and a
 disk reach are flags: assumptions. So this shows what grows beyond what, and does not replace a measurement.
 
 Gradients travel beside the backward pass, two thirds of the towers' time, and a batch is drawn beside the step before; what
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.communication import StepSize, predict
+from benchmarks.processes.communication import StepSize, predict
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
 from mm_utils.model.build import ModelArguments, build_model
@@ -63,13 +63,13 @@ class ScaledModelArguments(ModelArguments):
 
 
 def loss_seconds(rows: int, batch: int, width: int, args: ScalingArguments) -> float:
-    """The contrastive loss of one GPU, in tiles: six products of rows x batch x width, and 16 passes over the logits."""
+    """The loss of one GPU: six products of rows x batch x width, 16 passes over the logits."""
     products, passes = 6 * 2 * rows * batch * width, 16 * 4 * rows * batch
     return products / (args.fp32_tflops * 1e12) + passes / (args.memory_gb * 1e9)
 
 
 def order_seconds(pairs: int, batch: int) -> float:
-    """The CPU time in which every process draws the rows of a global batch, measured on this core."""
+    """The CPU time in which a process draws the rows of a batch, measured on this core."""
     order = GlobalOrder(pairs, BatchSizes((0,), (batch,)), 0)
     order.batch(1)
     begin = time.process_time()
@@ -80,7 +80,7 @@ def order_seconds(pairs: int, batch: int) -> float:
 def reckon(
     gpus: int, batch: int, flops: FlopCounts, parameters: int, width: int, drawn: float, args: ScalingArguments
 ) -> dict[str, Any]:
-    """The seconds of a step by what takes them, and what the run asks of everything around the GPUs."""
+    """The seconds of a step by what takes them, and what the run asks of all around the GPUs."""
     rows = -(-batch // gpus)
     received = predict(["contrastive"], StepSize(gpus, rows, width, args.tokens, parameters))
     gradients = received.pop("gradients") / (args.bandwidth_gb * 1e9)

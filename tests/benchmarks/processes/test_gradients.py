@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gradients
-from benchmarks.gradients import PARTS, RECIPES, RIGHT
+from benchmarks.processes import gradients
+from benchmarks.processes.gradients import PARTS, RECIPES, RIGHT
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORLDS = (1, 2, 3)
 EXACT = 1e-10
 LOCAL_NEGATIVES, OWN_SLICE, LOCAL_LOSS, LOCAL_LOSS_WITH_GRAD, ACCUMULATION, CACHED, *OURS = RECIPES
@@ -117,26 +117,6 @@ def test_the_page_shows_this_table(table):
     for (name, world), row in shown.items():
         if world in WORLDS:
             assert row == pytest.approx(table[name][world], rel=5e-3, abs=EXACT), (name, world)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--processes", "0"), "--processes is '0'; write numbers above 0"),
-        (("--processes", "x"), "--processes is 'x'; write numbers above 0"),
-        (("--processes", "2,,3"), "--processes is '2,,3'; write numbers above 0"),
-        (("--processes", "1,-2"), "--processes is '1,-2'; write numbers above 0"),
-        (("--processes", "5"), "--pairs is 24; give a multiple of 10, 20 or more"),
-        (("--processes", "2", "--pairs", "4"), "--pairs is 4; give a multiple of 4, 8 or more"),
-        (("--embedding_dim", "1"), "--embedding_dim is 1; give 2 or more"),
-        (("--process", "1"), "Did you mean '--processes'?"),
-    ],
-)
-def test_bad_input_is_one_clear_line(flags, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        gradients.main([*flags])
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_help_explains_the_columns(capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.preparing import draw_photographs, main, pillow, tandem
+from benchmarks.data.preparing import draw_photographs, main, pillow, tandem
 from mm_utils.data.prepare.ingest import read_part
 
 

@@ -1,0 +1,1 @@
+"""Preparing pairs, and reading them into batches."""

@@ -1,0 +1,1 @@
+"""Several processes: what they exchange, wait for and learn."""

@@ -87,7 +87,7 @@ class LoaderArguments:
     medium_seconds: float | None = arg(
         None,
         "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "
-        "exceed, at most 10 s. Some sound towers have their own.",
+        "exceed, at most 10 s. Some sound towers have their own; from scratch, whole seconds.",
     )
     clip_frames: int | None = arg(
         None,

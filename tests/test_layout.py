@@ -58,7 +58,7 @@ ROAD = [
     "training/step.py",
     "checkpointing/state.py",
 ]
-MAX_ROAD_LINES = 5330  # of which the modelling file, which travels alone, has 1,644
+MAX_ROAD_LINES = 5350  # of which the modelling file, which travels alone, has 1,660
 
 
 def modules() -> dict[str, Path]:

@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.media import kind_of
+from mm_utils.data.words.altered import altered_captions, event_order
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics
-from mm_utils.evaluation.probes.altered import altered_captions, event_order
 from mm_utils.evaluation.probes.measure import Probes, probe_cosines, tokenize_probes, word_order
 from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (

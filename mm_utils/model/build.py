@@ -143,8 +143,8 @@ class ModelArguments:
                 )
         for name, choices in (
             ("fusion_direction", DIRECTIONS),
-            ("vision_pooling", POOLINGS),
-            ("text_pooling", POOLINGS),
+            ("vision_pooling", POOLINGS[:-1]),
+            ("text_pooling", POOLINGS[:-1]),
             ("backbone_dropout", DROPOUTS),
         ):
             if getattr(self, name) not in choices:

@@ -45,7 +45,7 @@ from transformers.models.x_clip import modeling_x_clip as x_clip
 from transformers.utils import ModelOutput
 
 MEDIA = ("image", "clip", "sound")
-POOLINGS = ("auto", "pooler", "mean", "cls")
+POOLINGS = ("auto", "pooler", "mean", "cls", "timed")
 DIRECTIONS = ("text_to_image", "both")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap", "xclip")
@@ -73,7 +73,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         logit_bias_init_value: initial bias of the sigmoid loss; None for a model without bias.
         vision_pooling, text_pooling: one of `POOLINGS`. `auto` is resolved when the model is built: `pooler` if the backbone
             returns a `pooler_output`, else the (masked) `mean` of the tokens. BERT's pooler, a dense layer on the first token,
-            does not count: after pretraining it is untrained, or knows next-sentence prediction alone.
+            does not count: after pretraining it is untrained, or knows next-sentence prediction alone. For a map of a
+            spectrogram it is `timed`: the pooler, and when in the window a channel is heard (`_pool_over_time`).
         vision_widths, vision_pooled_width, text_width: channels of the hidden states and of the pooled outputs, measured by
             `FusionDualEncoderModel.from_backbones`.
         fusion_layers: number of blocks of the fusion head; 0 for no head.
@@ -144,7 +145,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         for name, value, choices in (
             ("medium", medium, MEDIA),
             ("vision_pooling", vision_pooling, POOLINGS),
-            ("text_pooling", text_pooling, POOLINGS),
+            ("text_pooling", text_pooling, POOLINGS[:-1]),
             ("fusion_direction", fusion_direction, DIRECTIONS),
             ("dual_encoder_type", dual_encoder_type, DUAL_ENCODERS),
             ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
@@ -348,6 +349,8 @@ def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = Non
     """Pool the output of a backbone to one vector per row, `[B, C]`."""
     if pooling == "pooler":
         return output["pooler_output"].flatten(1)
+    if pooling == "timed":
+        return torch.cat([_pool(output, "pooler"), _pool_over_time(output["last_hidden_state"])], 1)
     hidden = output["last_hidden_state"]
     if hidden.dim() == 4:
         return hidden.mean((2, 3))
@@ -357,6 +360,18 @@ def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = Non
         return hidden.mean(1)
     weight = attention_mask[..., None].to(hidden.dtype)
     return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def _pool_over_time(hidden: Tensor) -> Tensor:
+    """Return the first two cosine moments over time of the map of a spectrogram `[B, C, T, frequencies]`, `[B, 2 C]`.
+
+    A mean over time is about the same whichever event comes first. The first moment is positive where a channel is heard
+    early, negative where late; the second separates the middle from both ends.
+    """
+    frames = hidden.mean(3).transpose(1, 2)
+    at = (torch.arange(frames.shape[1], device=hidden.device) + 0.5) * (math.pi / frames.shape[1])
+    waves = torch.stack([at, 2 * at]).cos().to(hidden) / frames.shape[1]
+    return (waves @ F.layer_norm(frames, frames.shape[2:])).flatten(1)
 
 
 def _pad_unmasked(
@@ -929,7 +944,10 @@ class FusionDualEncoderModel(PreTrainedModel):
             if wanted == "pooler" and pooler is None:
                 raise ValueError(f"{name} is 'pooler'; this backbone has none. Set {name} to mean or cls.")
             first_token_only = name == "text_pooling" and _has_bert_pooler(text_model)
-            best = "mean" if pooler is None or first_token_only else "pooler"
+            is_map = medium == "sound" and output["last_hidden_state"].dim() == 4
+            is_map &= not hasattr(vision_model.config, "spec_size")  # CLAP's, which is four stretches of time
+            best = "timed" if is_map else "pooler"
+            best = "mean" if pooler is None or first_token_only else best
             config[name] = best if wanted == "auto" else wanted
         pooled_width = _pool(vision, config["vision_pooling"]).shape[-1]
         if medium == "clip" and len(input_shape(vision_model)) == 3:

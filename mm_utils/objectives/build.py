@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
+from mm_utils.data.words.altered import AlteredTokens
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.contrastive import (
+    Altered,
     Contrastive,
     Distillation,
     InfoNCE,
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 CONTRASTIVE = (InfoNCE, PairwiseSigmoid)
 OTHERS = (
-    *(Matching, MaskedLanguageModelling, Captioning),
+    *(Altered, Matching, MaskedLanguageModelling, Captioning),
     *(RegionPointing, MomentCovering, SelfDistillation, Distillation),
 )
 NAMES = [term.name for term in (*CONTRASTIVE, *OTHERS)]
@@ -45,10 +47,11 @@ class ObjectiveArguments:
 
     objectives: str = arg(
         "contrastive:1,captioning:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
-        "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
-        "sounds); self_distillation (soft targets of averaged weights, needs --ema_decay); distillation (those of "
-        "--teacher_name_or_path); or module.Class, a term of your own.",
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); altered (an image chooses its caption among ones with words "
+        "or events in another order); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
+        "regions (phrases point into their boxes); moments (phrases find their spans of clips and sounds); self_distillation "
+        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); or module.Class, "
+        "a term of your own.",
     )
     teacher_name_or_path: str | None = arg(
         None,
@@ -187,6 +190,9 @@ def build_objective(
 def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> Term:
     if name == Matching.name:
         return Matching(seed, hard=args.hard_negatives)
+    if name == Altered.name:
+        assert tokenizer is not None
+        return Altered(AlteredTokens(tokenizer).of, seed)
     if name == MaskedLanguageModelling.name:
         assert tokenizer is not None
         return MaskedLanguageModelling(tokenizer, seed, args.mlm_probability, args.whole_word_masking)

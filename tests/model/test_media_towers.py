@@ -1,5 +1,6 @@
 """Towers of clips and sounds: shapes, time axis, saving, freezing, what is refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     FramesTower,
     FusionDualEncoderConfig,
     FusionDualEncoderModel,
+    _pool_over_time,
     input_shape,
     vision_tower,
 )
@@ -79,6 +81,36 @@ def test_every_tower_is_joined_saved_and_trained(kind: str, tmp_path: Path) -> N
     torch.testing.assert_close(alone, expected.image_embeds[1:], atol=1e-5, rtol=1e-4)
     loaded.train()(words, pixels, return_loss=True).loss.backward()
     assert max(float(p.grad.abs().max()) for p in loaded.vision_model.parameters() if p.grad is not None) > 0
+
+
+def test_a_map_of_a_spectrogram_is_pooled_with_its_time() -> None:
+    """What is heard early and what is heard late have the same mean, and cosine moments of other signs."""
+    model = model_of("convnext")
+    assert (model.config.vision_pooling, model.config.vision_pooled_width) == ("timed", 3 * 16)
+    assert model_of("clap_audio_model").config.vision_pooling == "pooler"
+    pixels = media(model)
+    pooled, output = model.vision_features(pixels)[0], model.vision_model((pixels + 35) / 33)
+    torch.testing.assert_close(pooled[:, :16], output.pooler_output)
+    frames, steps = output.last_hidden_state, STEPS["convnext"] // 2
+    levels = torch.nn.functional.layer_norm(frames.mean(3).transpose(1, 2), [16])
+    for number in (1, 2):
+        expected = sum(levels[:, t] * math.cos(math.pi * number * (t + 0.5) / steps) for t in range(steps)) / steps
+        torch.testing.assert_close(pooled[:, 16 * number : 16 * (number + 1)], expected, atol=1e-6, rtol=1e-5)
+    backwards = _pool_over_time(frames.flip(2))
+    torch.testing.assert_close(backwards[:, :16], -pooled[:, 16:32], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(backwards[:, 16:], pooled[:, 32:], atol=1e-6, rtol=1e-5)
+
+
+def test_a_sound_model_of_before_has_no_moments(tmp_path: Path) -> None:
+    old = model_of("convnext", vision_pooling="pooler")
+    assert old.visual_projection.in_features == 16
+    old.save_pretrained(tmp_path)
+    loaded = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
+    pixels = media(old)
+    torch.testing.assert_close(loaded.encode_image(pixels)[0], old.encode_image(pixels)[0])
+    torch.testing.assert_close(loaded.vision_features(pixels)[0], old.vision_model((pixels + 35) / 33).pooler_output)
+    with pytest.raises(ValueError, match="text_pooling is 'timed'; choose one of auto, pooler, mean, cls"):
+        model_of("convnext", text_pooling="timed")
 
 
 @pytest.mark.parametrize("kind", TOWERS)

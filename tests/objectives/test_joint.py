@@ -15,7 +15,7 @@ from mm_utils import distributed
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
-from mm_utils.objectives.contrastive import Distillation, InfoNCE
+from mm_utils.objectives.contrastive import Altered, Distillation, InfoNCE
 from mm_utils.objectives.language import MaskedLanguageModelling, continuations
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.matching import Matching, Pairs
@@ -34,6 +34,7 @@ TERMS = {
     "contrastive_of_widths": "contrastive:1",
     "sigmoid_of_widths": "sigmoid:1,matching:0.7",
     "matching_with_negatives": "contrastive:1,matching:0.7",
+    "altered": "contrastive:1,altered:0.5",
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
@@ -42,7 +43,7 @@ TERMS = {
     "self_distillation": "contrastive:0.6,self_distillation:0.4",
     "distillation": "contrastive:1,distillation:0.5",
     "own": "contrastive:1,tests.objectives.test_joint.Uniformity:0.3",
-    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
+    "everything": "sigmoid:1,altered:0.5,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
@@ -100,6 +101,8 @@ def tiny_objective(kind: str) -> JointObjective:
     for term in objective.weights:
         if isinstance(term, Distillation):
             term.scale = 4.0
+        if isinstance(term, Altered):
+            term.alter = altered_tokens
     if kind == "captioning_on_resting_towers":
         objective.tower_steps, model.towers_rest = 0, True
     if objective.needs_teacher:
@@ -127,6 +130,11 @@ def global_batch(kind: str = "") -> dict[str, Any]:
         **all_captions(generator, torch.where(mask.bool(), 1, 0)),
         **(negatives() if "negatives" in kind else {}),
     }
+
+
+def altered_tokens(ids: tuple[int, ...]) -> list[list[int]]:
+    """None to three texts, of other lengths."""
+    return [[*reversed(ids)], [*ids[2:]], [*ids[1:]]][: len(ids) % 4]
 
 
 def negatives() -> dict[str, Tensor]:
@@ -251,6 +259,43 @@ def test_the_weight_counts_without_matching_too() -> None:
     assert found["report"]["loss"] == pytest.approx(3 * right["report"]["loss"])
     for name, values in right["gradients"].items():
         torch.testing.assert_close(torch.tensor(found["gradients"][name]), 3 * torch.tensor(values))
+
+
+def test_an_image_chooses_its_caption_among_altered_ones() -> None:
+    """The loss is a plain softmax for each row, and the temperature is left to the contrastive loss."""
+    objective, batch = tiny_objective("altered"), global_batch()
+    model, scale = objective.model, objective.model.logit_scale.exp().detach()
+    losses, right = [], []
+    for row, length in enumerate(batch["lengths"]):
+        own = batch["input_ids"][row, :length].tolist()
+        if altered := altered_tokens(tuple(own)):
+            texts = [model.encode_text(torch.tensor([ids]), torch.ones(1, len(ids)))[0][0] for ids in [own, *altered]]
+            image = model.encode_image(batch["pixel_values"][row : row + 1], False)[0][0]
+            logits = scale * torch.stack(texts) @ image
+            losses.append(-logits.log_softmax(0)[0])
+            right.append(float(logits.argmax() == 0))
+    assert 0 < len(losses) < PAIRS
+    found = step(objective, batch, 0)
+    assert found["report"]["altered_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    assert found["report"]["altered_accuracy"] == pytest.approx(sum(right) / len(right))
+    alone = step(tiny_objective("contrastive"), batch, 0)["gradients"]
+    assert found["gradients"]["model.logit_scale"] == pytest.approx(alone["model.logit_scale"])
+    expected = torch.autograd.grad(0.5 * torch.stack(losses).mean(), model.visual_projection.weight)[0]
+    found_here, of_others = (
+        torch.tensor(each["model.visual_projection.weight"], dtype=torch.double)
+        for each in (found["gradients"], alone)
+    )
+    torch.testing.assert_close(found_here - of_others, expected, atol=1e-9, rtol=1e-6)
+
+
+def test_captions_that_cannot_be_altered_count_for_nothing() -> None:
+    objective = tiny_objective("altered")
+    next(term for term in objective.weights if isinstance(term, Altered)).alter = lambda ids: []
+    found, alone = step(objective, global_batch(), 0), step(tiny_objective("contrastive"), global_batch(), 0)
+    assert found["report"]["altered_loss"] == 0
+    assert found["report"]["loss"] == alone["report"]["loss"]
+    for name, values in alone["gradients"].items():
+        torch.testing.assert_close(torch.tensor(found["gradients"][name]), torch.tensor(values))
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])

@@ -2,7 +2,7 @@
 
 A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
 2204.03162). Scenes have one for every image (`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a
-model which reads the caption alone is right for half of them, too. `mm_utils.evaluation.probes.altered` makes probes of any
+model which reads the caption alone is right for half of them, too. `mm_utils.data.words.altered` makes probes of any
 captions. Of each kind:
 
     KIND_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import distributed
 from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.data.scenes import order_pairs
+from mm_utils.data.words.altered import Probe
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.evaluation.metrics import share_with_interval
-from mm_utils.evaluation.probes.altered import Probe
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 BATCH = 128  # probes encoded at a time

@@ -10,11 +10,13 @@ import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.scenes import load_scenes
-from mm_utils.evaluation.probes import altered
-from mm_utils.evaluation.probes.altered import (
+from mm_utils.data.words import altered
+from mm_utils.data.words.altered import (
     KINDS,
+    AlteredTokens,
     Caption,
     Drawing,
     Vocabulary,
@@ -26,6 +28,8 @@ from mm_utils.evaluation.probes.altered import (
     swap_attributes,
     swap_nouns,
 )
+from mm_utils.model.build import ModelArguments
+from mm_utils.model.processor import load_processor
 
 OTHERS = ["a green box on an old elephant.", "two white apples, three wooden houses"]
 
@@ -163,3 +167,39 @@ def test_endless_captions_are_left_out() -> None:
     )
     assert altered_captions(rows) == []
     assert time.process_time() - began < 1
+
+
+TOLD = {
+    "first eight, then two, then five": {"first five, then two, then eight"},
+    "a dog barks, then it rains": {"it rains, then a dog barks"},
+    "a red ball left of a blue cube": {
+        "a blue ball left of a red cube",
+        "a red cube left of a blue ball",
+        "a red ball right of a blue cube",
+    },
+    "a dog": set(),
+    "the sound of rain": set(),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    words = " ".join({*" ".join(TOLD).replace(",", " ").split(), "right"})
+    return load_processor(ModelArguments(), [*TOLD, words] * 9).tokenizer
+
+
+@pytest.mark.parametrize(("caption", "expected"), TOLD.items())
+def test_tokens_are_altered_by_swaps(tokenizer: Any, caption: str, expected: set[str]) -> None:
+    ids = tuple(tokenizer(caption)["input_ids"])
+    found = AlteredTokens(tokenizer).of(ids)
+    assert {tokenizer.decode(each, skip_special_tokens=True) for each in found} == expected
+    assert all(len(each) <= len(ids) for each in found)
+    assert found == AlteredTokens(tokenizer).of(ids)
+
+
+def test_tokens_of_another_making_are_not_altered(tokenizer: Any) -> None:
+    """Unknown letters would be lost, and a mark of a language, too: the altered caption would give itself away."""
+    ids = tokenizer("a red ball left of a blue cube")["input_ids"]
+    alter = AlteredTokens(tokenizer).of
+    assert alter(tuple(ids))
+    assert alter((*ids[:3], tokenizer.unk_token_id, *ids[3:])) == alter((ids[0], *ids)) == alter(()) == []

@@ -10,13 +10,13 @@ The kinds are those of SugarCrepe (arXiv 2306.14610) and ARO (arXiv 2210.01936),
     event_order        a dog barks, then it rains  >  it rains, then a dog barks
 
 Nothing tags the words. A noun is a word behind an article, a number or a known attribute, in front of a punctuation mark, a
-known preposition or a word like it (`mm_utils.evaluation.probes.words`); capitalised words are names and stay. This leaves out
+known preposition or a word like it (`mm_utils.data.words.caption_words`); capitalised words are names and stay. This leaves out
 most nouns and takes few words that are none. What replaces a word comes from the captions of the split: an attribute of the
 same list, a noun of the same number, each as often as it occurs there, and none that another caption of the image has.
 
 An altered caption may by chance be true, and it may read oddly; so a model that reads the caption alone is not right for
 exactly half of them. What that gives is measured, too: see `mm_utils.evaluation.probes.measure`. Captions in another language
-than English have no probes.
+than English have no probes. `AlteredTokens` alters the captions of a training batch.
 """
 
 import random
@@ -24,12 +24,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import datasets
+from transformers import PreTrainedTokenizerBase
 
-from mm_utils.evaluation.probes.words import (
+from mm_utils.data.words.caption_words import (
     ASYMMETRIC,
     ATTRIBUTES,
     CLOSERS,
@@ -237,6 +239,7 @@ KINDS: dict[str, Alter] = {
     each.__name__: each
     for each in (swap_attributes, swap_nouns, replace_attribute, replace_noun, replace_spatial, event_order)
 }
+TRAINED = (swap_attributes, swap_nouns, replace_spatial, event_order)  # all that need no other captions
 
 
 def _contrasts(caption: Caption) -> Iterator[tuple[Group, Group, str]]:
@@ -304,3 +307,30 @@ def _english(row: dict[str, list[str]]) -> list[tuple[Caption, str]]:
 def _spread(values: Sequence, most: int) -> Sequence:
     """Return at most `most` values, evenly spread."""
     return values if len(values) <= most else [values[len(values) * place // most] for place in range(most)]
+
+
+# -- of a batch -----------------------------------------------------------------------------------------------------------
+
+
+class AlteredTokens:
+    """The altered captions of one that is given as tokens, by each kind of `TRAINED` at most one.
+
+    They follow from the tokens alone, and are remembered. One of more tokens than the caption is left out, so that no longest
+    length is exceeded. A caption that is not made of the same tokens again, such as one with unknown letters or of a language
+    that the tokenizer marks, has none.
+
+    Args:
+        tokenizer: the tokenizer of the captions.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.of = lru_cache(maxsize=2**16)(self._alter)
+
+    def _alter(self, ids: tuple[int, ...]) -> list[list[int]]:
+        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        found = dict.fromkeys(
+            alter(Caption(text), Drawing(random.Random(text), Vocabulary([]), frozenset())) for alter in TRAINED
+        )
+        whole, *altered = self.tokenizer([text, *filter(None, found)])["input_ids"]
+        return [each for each in altered if len(each) <= len(ids) and each != whole] if tuple(whole) == ids else []

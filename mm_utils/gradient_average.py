@@ -1,4 +1,4 @@
-"""Average gradients over the ranks while the backward pass that completes them still runs, or after it."""
+"""Average gradients over the ranks, while the last backward pass still runs or after it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,6 +1,7 @@
-"""What every rank must know of all ranks' rows before a step's loss, asked for before the towers run and read after it.
+"""What every rank must know of all ranks' rows before a step's loss.
 
-Hosts then wait for nothing of the step: by the time they have launched the towers, the answer is old.
+It is asked for before the towers run, and read after they are launched, when the answer is old: hosts wait for nothing of the
+step.
 
 Shape letters: n this rank's rows, N all ranks' rows, W ranks, M rows that are sent at once.
 """
@@ -49,7 +50,7 @@ class RollCall:
         self._copy = HostCopy(torch.cat([told_W2.flatten(), has_shared_ids(ids_WM2.flatten(0, 1))[None].long()]))
 
     def answer(self) -> tuple[list[int], int, Tensor, bool]:
-        """Return the rows of each rank, tokens of the longest text, all ids `[N, 2]`, and whether some pairs share an id."""
+        """Return each rank's rows, most tokens of a text, ids `[N, 2]`, whether any are shared."""
         if distributed.world_size() == 1:
             return [len(self._ids_n2)], self._longest, self._ids_n2, bool(self._copy.tolist())
         *told, is_shared = self._copy.tolist()

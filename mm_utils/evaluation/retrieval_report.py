@@ -198,7 +198,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
 
 
 def _picture(value: dict[str, Any], kind: str) -> Image.Image:
-    """Return a picture of a medium; a grey one if it cannot be drawn, as the towers may not have read the part that is damaged."""
+    """Return a picture of a medium; grey if damaged in a part that no tower has read."""
     try:
         return picture(value, kind, 256)
     except UnreadableImageError as error:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from mm_utils import distributed
+from mm_utils.copies import to_device
 from mm_utils.data.loading.regions import regions_of
 from mm_utils.data.loading.tokens import pad_captions
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, cells_covered
@@ -144,7 +146,7 @@ class AlteredPlan(RowPlan):
 
 
 class Altered(RowTerm):
-    """Each image chooses its caption among altered ones: a softmax over them at the temperature of the towers.
+    """Each image chooses its caption among altered ones: a softmax at the towers' temperature.
 
     Altered captions are NegCLIP's hard negatives (arXiv 2210.01936). There they join the negatives of the whole batch; here
     every image is compared with its own, which are the hard ones, so nothing is exchanged between ranks. The temperature
@@ -155,6 +157,7 @@ class Altered(RowTerm):
     """
 
     name = "altered"
+    reads_tokens = True
 
     def __init__(self, alter: Callable[[tuple[int, ...]], list[list[int]]], seed: int = 0):
         super().__init__(seed)
@@ -164,9 +167,9 @@ class Altered(RowTerm):
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
     ) -> AlteredPlan:
         """Alter this rank's captions; count those of all ranks that can be."""
-        captions = zip(batch["input_ids"].tolist(), batch["attention_mask"].sum(1).tolist(), strict=True)
+        captions = zip(batch["tokens"].tolist(), batch["lengths"], strict=True)
         found = [self.alter(tuple(ids[:length])) for ids, length in captions]
-        rows = torch.tensor(sum(map(bool, found)), device=scale.device)
+        rows = to_device(np.array(sum(map(bool, found))), scale.device)
         return AlteredPlan(distributed.sum_over_ranks(rows).clamp(min=1), found)
 
     def part(
@@ -185,12 +188,12 @@ class Altered(RowTerm):
         # Every rank encodes at least one text, because FSDP's ranks must run the same modules.
         tokens, *places = zip(*sorted(texts, key=lambda text: -len(text[0])) or [([0], 0, 0)], strict=True)
         device = encoded.scale.device
-        input_ids, mask = (each.to(device) for each in pad_captions(tokens, 0))
+        input_ids, mask = (to_device(each.numpy(), device) for each in pad_captions(tokens, 0))
         lengths = list(map(len, tokens)) if batch["lengths"] else None
         altered_AE, _ = encode_in_groups(model, input_ids, mask, lengths, with_states=False)
         if not texts:
             return 0 * altered_AE.sum(), altered_AE.new_zeros(())
-        row_R, place_A, k_A = (torch.tensor(each, device=device) for each in (rows, *places))
+        row_R, place_A, k_A = (to_device(np.array(each), device) for each in (rows, *places))
         # index_select, because the backward of indexing adds in no fixed order on CPUs
         image_AE, text_AE = (
             encoded.embeds[side].index_select(0, row_R).index_select(0, place_A) for side in ("image", "text")

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mm_utils import distributed
+from mm_utils.copies import HostCopy
 from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -182,10 +183,11 @@ class JointObjective(Objective):
         return self.reads_pairs or self.embeds_taps
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
-        """Begin a step; call the roll, so that hosts need not wait for it after the towers."""
+        """Begin a step; ask for what hosts must know, so that they need not wait for the towers."""
         widths = (batch[name].shape[1] for name in ("input_ids", "negative_input_ids") if name in batch)
         roll = RollCall(batch["ids"], max(widths), self.most_rows)
-        return super().with_keys(batch, step) | {"roll_call": roll}
+        tokens = {"tokens": HostCopy(batch["input_ids"])} if any(term.reads_tokens for term in self.weights) else {}
+        return super().with_keys(batch, step) | {"roll_call": roll} | tokens
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
         """Run both towers on a part of a batch.

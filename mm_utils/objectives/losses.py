@@ -61,7 +61,7 @@ class GlobalBatch:
 
 
 def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: RollCall | None = None) -> GlobalBatch:
-    """Gather the embeddings of all ranks, in at least fp32, and the ids, of which a roll call may have been taken."""
+    """Gather all ranks' embeddings, in at least fp32, and ids, perhaps of a roll call."""
     sizes, longest, ids_N2, is_shared = (roll or RollCall(ids_n2)).answer()
     wide = torch.promote_types(image_nE.dtype, torch.float32)
     both = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)

@@ -59,7 +59,7 @@ class MatchingPlan(RowPlan):
 
     @cached_property
     def pairs(self) -> Pairs:
-        """This rank's pairs: all matches, its images with a wrong text, wrong images with their text, images with negatives."""
+        """All matches, images with a wrong text, texts with a wrong image, images with negatives."""
         text_N, image_N, _, negative_N = self._drawn.numpy().T
         rows = np.arange(self._rows.start, self._rows.stop)
         with_text, with_negative = rows[text_N[rows] >= 0], rows[negative_N[rows] > 0]
@@ -137,7 +137,7 @@ class Matching(RowTerm):
         return {**super().metrics(loss, accuracy), "matching_lift": MATCH_PRIOR_ENTROPY - loss}
 
     def draw(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return a wrong text of each of this rank's images and a wrong image of each of its texts, -1 for none, `[n]`."""
+        """Return a wrong text of each own image, a wrong image of each text; -1: none; `[n]`."""
         mine = slice(shared.offset, shared.offset + shared.sizes[distributed.rank()])
         key = 2 * (self.seed * 1_000_003 + step)
         return (
@@ -160,7 +160,7 @@ def _texts(
     plan: MatchingPlan,
     first: int,
 ) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return states and mask of this part's texts and of the texts it needs from elsewhere, and `text_P` as places in them.
+    """Return states and mask of own and foreign texts of a part, and `text_P` as places there.
 
     The part's own texts begin at text `first` of the global batch.
     """

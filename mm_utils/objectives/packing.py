@@ -207,7 +207,7 @@ def _same(tower: Any, packed: PackedTower, ids: Tensor, mask: Tensor) -> bool:
 
 @contextmanager
 def knows_padding(has_padding: bool) -> Iterator[None]:
-    """Tell the towers that run within whether any text of theirs is padded, which transformers otherwise asks the device."""
+    """Tell the towers within whether any text is padded, which transformers asks the device."""
     token = _has_padding.set(bool(has_padding))
     try:
         yield
@@ -217,7 +217,8 @@ def knows_padding(has_padding: bool) -> Iterator[None]:
 
 def _mask(make: Callable[..., Any], *given: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
     """Return the mask, or None, that transformers' `make` would."""
-    if not torch.compiler.is_compiling() and (padded := _has_padding.get()) is not None:
+    padded = _has_padding.get() if attention_mask is not None and not torch.compiler.is_compiling() else None
+    if padded is not None:
         # Causal and bidirectional masks are left out where no token is padding, and never where one is.
         named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if padded else {}
         attention_mask = attention_mask if padded else None

@@ -103,6 +103,7 @@ class Term:
         pairs_per_image: how many pairs the fusion head scores for each image.
         reads_taps: True if `embed` reads `EncodedBatch.taps`.
         reads_regions: True if batches must hold regions, or moments (`mm_utils.data.loading.regions`).
+        reads_tokens: True if `plan` reads tokens on the host, as `tokens` of the batch (`mm_utils.copies.HostCopy`).
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.
         seed: the run's random seed.
@@ -113,6 +114,7 @@ class Term:
     pairs_per_image: ClassVar[int] = 0
     reads_taps: ClassVar[bool] = False
     reads_regions: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0):

@@ -313,11 +313,11 @@ def _spread(values: Sequence, most: int) -> Sequence:
 
 
 class AlteredTokens:
-    """The altered captions of one that is given as tokens, by each kind of `TRAINED` at most one.
+    """The altered captions of one given as tokens, by each kind of `TRAINED` at most one.
 
     They follow from the tokens alone, and are remembered. One of more tokens than the caption is left out, so that no longest
     length is exceeded. A caption that is not made of the same tokens again, such as one with unknown letters or of a language
-    that the tokenizer marks, has none.
+    that the tokenizer marks, has none; nor has a very long one.
 
     Args:
         tokenizer: the tokenizer of the captions.
@@ -329,8 +329,9 @@ class AlteredTokens:
 
     def _alter(self, ids: tuple[int, ...]) -> list[list[int]]:
         text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-        found = dict.fromkeys(
-            alter(Caption(text), Drawing(random.Random(text), Vocabulary([]), frozenset())) for alter in TRAINED
-        )
+        if len(text) > MOST_CHARACTERS:
+            return []
+        caption, nothing = Caption(text), (Vocabulary([]), frozenset[str]())
+        found = dict.fromkeys(alter(caption, Drawing(random.Random(text), *nothing)) for alter in TRAINED)
         whole, *altered = self.tokenizer([text, *filter(None, found)])["input_ids"]
         return [each for each in altered if len(each) <= len(ids) and each != whole] if tuple(whole) == ids else []

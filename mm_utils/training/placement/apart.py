@@ -123,7 +123,7 @@ class ApartObjective(JointObjective):
         return plan
 
     def gradient_average(self) -> GradientAverage:
-        """Return what averages an encoder's gradients among its processes, and all others' among all."""
+        """Return what averages an encoder's gradients among its processes, others among all."""
         self._stale = {"weights", "moments"}
         owned = ((self.split.mine, self.group), (None, None))
         return GradientAverage(*(((p for _, p in parameters_of(self.model, own)), group) for own, group in owned))

@@ -92,6 +92,23 @@ def test_a_device_is_not_asked_for_what_is_known(kind: str) -> None:
         assert not [place for place in reads.found if place.startswith("masking_utils")]
 
 
+def test_texts_without_a_mask_stay_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SigLIP's are padded, and their padding is read like words."""
+    model, masks = make_model("bert").eval(), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *given, attn_mask=None, **named: (
+            masks.append(attn_mask) or attend(*given, attn_mask=attn_mask, **named)
+        ),
+    )
+    with knows_padding(True):
+        model.text_model(input_ids=captions(0)[0])
+    assert masks == [None] * len(masks)
+    assert masks
+
+
 @pytest.mark.parametrize(
     ("kind", "pooling"), [*((kind, "auto") for kind in TOWERS), ("bert", "pooler"), ("bert", "cls")]
 )

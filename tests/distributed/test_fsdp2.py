@@ -20,7 +20,7 @@ from tests.objectives.test_grad_cache import assert_same, step
 from tests.objectives.test_joint import global_batch, share_of, tiny_objective
 from tests.test_distributed import run_on_ranks
 
-KINDS = ("contrastive", "sigmoid_matching")
+KINDS = ("altered", "sigmoid_matching")
 
 
 @contextmanager

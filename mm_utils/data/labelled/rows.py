@@ -155,8 +155,8 @@ def read_dataset(rows: Dataset, wanted: Wanted, title: str, jail: Jail, *, text_
         images = _with_checked_paths(raw.rename_columns({image: "image"}), jail, faults)
         faults = {row: f"column {image}: {fault}" for row, fault in faults.items()}
         return _build(title, columns, values, jail, wanted, names, images, faults)
-    of_media = Columns(image, medium=wanted.medium)
-    media = [row for _, row in dataset_rows(rows, raw, of_media, embedded) if isinstance(row, dict)]
+    beside = Columns(image, columns["label"], medium=wanted.medium)
+    media = [row for _, row in dataset_rows(rows, raw, beside, embedded) if isinstance(row, dict)]
     values |= {name: [row[name] for row in media] for name in TIMES if name in media[0]}
     return _build(title, columns, values | {"image": [row[image] for row in media]}, jail, wanted, names)
 

@@ -216,7 +216,7 @@ def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any],
 
 
 def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple[str, ...]]:
-    """Return the captions of each row, each once; equal ones, as those of a folder per class, are a class.
+    """Return each row's captions, each once; rows of equal ones are of one class.
 
     Raises:
         ValueError: if no two rows have the same captions, or all have.

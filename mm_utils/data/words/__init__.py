@@ -1,1 +1,1 @@
-"""What captions say: words of directions, codes of languages, and captions with a few words altered."""
+"""What captions say: directions, languages, and captions with a few words altered."""

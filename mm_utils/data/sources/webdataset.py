@@ -221,10 +221,10 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
             raise tarfile.ReadError("a header gives a negative size")
         begin = member.offset
         stored = member.isreg() and not member.issparse()
+        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
+            yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
         if size is not None and stored and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")
-        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
-            yield member
     # `tarfile` takes a damaged header, and the end of the file where the end marker should be, for a regular end.
     stream: Any = archive.fileobj
     stream.seek(archive.offset)

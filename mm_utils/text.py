@@ -149,3 +149,11 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         cells = ["" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def duration(hours: float) -> str:
+    """Return a time in the largest unit of which there are two: `3.2 days`, `2.0 h`, `5.1 min`, `7.0 s`."""
+    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
+        if hours >= 2 * size:
+            return f"{hours / size:.1f} {unit}"
+    return f"{3600 * hours:.1f} s"

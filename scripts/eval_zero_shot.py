@@ -11,6 +11,8 @@ A folder of images, clips or sounds per class, with the table and picture of con
 Templates of your own, and the fusion head re-ranking the first 5 classes of every image:
     accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --templates "a scan of a {}." "{}, seen from above" --rerank_top_k 5
+
+The figures also go into the model card of the run's folder, where the Hub reads them.
 """
 
 import logging
@@ -24,6 +26,8 @@ from mm_utils.data.loading.timed_media import medium_of
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
+from mm_utils.reports.card_results import EvaluatedData, data_names
+from mm_utils.run.cards import record_zero_shot
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
@@ -74,6 +78,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 5. Report.
     report_classes(accelerator, evaluator, args.output_dir)
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
+    names = data_names({"dataset_name": data_args.dataset_name or data_args.classes}, "")
+    sizes = {f"{loaders.medium}s": len(images.rows), "classes": len(images.classes)}
+    data = EvaluatedData(*names, images.split, sizes, loaders.medium)
+    record_zero_shot(accelerator, args.model_name_or_path, data, metrics)
     accelerator.end_training()
     return metrics
 

@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     data = open_media(run.accelerator, data_args, media_args, stream_args, loader_args, args, make_processor, regions)
 
     # 3. Model, objective, optimizer.
-    model = build_media(model_args, data.processor.tokenizer, lora_args, list(data.media))
+    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    model = build_media(model_args, data.processor.tokenizer, lora_args, list(data.media), resume_from)
     known = interpolation_args.known_weights(model)  # before the objective adds new ones
     objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer)
     highest_scale = objective_args.highest_scale(model)  # before a checkpoint is loaded
@@ -93,7 +94,6 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         model, optimizer_args, pretrained=is_pretrained, device=run.accelerator.device, has_baseline=has_baseline
     )
     flops = measure_flops(model, data.loaders.blank(1).shape[1:], data.max_seq_length, not cache_args.cache_features)
-    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     if resume_from is None or interpolation_args.wise_ft:
         start_projections(start_args, model_args, data, model, run.accelerator)
     start = copy_weights(model, known)

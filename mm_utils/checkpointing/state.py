@@ -172,7 +172,7 @@ class TrainingState:
         """Write model and processor to the output folder, the stock model to `dual_encoder/`.
 
         Raises:
-            ValueError: on all ranks, if the weights are not finite.
+            ValueError: on all ranks, if the weights are not finite or cannot be written.
         """
         main = self.accelerator.is_main_process
         weights = copy_to_host(self.model.state_dict(), main)
@@ -185,9 +185,13 @@ class TrainingState:
             if bad
             else None
         )
+        problem = None
         if main:
-            write_model(self.output_dir, self.model, self.processor, merged(restore_scalars(weights)))
-        self.accelerator.wait_for_everyone()
+            try:
+                write_model(self.output_dir, self.model, self.processor, merged(restore_scalars(weights)))
+            except (OSError, SafetensorError) as error:
+                problem = f"{self.output_dir} cannot take the model: {error}. Free some disk, then pass --resume_from_checkpoint latest."
+        raise_everywhere(problem)
 
     @property
     def _has_deepspeed(self) -> bool:

@@ -133,10 +133,8 @@ def load_labelled(args: LabelledArguments, medium: str = "image") -> LabelledIma
         splits = load_splits(name, args.dataset_config_name, None, title)
         split = _choose_split(args.split, list(splits), usual)
         rows, file = splits[split], args.classes
-    if folders is None:
-        found = read_dataset(rows, wanted, f"{title}, split {split}", dataset_jail(name, None, allow_outside=False))
-    else:
-        found = folders[split]
+    jail = dataset_jail(name, None, allow_outside=False)
+    found = folders[split] if folders else read_dataset(rows, wanted, f"{title}, split {split}", jail)
     found = _check_rows(found, rows)
     labels = [given[0] for given in found.rows["answers"]]
     known = found.names or (None if found.numbers else sorted(set(labels)))
@@ -175,7 +173,7 @@ def _load_prepared(args: LabelledArguments, name: str, title: str) -> LabelledIm
 
 
 def _check_rows(found: LabelledRows, rows: Dataset) -> LabelledRows:
-    """Return the rows without clips and sounds that cannot be read; raise a ValueError if another row cannot be used."""
+    """Return the rows without unreadable clips and sounds; raise ValueError for other bad rows."""
     if not found.has("image"):
         raise ValueError(f"{found.title}; no image column was recognised. {listed(rows.column_names)}")
     is_timed = kind_of(found.rows.features) != "image"

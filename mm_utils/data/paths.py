@@ -160,7 +160,7 @@ def _folded(name: str) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for; the pattern itself if it has none."""
+    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for."""
     match = re.search(r"\{([^{}]+)\}", pattern)
     if match is None:
         return [pattern]

@@ -1,4 +1,4 @@
-"""Load labelled splits to fine-tune on: images, clips or sounds, texts, or pairs of both, each with a class.
+"""Load labelled splits to fine-tune on: media, texts, or pairs of both, with a class.
 
 A row is in the schema of `mm_utils.data.pairs`, with one text as its `captions` and its class as `label`. What a task has
 none of is filled in, an empty text or the smallest medium, and not read.
@@ -204,7 +204,7 @@ def _hold_out(train: Dataset, title: str) -> dict[str, Dataset]:
 
 
 def _content_keys(rows: Dataset) -> list[str]:
-    """Identify clips and sounds by their files, images by their bytes or paths, and rows without media by their texts."""
+    """Identify clips and sounds by files, images by bytes or paths, rows without media by texts."""
     if "file_hash" in rows.column_names:
         return rows["file_hash"][:]
     if "image" not in rows.column_names:

@@ -198,7 +198,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
 
 
 def _picture(value: dict[str, Any], kind: str) -> Image.Image:
-    """Return a picture of a medium; grey if damaged in a part that no tower has read."""
+    """Return a medium's picture, grey if the part that it draws is damaged."""
     try:
         return picture(value, kind, 256)
     except UnreadableImageError as error:

@@ -94,7 +94,10 @@ class ModelArguments:
     projection_dim: int | None = arg(
         None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone."
     )
-    vision_pooling: str = arg("auto", "pooler, mean, cls, or auto: the pooler if there is one, else the mean.")
+    vision_pooling: str = arg(
+        "auto",
+        "pooler, mean, cls, or auto: the pooler if there is one, of a map of a sound with what is early and late, else the mean.",
+    )
     text_pooling: str = arg("auto", "As --vision_pooling; auto ignores poolers like BERT's and takes the mean.")
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.")
     fusion_dim: int | None = arg(
@@ -143,8 +146,8 @@ class ModelArguments:
                 )
         for name, choices in (
             ("fusion_direction", DIRECTIONS),
-            ("vision_pooling", POOLINGS[:-1]),
-            ("text_pooling", POOLINGS[:-1]),
+            ("vision_pooling", POOLINGS),
+            ("text_pooling", POOLINGS),
             ("backbone_dropout", DROPOUTS),
         ):
             if getattr(self, name) not in choices:

@@ -45,7 +45,7 @@ from transformers.models.x_clip import modeling_x_clip as x_clip
 from transformers.utils import ModelOutput
 
 MEDIA = ("image", "clip", "sound")
-POOLINGS = ("auto", "pooler", "mean", "cls", "timed")
+POOLINGS = ("auto", "pooler", "mean", "cls")
 DIRECTIONS = ("text_to_image", "both")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap", "xclip")
@@ -144,8 +144,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             setattr(self, name, AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config))
         for name, value, choices in (
             ("medium", medium, MEDIA),
-            ("vision_pooling", vision_pooling, POOLINGS),
-            ("text_pooling", text_pooling, POOLINGS[:-1]),
+            ("vision_pooling", vision_pooling, (*POOLINGS, "timed")),
+            ("text_pooling", text_pooling, POOLINGS),
             ("fusion_direction", fusion_direction, DIRECTIONS),
             ("dual_encoder_type", dual_encoder_type, DUAL_ENCODERS),
             ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
@@ -1510,9 +1510,8 @@ def _heard(sound: Any, extractor: Any) -> Tensor:
     """Return what a feature extractor makes of the middle of a sound, (samples, rate) or a path, and silence after its end."""
     if isinstance(sound, tuple):
         samples, rate = torch.as_tensor(sound[0]), sound[1]
-        if (
-            samples.dim() != 1 or not samples.is_floating_point()
-        ):  # filled up to the window, a second dimension is huge
+        # filled up to the window, a second dimension is huge
+        if samples.dim() != 1 or not samples.is_floating_point():
             shape = f"{samples.dtype} {list(samples.shape)}"
             raise ValueError(
                 f"a sound is (samples, rate), and its samples are {shape}. Give floats of one channel, [n]."

@@ -21,6 +21,7 @@ RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
 STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
 MEASURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10")
+ACCURACIES = {"accuracy@1": "accuracy", "macro_accuracy@1": "mean accuracy of the classes", "accuracy@5": "accuracy@5"}
 _CLASSIFIER_TASKS = {  # of the Hub
     "fused": "visual-question-answering",
     "pair": "visual-question-answering",
@@ -100,6 +101,17 @@ def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix:
         for stage in STAGES
         for measure in MEASURES
         if (name := f"{prefix}{stage}{direction}_{measure}") in metrics
+    ]
+
+
+def zero_shot_results(metrics: Mapping[str, float], data: EvaluatedData) -> list[EvalResult]:
+    """Return the accuracies of zero-shot classification."""
+    task = f"zero-shot-{COLUMNS[data.medium]}-classification"
+    return [
+        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}")
+        for stage in STAGES
+        for measure, title in ACCURACIES.items()
+        if (name := f"{stage}{measure}") in metrics
     ]
 
 

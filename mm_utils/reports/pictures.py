@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,19 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
 
 
 def animation(content: bytes) -> bytes:
-    """Return a clip as animated WebP for browsers, of at most 32 frames, spread evenly.
+    """Return a clip as animated WebP for browsers, of at most 32 frames, spread evenly; damaged ones are left out.
 
     Raises:
-        UnreadableImageError: if it cannot be read.
+        UnreadableImageError: if it cannot be read, or none of them can.
     """
     frames, fps = read_avi(content)
     count = min(_MOST_FRAMES, len(frames))
-    shown = [shrink(_frame(frames[place * len(frames) // count], SIDE), SIDE) for place in range(count)]
+    shown = []
+    for place in range(count):
+        with suppress(UnreadableImageError):
+            shown.append(shrink(_frame(frames[place * len(frames) // count], SIDE), SIDE))
+    if not shown:
+        raise UnreadableImageError("none of its frames can be decoded")
     buffer = io.BytesIO()
     each = round(1000 * len(frames) / fps / count)  # milliseconds
     shown[0].save(buffer, "WEBP", save_all=True, append_images=shown[1:], duration=each, loop=0, quality=70, method=2)

@@ -25,6 +25,7 @@ from mm_utils.reports.card_results import (
     is_on_hub,
     retrieval_results,
     update_results,
+    zero_shot_results,
 )
 from mm_utils.reports.model_card import CardInfo, an
 from mm_utils.run.commands import SOURCES, own_command
@@ -159,6 +160,14 @@ def record_retrieval(
     data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts, medium)
     if update_results(Path(folder), retrieval_results(metrics, data)):
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, split_name)
+
+
+def record_zero_shot(accelerator: Accelerator, folder: str, data: EvaluatedData, metrics: Mapping[str, float]) -> None:
+    """On the main process, put zero-shot accuracies into the card of a folder that a run wrote."""
+    if not accelerator.is_main_process:
+        return
+    if update_results(Path(folder), zero_shot_results(metrics, data)):
+        logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, data.split)
 
 
 def classifier_input(model: FusionDualEncoderForClassification) -> str:

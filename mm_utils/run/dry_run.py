@@ -3,7 +3,7 @@
 The script's `main` is called with other arguments and one more callback, so the dry run takes the same path as the real run:
 data are opened, a few steps are trained, evaluated and saved. Everything is written to a hidden folder beside the output
 folder, which is removed. Four steps are taken, two with a quarter of the largest batch and two with all of it; if the large
-ones would take longer than a minute they are left out, and the peak of memory stays unknown.
+ones would take longer than a minute they are left out, and the peak of memory stays unknown. Each of several media has so many.
 """
 
 import logging
@@ -26,12 +26,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, size_of
+from mm_utils.data.several_media.mixture import MediaArguments, Mixture
+from mm_utils.data.several_media.turns import Turns
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.reliability import failures
 from mm_utils.run.commands import command_without_dry_run
 from mm_utils.run.output_folder import holds_run, misplaced
 from mm_utils.run.preview import describe_pairs
+from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import available_bytes
 
@@ -70,8 +73,10 @@ def dry_run(
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     scratch = existing / f".dry-run-{folder.name}"
     sizes = args.batch_sizes.sizes
-    plan = {0: max(2, min(sizes[0], sizes[-1] // 4)), 2: sizes[-1]}
-    probe = _Probe(plan)
+    media_args = MediaArguments(settings.get("media_share"))
+    turns = 2 * max(1, len(media_args.names(settings.get("dataset_name"))))  # steps of a size
+    plan = {0: max(2, min(sizes[0], sizes[-1] // 4)), turns: sizes[-1]}
+    probe = _Probe(plan, lambda data: media_args.shares_of(data, settings.get("max_train_samples")))
     with _scratch_folder(scratch):
         main([*(sys.argv[1:] if argv is None else argv), *_overrides(args, settings, plan, scratch)], (probe,))
         if not probe.is_main_process:
@@ -106,7 +111,7 @@ def _scratch_folder(scratch: Path) -> Iterator[None]:
 
 def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[int, int], scratch: Path) -> list[str]:
     """Return the flags of the dry run, which follow those of the real run."""
-    steps = max(plan) + 2
+    steps = 2 * max(plan)
     samples = {"train": max(CHECKED, 2 * max(plan.values())), "eval": EVALUATED}
     limits = {f"max_{split}_samples": settings.get(f"max_{split}_samples") for split in samples}
     values = {
@@ -114,6 +119,7 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
         "output_dir": scratch,
         **{name: min(samples[name.split("_")[1]], limit or sys.maxsize) for name, limit in limits.items()},
         "max_steps": steps,
+        **({"media_share": ",".join("1" * (steps // 4))} if steps > 4 else {}),
         "head_share": 0.0,  # towers and head at once: no step of the run takes more
         "batch_size_schedule": ",".join(f"{start}:{size}" for start, size in plan.items()),
         "logging_steps": 1,
@@ -128,8 +134,9 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
 
 @dataclass(frozen=True)
 class _Step:
-    """A step: its global pairs, seconds without waiting for data, peak GiB after it."""
+    """A step: its medium, global pairs, seconds without waiting for data, peak GiB after it."""
 
+    medium: str
     pairs: int
     seconds: float
     peak: float
@@ -140,10 +147,11 @@ class _Probe(TrainerCallback):
 
     Args:
         plan: the global batch size from each step on.
+        shares_of: returns the shares of the media in the whole run, given the data of the trial.
     """
 
-    def __init__(self, plan: dict[int, int]):
-        self.plan = plan
+    def __init__(self, plan: dict[int, int], shares_of: Callable[[TrainingData], dict[str, int]]):
+        self.plan, self.shares_of = plan, shares_of
         self.steps: list[_Step] = []
         self.seconds = {"evaluation": 0.0, "checkpoint": 0.0}
         self.logs: dict[str, float] = {}
@@ -170,7 +178,7 @@ class _Probe(TrainerCallback):
         self.step_seconds = self._lap()
         pairs = args.batch_sizes.at(state.global_step - 1)
         if state.global_step in self.plan:
-            expected = 2 * self.step_seconds * self.plan[state.global_step] / pairs
+            expected = state.global_step * self.step_seconds * self.plan[state.global_step] / pairs
             control.should_training_stop = time.perf_counter() - self.began + expected > STEP_SECONDS
 
     def on_log(
@@ -192,7 +200,8 @@ class _Probe(TrainerCallback):
                 )
         self.logs = logs
         pairs = args.batch_sizes.at(state.global_step - 1)
-        self.steps.append(_Step(pairs, self.step_seconds, logs["peak_memory_gib"]))
+        medium = self.data.turns.medium(state.global_step - 1) if isinstance(self.data, Mixture) else self.data.medium
+        self.steps.append(_Step(medium, pairs, self.step_seconds, logs["peak_memory_gib"]))
 
     def on_evaluate_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock."""
@@ -215,6 +224,8 @@ class _Probe(TrainerCallback):
         device = parameters[0].device
         self.available = available_bytes(device) / 2**30
         start, images = state.global_step, 0
+        if isinstance(self.data, Mixture):
+            self.data.turns = Turns(self.shares_of(self.data))
         unreadable: dict[str, str] = {}
         seen: set[str] = set()
         began = time.perf_counter()
@@ -251,7 +262,9 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     total, data = probe.data.total_rows, probe.data
     largest, last = args.batch_sizes.sizes[-1], probe.steps[-1]
     steps = args.total_steps(total["train"])
-    model, loader = last.pairs / last.seconds, probe.images_per_second
+    shares, lasts = probe.shares_of(data), {step.medium: step for step in probe.steps}
+    seconds = sum(share * lasts[medium].seconds for medium, share in shares.items()) / sum(shares.values())
+    model, loader = last.pairs / seconds, probe.images_per_second
     rate = min(model, loader) if data.loaders.workers else 1 / (1 / model + 1 / loader)
     evaluations = -(-steps // args.eval_steps) if args.eval_steps > 0 else 1
     checkpoints = -(-steps // args.save_steps) if args.save_steps > 0 else 0
@@ -260,7 +273,8 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
         kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, args.keeps_best))
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
-    growth = total["validation"] / len(data.splits["validation"])
+    evaluated = [(part.total_rows["validation"], len(part.splits["validation"])) for part in data.media.values()]
+    growth = sum(all_rows for all_rows, _ in evaluated) / sum(tried for _, tried in evaluated)
     hours = {
         "training_hours": args.batch_sizes.before(steps) / rate / 3600,
         "evaluation_hours": evaluations * growth * probe.seconds["evaluation"] / 3600,
@@ -276,7 +290,7 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
         "loader_images_per_second": loader,
         "hours": sum(hours.values()),
         **hours,
-        "peak_memory_gib": last.peak if last.pairs == largest else math.nan,
+        "peak_memory_gib": max(step.peak for step in lasts.values()) if last.pairs == largest else math.nan,
         "free_memory_gib": probe.available,
         "kept_checkpoints": kept,
         "checkpoints_gb": kept * checkpoint_bytes / 1e9,
@@ -296,7 +310,7 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
     model, loader = figures["model_pairs_per_second"], figures["loader_images_per_second"]
     bound = "the loader decides the speed" if loader < model else "the model decides the speed"
     exact = "measured" if timed == largest else f"extrapolated from {timed} pairs to {largest}"
-    spent = {name: _duration(figures[f"{name}_hours"]) for name in ("training", "evaluation", "checkpoint")}
+    spent = {name: duration(figures[f"{name}_hours"]) for name in ("training", "evaluation", "checkpoint")}
     memory = f"{figures['peak_memory_gib']:.2f} GiB a process (measured)"
     if timed != largest:
         memory = f"unknown: a step of {largest} pairs was too slow to try; set --micro_batch_size auto to be safe"
@@ -304,7 +318,7 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
         "steps": f"{figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s",
         "speed": f"{figures['pairs_per_second']:.4g} pairs/s ({exact}): model {model:.4g}, loader alone {loader:.4g} "
         f"(workers: {probe.data.loaders.workers}); {bound}",
-        "time": f"{_duration(figures['hours'])}: training {spent['training']}, evaluation {spent['evaluation']} "
+        "time": f"{duration(figures['hours'])}: training {spent['training']}, evaluation {spent['evaluation']} "
         f"({figures['evaluations']} times), checkpoints {spent['checkpoint']}",
         "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB are there",
         "parameters": f"{figures['parameters']:,}, {figures['trained_parameters']:,} of them trained",
@@ -334,10 +348,3 @@ def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
             "The disk of %s has %.3g GB left, and the run writes %.3g GB. Lower --save_total_limit or make room.",
             place, figures["free_disk_gb"], gigabytes,
         )  # fmt: skip
-
-
-def _duration(hours: float) -> str:
-    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
-        if hours >= 2 * size:
-            return f"{hours / size:.1f} {unit}"
-    return f"{3600 * hours:.1f} s"

@@ -97,7 +97,7 @@ def folder_listing(folder: str, names: list[str], skipped: list[Skip], medium: s
 
 
 def shard_listing(pattern: str, medium: str = "image") -> Listing:
-    """Return the media of tar shards, with the captions beside them; their ids are the shard's name and the sample's.
+    """Return tar shards' media and captions; ids are the shard's name and the sample's.
 
     Their files are copied into the datasets cache, once.
 
@@ -172,7 +172,7 @@ def stamps(listing: Listing) -> pa.Table:
 
 
 def limits_of(medium: str) -> Limits:
-    """Return the limits of reading a file, which for clips and sounds are those of `prepare_data`."""
+    """Return a file's limits, for clips and sounds those of `prepare_data`."""
     return Limits() if medium == "image" else MEDIA_LIMITS
 
 

@@ -169,7 +169,7 @@ class _Api:
             if self.searcher.info.medium == "sound":
                 return Response(content, media_type="audio/wav")
             return Response(animation(content), media_type="image/webp")
-        except IndexError as error:
+        except (IndexError, UnreadableImageError) as error:
             raise HTTPException(404, f"{error}.") from error
 
     def _file(self, request: Request, content: bytes) -> Response:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
+from mm_utils.data.loading.machine_limits import check_loading
 from mm_utils.data.loading.order import EQUAL_SHARES, Division
 from mm_utils.objectives import Objective
 from mm_utils.objectives.terms import Batch
@@ -62,8 +63,10 @@ class Balance(TrainerCallback):
         division = EQUAL_SHARES
         if max(seconds) > (1 + MIN_DIFFERENCE) * min(seconds):
             division = Division(tuple(map(float, deal(seconds, size))))
-        for part in kwargs["data"].media.values():
-            part.loaders.division = division
+        first, *others = [part.loaders for part in kwargs["data"].media.values()]
+        for loaders in (first, *others):
+            loaders.division = division
+        check_loading(first, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size, others=others)
         logger.info("--balance: %s", _describe(division, seconds))
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState
 
 from mm_utils import distributed
+from mm_utils.checkpointing import state as checkpoint_state
 from mm_utils.checkpointing.files import STATE_FILE
 from mm_utils.checkpointing.state import (
     OPTIMIZER_FILE,
@@ -195,6 +197,20 @@ def test_weights_that_are_not_finite_are_named() -> None:
     with torch.no_grad():
         trained[0].model.logit_bias.fill_(float("inf"))
     assert snapshot_of(*trained).not_finite() == ["logit_bias"]
+
+
+def test_a_model_that_finds_no_room_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint_state, "write_model", full)
+    objective, optimizer, _ = parts()
+    processor: Any = Processor()
+    accelerator: Any = SimpleNamespace(is_main_process=True)
+    with pytest.raises(
+        ValueError, match=r"cannot take the model: .*No space left.* Free some disk, then pass --resume"
+    ):
+        TrainingState(accelerator, tmp_path, processor, objective, optimizer, None).save_model()
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from datasets import Dataset, Features
 from PIL import Image
 
 from mm_utils.data.media import FEATURES
-from mm_utils.data.media.riff import write_avi, write_wav
+from mm_utils.data.media.riff import read_avi, write_avi, write_wav
 
 COLOURS = ("red", "lime", "blue", "white")
 
@@ -30,6 +30,13 @@ def clip(colours: Sequence[str] = COLOURS, size: tuple[int, int] = (32, 24), fps
         Image.new("RGB", size, colour).save(buffer, "JPEG", quality=95)
         frames.append(buffer.getvalue())
     return write_avi(frames, fps, size)
+
+
+def damaged(content: bytes, frames: int) -> bytes:
+    """Return a clip whose first `frames` frames cannot be decoded."""
+    for frame in list(map(bytes, read_avi(content)[0]))[:frames]:
+        content = content.replace(frame, frame[:2] + bytes(len(frame) - 2))
+    return content
 
 
 def media_rows(kind: str, contents: Sequence[bytes], **columns: Sequence[Any]) -> Dataset:

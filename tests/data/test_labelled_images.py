@@ -143,6 +143,8 @@ def test_equal_captions_of_a_prepared_set_are_a_class(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.label_M.tolist() == [1, 0, 1, 0, 0]
     assert kind_of(found.rows.features) == "sound"
+    again = load_images(prepared(tmp_path / "mixed", [dog, rain, dog[::-1]]))
+    assert (again.classes, again.label_M.tolist()) == (["a dog barks", "rain falls"], [0, 1, 0])
     with pytest.raises(ValueError, match=r"captions tell the classes. Drop --classes"):
         load_images(tmp_path / "set", classes=str(tmp_path / "set/report.json"))
     for number, captions in enumerate(([rain, dog], [rain, rain])):

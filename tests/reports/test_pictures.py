@@ -10,7 +10,7 @@ from PIL import Image
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.riff import write_wav
 from mm_utils.reports.pictures import animation, picture
-from tests.data.media_files import clip, tone
+from tests.data.media_files import clip, damaged, tone
 
 
 def heights(image: Image.Image) -> np.ndarray:
@@ -89,3 +89,11 @@ def test_a_clip_moves_in_its_own_time() -> None:
 def test_damage_is_named(kind: str, content: bytes | None) -> None:
     with pytest.raises(UnreadableImageError):
         picture({"bytes": content, "path": None}, kind)
+
+
+def test_a_clip_moves_without_its_damaged_frames() -> None:
+    with Image.open(io.BytesIO(animation(damaged(clip(), 1)))) as moving:
+        assert moving.n_frames == 3
+        assert np.asarray(moving.convert("RGB"))[0, 0].argmax() == 1  # lime, the second colour
+    with pytest.raises(UnreadableImageError, match="none of its frames"):
+        animation(damaged(clip(), 4))

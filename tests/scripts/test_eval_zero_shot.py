@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from scripts import eval_zero_shot, pretrain
 from tests.conftest import COLOURS, SHAPES, draw
@@ -111,3 +112,16 @@ def test_two_processes_find_what_one_finds(trained: str, flags: list[str], tmp_p
     assert "2 x cpu" in two.stderr + two.stdout
     one = eval_zero_shot.main(flags)
     assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(one)
+
+
+def test_figures_are_added_to_the_card_of_the_run(flags: list[str], started: str) -> None:
+    found = eval_zero_shot.main(flags)
+    results = ModelCard.load(Path(started, "README.md")).data.eval_results
+    own = [each for each in results if each.task_type == "zero-shot-image-classification"]
+    assert {each.metric_name.partition(",")[0] for each in own} == {
+        "accuracy", "accuracy@5", "mean accuracy of the classes"
+    }  # fmt: skip
+    assert own[0].metric_value == round(found["accuracy@1"], 4)
+    assert own[0].dataset_args == {"images": 24, "classes": 8}
+    eval_zero_shot.main(flags)
+    assert len(ModelCard.load(Path(started, "README.md")).data.eval_results) == len(results)

@@ -26,7 +26,7 @@ from mm_utils.search.listing import Listing, folder_listing, list_folder, pair_l
 from mm_utils.search.reading import stock_file
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
-from tests.data.media_files import clip, media_rows, tone
+from tests.data.media_files import clip, damaged, media_rows, tone
 from tests.data.sources.reading import write_tar
 from tests.search.serving import Served, served
 
@@ -138,7 +138,7 @@ def test_no_codec_opens_a_file_that_is_searched_for(
         searcher.search_file(bytes(compressed))
 
 
-def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
+def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     medium = indexed[0]
     running = served(searcher)
     site: Served = next(running)
@@ -153,6 +153,12 @@ def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher) -> 
         assert found.headers["content-type"] == "image/webp"
         with Image.open(io.BytesIO(found.body)) as moving:
             assert moving.n_frames > 1
+        with monkeypatch.context() as patch:
+            patch.setattr(searcher, "content", lambda row: damaged(CONTENTS["clip"][1], 4))
+            assert (site.ask("/content/1").status, "none of its frames" in site.ask("/content/1").json["error"]) == (
+                404,
+                True,
+            )
     assert site.ask("/content/99").status == 404
     assert site.ask("/content/1", sec_fetch_site="cross-site").status == 403
     wrong = site.ask("/search", "POST", b"<script>")

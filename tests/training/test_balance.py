@@ -16,6 +16,7 @@ from transformers import TrainerControl, TrainerState
 from benchmarks.processes.communication import StepSize, predict
 from mm_utils import distributed
 from mm_utils.communication import reduced_bytes
+from mm_utils.data.loading.loaders import LoaderArguments, Loaders
 from mm_utils.data.loading.order import EQUAL_SHARES, Division
 from mm_utils.objectives import Objective
 from mm_utils.training import balance
@@ -33,6 +34,12 @@ from tests.training.test_trainer import rows_of
 STEPS, BATCH = 4, 9
 TERMS = (["contrastive"], ["contrastive", "matching"])
 CASES = list(product(("sigmoid_matching", "self_distillation"), (None, "2")))
+
+
+def loaders_of(division: Division) -> Loaders:
+    """Loaders without workers."""
+    arguments = LoaderArguments(dataloader_num_workers="0")
+    return Loaders(arguments, torch.device("cpu"), 0, 8, [0.5] * 3, [0.5] * 3, division=division)
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=9), st.integers(0, 200))
@@ -106,7 +113,7 @@ def train(
             return self.batches
 
     data.train_batches, data.media = Waiting, {"image": data}
-    data.loaders = SimpleNamespace(division=EQUAL_SHARES)
+    data.loaders = loaders_of(EQUAL_SHARES)
     unwrapped: Any = trainer.accelerator.unwrap_model(trainer.objective)
     if exact:
         Slow(unwrapped)
@@ -234,7 +241,7 @@ def on_two(monkeypatch: pytest.MonkeyPatch, seconds: list[float], **given: Any) 
     """The division of a run whose two processes were measured so."""
     monkeypatch.setattr(distributed, "world_size", lambda: len(seconds))
     monkeypatch.setattr(balance, "seconds_per_pair", lambda *_: seconds)
-    data = SimpleNamespace(train_batches=lambda *_: [{}], loaders=SimpleNamespace(division=Division((5.0, 1.0))))
+    data = SimpleNamespace(train_batches=lambda *_: [{}], loaders=loaders_of(Division((5.0, 1.0))))
     data.media = {"image": data, "sound": data}
     args = TrainingArguments(**{"balance": True, "global_batch_size": 30, **given})
     state = TrainerState(max_steps=9, global_step=given.get("max_steps", 0))

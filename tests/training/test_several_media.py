@@ -1,6 +1,7 @@
 """Training on several media: towers rest in each other's steps, and neither parts, processes nor a new start change a thing."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,9 @@ from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.evaluation.several_media.per_medium import evaluate_media, make_evaluators
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.processor import load_processor
+from mm_utils.model.processor import load_processor, train_tokenizer
 from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.run import dry_run
 from mm_utils.run.per_medium import build_media
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
@@ -241,3 +243,44 @@ def test_the_script_trains_both_and_leaves_a_model_of_each(tmp_path: Path) -> No
     assert (out / "media/sound/README.md").is_file()
     assert (out / "retrieval.png").is_file()
     assert SimpleNamespace(**json.loads((out / "media/sound/config.json").read_text())).medium == "sound"
+
+
+def test_a_resumed_model_of_sounds_keeps_its_pooling(tmp_path: Path) -> None:
+    towers, tokenizer = model_args(tmp_path), train_tokenizer(["a fox", "an owl"] * 10, 100)
+    alone = replace(towers, vision_config=f"{tmp_path}/sound.json")
+    assert build_media(alone, tokenizer, None, ["sound"]).config.vision_pooling == "timed"
+    for given, media in ((alone, ["sound"]), (towers, ["image", "sound"])):
+        for pooling in ("pooler", "auto"):
+            build_media(replace(given, vision_pooling=pooling), tokenizer, None, media).save_pretrained(
+                tmp_path / "old"
+            )
+            found = build_media(given, tokenizer, None, media, tmp_path / "old")
+            wanted = "pooler" if pooling == "pooler" else "timed"
+            assert found.of("sound").config.vision_pooling == wanted
+            asked = build_media(replace(given, vision_pooling="mean"), tokenizer, None, media, tmp_path / "old")
+            assert asked.of("sound").config.vision_pooling == "mean"
+
+
+def test_a_dry_run_weighs_the_media_by_the_shares_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towers, probes = model_args(tmp_path), []
+    describe = dry_run._describe
+    monkeypatch.setattr(dry_run, "_describe", lambda *given: probes.append(given[2]) or describe(*given))
+    monkeypatch.setattr(dry_run, "LOADER_SECONDS", 0.2)
+    monkeypatch.setattr(dry_run, "CHECKED", 8)
+    monkeypatch.setattr(pretrain, "finish_run", lambda *_: None)
+    with small_media():
+        found = pretrain.main(
+            ["--dataset_name", "images,sounds", "--output_dir", str(tmp_path / "out"), "--dry_run",
+             "--vision_config", towers.vision_config, "--text_config", towers.text_config,
+             "--fusion_layers", "0", "--objectives", "contrastive", "--global_batch_size", "8", "--max_steps", "40",
+             "--dataloader_num_workers", "0", "--report_to", "none"]
+        )  # fmt: skip
+    [probe] = probes
+    assert [(step.medium, step.pairs) for step in probe.steps[-4:]] == [("image", 8), ("sound", 8)] * 2
+    assert probe.data.turns.shares == {"image": 31, "sound": 19}  # of 40 and 24 rows, 62 and 38
+    image, sound = (step.seconds for step in probe.steps[-2:])
+    assert found["dry_run_model_pairs_per_second"] == pytest.approx(8 * 50 / (31 * image + 19 * sound))
+    rows = MediaArguments().shares_of(probe.data, 12)
+    assert rows == {"image": 50, "sound": 50}

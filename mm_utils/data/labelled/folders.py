@@ -16,7 +16,7 @@ _STORED = (".parquet", ".arrow", ".tar")  # files of data sets, which `datasets`
 
 
 def read_class_folder(name: str, wanted: Wanted, title: str, paths: PathArguments) -> dict[str, LabelledRows] | None:
-    """Read clips or sounds in a folder per class, below folders of splits or not; None if these are not what a folder holds.
+    """Read clips or sounds in a folder per class, also below splits; None if it holds others.
 
     Raises:
         ValueError: if it holds clips or sounds alone, and the model is for others.
@@ -46,7 +46,7 @@ def read_class_folder(name: str, wanted: Wanted, title: str, paths: PathArgument
 
 
 def read_prepared(splits: DatasetDict, title: str) -> dict[str, LabelledRows]:
-    """Label the rows of a prepared set by their first caption, where captions tell classes, see `caption_classes`."""
+    """Label a prepared set's rows by their first caption, see `caption_classes`."""
     captions = caption_classes([each for rows in splits.values() for each in rows["captions"]], title)
     firsts = iter([each[0]] for each in captions)
     found = {}

@@ -1,4 +1,4 @@
-"""Read labelled rows of a file or a `datasets` source: labels with images, clips or sounds, with texts, or both."""
+"""Read labelled rows of a file or a `datasets` source: with media, texts, or both."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ class LabelledRows:
         return kind in self.rows.column_names
 
     def usable(self) -> "LabelledRows":
-        """Return the rows without a fault; warn of the others, or refuse a source of which they are more than half."""
+        """Return the rows without a fault; warn of others, refuse a source if they are most."""
         places = self.places or [f"row {row}" for row in range(len(self.rows))]
         count_bad(self.title, len(self.rows), [f"{places[row]}, {self.faults[row]}" for row in sorted(self.faults)])
         kept = [row for row in range(len(self.rows)) if row not in self.faults]
@@ -130,7 +130,7 @@ def read_file(path: Path, split: str, wanted: Wanted, title: str, jail: Jail, di
 
 
 def read_dataset(rows: Dataset, wanted: Wanted, title: str, jail: Jail, *, text_is_path: bool = False) -> LabelledRows:
-    """Read a `datasets` split; `jail` resolves the paths of media, also those that are text if `text_is_path`."""
+    """Read a `datasets` split; `jail` resolves media's paths, as texts too if `text_is_path`."""
     if not len(rows):
         raise ValueError(f"{title}; it has no rows. Choose another split or source.")
     [first] = rows.with_format("arrow")[:1].to_pylist()
@@ -167,7 +167,7 @@ def media_of(rows: Dataset) -> Dataset:
 
 
 def _with_checked_paths(images: Dataset, jail: Jail, faults: dict[int, str]) -> Dataset:
-    """Resolve the paths of images without bytes; those that the jail refuses become null, with a fault each."""
+    """Resolve paths of images without bytes; refused ones become null, with a fault each."""
     column = images.with_format("arrow")[:]["image"]
     if not pc.struct_field(column, "bytes").null_count:
         return images
@@ -216,7 +216,7 @@ def _find_columns(
 def _check_kind(
     column: str | None, first: Mapping[str, Any], medium: str, title: str, features: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if the column of the media, or without one a column of a usual name, holds media of another kind."""
+    """Raise ValueError if the media's column, or one of a usual name, holds another kind."""
     for name in first if column is None else [column]:
         value = first[name]
         typed = next((kind for kind, each in FEATURES.items() if isinstance(features.get(name), type(each))), None)

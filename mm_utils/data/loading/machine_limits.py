@@ -1,5 +1,9 @@
 """Whether shared memory and open files of a machine suffice for its data workers."""
 
+import math
+import os
+from collections.abc import Sequence
+
 from mm_utils import distributed
 from mm_utils.data.loading.dataset import blank
 from mm_utils.data.loading.loaders import Loaders
@@ -10,13 +14,22 @@ from mm_utils.text import byte_size
 _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
-def check_loading(loaders: Loaders, global_batch_size: int, eval_batch_size: int, *, streaming: bool = False) -> None:
+def check_loading(
+    loaders: Loaders,
+    global_batch_size: int,
+    eval_batch_size: int,
+    *,
+    others: Sequence[Loaders] = (),
+    streaming: bool = False,
+) -> None:
     """Check that shared memory and open files suffice for all workers of this machine.
 
-    Called on all ranks. With `--dataloader_num_workers auto`, the loaders' arguments are changed to as many workers as fit.
+    Called on all ranks, and again where the division of batches has changed. With `--dataloader_num_workers auto`, the
+    loaders' arguments are changed to as many workers as fit.
 
     Args:
         loaders: the run's loaders.
+        others: those of the other media of the run, whose training batches wait at the same time.
         global_batch_size: pairs of the largest step, over all processes.
         eval_batch_size: images per process.
         streaming: whether each worker makes a part of every batch, instead of whole batches.
@@ -24,7 +37,9 @@ def check_loading(loaders: Loaders, global_batch_size: int, eval_batch_size: int
     Raises:
         ValueError: on every rank, if a machine has too little.
     """
-    args, workers, warnings, error = loaders.arguments, loaders.arguments.num_workers, [], None
+    parts, warnings, error = [loaders, *others], [], None
+    counts = [part.arguments.num_workers for part in parts]
+    workers = sum(counts)
     limit = allow_open_files()
     if limit is not None and limit < 1_024 and (workers or streaming):
         text = (
@@ -36,22 +51,39 @@ def check_loading(loaders: Loaders, global_batch_size: int, eval_batch_size: int
         else:
             warnings.append(text)
     processes, free = distributed.processes_here(), free_shared_memory()
-    image = processes * PREFETCH * blank(1, loaders.image_size, loaders.timed).nbytes
-    parts = distributed.world_size() * (max(1, workers) if streaming else 1)
-    train = -(-global_batch_size // parts)
-    per_worker = image * (train + eval_batch_size)  # an evaluation begins while training batches wait
-    if free is not None and workers * per_worker > free:
-        fitting = free // per_worker
+    shares = [_rows_here(part, global_batch_size, streaming) for part in parts]
+    images = [
+        count * PREFETCH * blank(1, part.image_size, part.timed).nbytes
+        for count, part in zip(counts, parts, strict=True)
+    ]
+    train = sum(image * share for image, share in zip(images, shares, strict=True))
+    evaluation = max(images) * processes * eval_batch_size
+    needed = train + evaluation  # an evaluation, of one medium, begins while training batches wait
+    if free is not None and needed > free:
+        fitting = [count * free // needed for count in counts]
         text = (
             f"/dev/shm has {byte_size(free)} free; {workers} data workers in each of {processes} processes may put "
-            f"{byte_size(workers * per_worker)} there"
+            f"{byte_size(needed)} there"
         )
-        remedy = f"Start the container with --shm-size={-(-workers * per_worker * 5 // (2**30 * 4))}g"
-        if args.dataloader_num_workers == "auto":
-            args.dataloader_num_workers = str(fitting)
-            warnings.append(f"{text}, so there will be {fitting}. {remedy} for more.")
-        elif workers * image * max(train, eval_batch_size) > free:
-            error = f"{text}. {remedy}, or pass --dataloader_num_workers {fitting}."
+        remedy = f"Start the container with --shm-size={-(-needed * 5 // (2**30 * 4))}g"
+        total = sum(fitting) if all(fitting) else 0
+        if loaders.arguments.dataloader_num_workers == "auto":
+            for part, count in zip(parts, fitting, strict=True):
+                part.arguments.dataloader_num_workers = str(count)
+            warnings.append(f"{text}, so there will be {sum(fitting)}. {remedy} for more.")
+        elif max(train, evaluation) > free:
+            error = f"{text}. {remedy}, or pass --dataloader_num_workers {total}."
         else:
-            warnings.append(f"{text}. {remedy}, or pass --dataloader_num_workers {fitting}.")
+            warnings.append(f"{text}. {remedy}, or pass --dataloader_num_workers {total}.")
     distributed.raise_everywhere(error, warnings)
+
+
+def _rows_here(loaders: Loaders, global_batch_size: int, streaming: bool) -> int:
+    """Return how many rows of a step the processes of this machine read into one batch of each worker."""
+    processes, world, weights = distributed.processes_here(), distributed.world_size(), loaders.division.weights
+    if weights is None:
+        return processes * -(
+            -global_batch_size // (world * (max(1, loaders.arguments.num_workers) if streaming else 1))
+        )
+    first = distributed.rank() - int(os.environ.get("LOCAL_RANK", "0"))
+    return math.ceil(global_batch_size * sum(weights[first : first + processes]) / sum(weights))

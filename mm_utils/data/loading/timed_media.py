@@ -1,9 +1,9 @@
 """Read media that last: a window of a clip or a sound, a function of the generator alone.
 
 Seconds are counted here and in preparation, and nowhere else frames or samples. Training takes a random window, evaluation the
-middle; what is shorter than the window begins with it, and then the last frame stays, or silence follows. A window is told in
-shares of the medium's length, so that moments of it (`mm_utils.data.loading.regions`) follow into the window, and none lies in
-what comes after the end.
+middle; what is shorter than the window begins with it, and then the last frame stays, or silence follows, or the sound again
+(`LogMel.loops`). A window is told in shares of the medium's length, so that moments of it (`mm_utils.data.loading.regions`)
+follow into the window, and none lies in what comes after the end.
 """
 
 import math

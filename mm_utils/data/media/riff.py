@@ -130,7 +130,7 @@ def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[byt
 
 
 def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Give name and content of each chunk; one that is cut short is an error, and so are too many."""
+    """Give name and content of each chunk; a cut one is an error, and so are too many."""
     at = count = 0
     while at < len(content):
         count += 1

@@ -1,4 +1,4 @@
-"""Keep the clips and sounds of labelled rows in the datasets cache, in the form of prepared ones."""
+"""Keep labelled rows' clips and sounds in the datasets cache, as prepared sets do."""
 
 import hashlib
 import math
@@ -47,7 +47,7 @@ _STORED = Features(
 
 
 def media_records(values: Mapping[str, Sequence[Any]], kind: str, jail: Jail, faults: dict[int, str]) -> list[Record]:
-    """Return the clips or sounds that the column `image` of a table names, with the parts that the columns `TIMES` tell.
+    """Return the clips or sounds of the column `image`, and their parts by the columns `TIMES`.
 
     `faults` gets by row the reason why one is none.
     """

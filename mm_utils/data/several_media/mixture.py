@@ -5,6 +5,7 @@ others a tower rests: it has no gradient, so that neither weight decay nor momen
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -19,6 +20,7 @@ from transformers import ProcessorMixin
 from mm_utils.arguments import arg
 from mm_utils.data.loading.dataset import Batch
 from mm_utils.data.loading.loaders import UNUSED, LoaderArguments
+from mm_utils.data.loading.machine_limits import check_loading
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.several_media.turns import Turns
@@ -95,6 +97,11 @@ class MediaArguments:
             return [int(share) for share in self.media_share.split(",")]
         except ValueError:
             raise ValueError(f"--media_share is {self.media_share}; give whole numbers from 1 on, e.g. 3,1.") from None
+
+    def shares_of(self, data: TrainingData, most: int | None) -> dict[str, int]:
+        """Return the share of each medium in a run on all the rows, or the first `most` of each, of which `data` has some."""
+        rows = [min(part.total_rows["train"], most or sys.maxsize) for part in data.media.values()]
+        return dict(zip(data.media, self.shares(rows), strict=True))
 
 
 @dataclass
@@ -205,6 +212,8 @@ def open_media(
         make = partial(processor_of, at=at)
         parts[medium] = open_data(accelerator, args, stream_args, loading, own, make, regions)
         parts[medium].name = args.dataset_name
+    first, *others = [part.loaders for part in parts.values()]
+    check_loading(first, schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size, others=others)
     return join_media(parts, turns)
 
 

@@ -216,12 +216,15 @@ def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any],
 
 
 def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple[str, ...]]:
-    """Return the captions of each row, each once; equal ones, as those of a folder per class, are a class.
+    """Return each row's captions, each once; rows of equal ones are of one class.
+
+    Rows of a class have its captions in the order of its first row.
 
     Raises:
         ValueError: if no two rows have the same captions, or all have.
     """
-    found = [tuple(dict.fromkeys(each)) for each in captions]
+    first: dict[frozenset[str], tuple[str, ...]] = {}
+    found = [first.setdefault(frozenset(each), tuple(dict.fromkeys(each))) for each in captions]
     if not 2 <= len(set(found)) < len(found):
         raise ValueError(
             f"{title}; {len(found):,} rows have {len(set(found)):,} different captions, which are no classes. Give a set that was "

@@ -287,7 +287,7 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
 
 
 def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool) -> Rows:
-    """Give the rows of a split with their numbers, embedded media as an `ImageRef`; `raw` is from `with_raw_images`."""
+    """Give a split's rows by number, embedded media as `ImageRef`; see `with_raw_images`."""
     image = str(columns.image)
     cells = _ImageCells(stored, image) if embedded else None
     wanted = _read_columns(columns, raw.column_names, with_image=cells is None or not cells.mapped)

@@ -1,4 +1,4 @@
-"""Records of tar shards; members with one name up to the first dot are a sample: an image, clip or sound, and its texts.
+"""Records of tar shards; members with one name up to the first dot are a sample.
 
 A folder of shards may have a folder per split, and CLIP_benchmark's ``dataset_type.txt``.
 
@@ -61,7 +61,7 @@ class BoundedHeader(tarfile.TarInfo):
 
 @dataclass
 class Sample:
-    """The members of one key: a file of each kind of medium, the texts by extension, and a fault if any."""
+    """The members of one key: a file of each medium, texts by extension, a fault if any."""
 
     key: str
     media: dict[str, MemberImage | BytesImage] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Sample:
     fault: Fault | None = None
 
     def medium(self, kind: str) -> MemberImage | BytesImage | None:
-        """Return the image, clip or sound; a video, where no file of its sound is beside it, is one of its sound, too."""
+        """Return the image, clip or sound; a video without a file of its sound is one, too."""
         return self.media.get(kind) or (self.media.get("clip") if kind == "sound" else None)
 
     def set_aside(self, reason: str, detail: str) -> None:
@@ -139,7 +139,7 @@ def has_caption_a_line(folder: str) -> bool:
 
 
 def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
-    """Return the kind of the media that a source asks for, else that of its first samples; images where nothing tells it.
+    """Return the medium that a source asks for, else that of its first samples, else images.
 
     Raises:
         ValueError: if there are several kinds.
@@ -161,7 +161,7 @@ def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
 
 
 def read_shard(path: str, kinds: Collection[str] = tuple(SUFFIXES)) -> Iterator[Sample]:
-    """Read the samples of a tar file, with media of these `kinds`; a cut archive ends with a fault under the empty key.
+    """Read a tar file's samples; a cut archive ends with a fault under the empty key.
 
     The sample that the cut goes through is left out: some of its members may be missing.
     """
@@ -221,10 +221,10 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
             raise tarfile.ReadError("a header gives a negative size")
         begin = member.offset
         stored = member.isreg() and not member.issparse()
+        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
+            yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
         if size is not None and stored and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")
-        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
-            yield member
     # `tarfile` takes a damaged header, and the end of the file where the end marker should be, for a regular end.
     stream: Any = archive.fileobj
     stream.seek(archive.offset)

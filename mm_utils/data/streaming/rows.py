@@ -75,7 +75,7 @@ _BUFFER = 1 << 20  # bytes of a column of a local file; without, whole row group
 
 
 def features_of(medium: str) -> datasets.Features:
-    """Return the columns of rows of a kind of medium; clips and sounds have their `seconds`, too."""
+    """Return the columns of a medium's rows; clips and sounds have their `seconds`, too."""
     if medium not in _STORED:
         return FEATURES
     return datasets.Features({**FEATURES, "image": media.FEATURES[medium], "seconds": datasets.Value("float64")})
@@ -230,7 +230,7 @@ def _training_row(
 
 
 def _seconds(content: bytes, medium: str) -> float:
-    """Return the length of a clip or sound; raises medium_unknown_format if it is not as prepared sets keep it."""
+    """Return a medium's length; raise medium_unknown_format if no prepared set keeps it so."""
     try:
         shown, rate = _STORED[medium](content)
     except UnreadableImageError as error:

@@ -1,4 +1,4 @@
-"""Questions about the embedded sets, to fine-tune on: about scenes, and about clips and sounds.
+"""Questions about the embedded scenes, clips and sounds, to fine-tune on.
 
 No text alone and no picture alone decides the answer to one about a scene: every picture is asked about with texts of different
 answers, and all words of a text are true of many pictures. The id of a picture decides its questions.
@@ -71,7 +71,7 @@ def _side(box: list[float], other: list[float]) -> str:
 
 
 def _first(place: int) -> Task:
-    """Ask what comes first; a word of the phrase that tells it is the answer, the one at `place`."""
+    """Ask what comes first; the word at `place` of the phrase that tells it is the answer."""
 
     def examples(split: datasets.Dataset) -> Iterator[Example]:
         for row, moments in enumerate(split["moments"]):

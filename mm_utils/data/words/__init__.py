@@ -1,1 +1,1 @@
-"""What captions say: directions, codes of languages, captions with a few words altered."""
+"""What captions say: directions, languages, and captions with a few words altered."""

@@ -313,7 +313,7 @@ def _spread(values: Sequence, most: int) -> Sequence:
 
 
 class AlteredTokens:
-    """The altered captions of one given as tokens, by each kind of `TRAINED` at most one.
+    """The altered captions of one that is given as tokens, at most one by each of `TRAINED`.
 
     They follow from the tokens alone, and are remembered. One of more tokens than the caption is left out, so that no longest
     length is exceeded. A caption that is not made of the same tokens again, such as one with unknown letters or of a language

@@ -125,7 +125,7 @@ def _interval(value_Q: Tensor, key_Q: Tensor) -> dict[str, float]:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'text → image R@1 (bytes)':<26}" + "".join(f"{code:<16}" for code in BYTES)]
+    lines = [f"{'by text, R@1 (bytes)':<26}" + "".join(f"{code:<16}" for code in BYTES)]
     for width in dict.fromkeys(row["dimensions"] for row in rows):
         cells = (f"{row['recall@1']['value']:.3f} ({row['bytes']:,})" for row in rows if row["dimensions"] == width)
         lines.append(f"{f'{width:,} dimensions':<26}" + "".join(f"{cell:<16}" for cell in cells))
@@ -133,7 +133,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw_sizes(rows: list[dict[str, Any]], out_path: Path) -> None:
-    """Draw recall against the bytes of an image, a line per code, a panel per cut-off."""
+    """Draw recall against the bytes of an embedding, a line per code, a panel per cut-off."""
     figure = new_figure(7.5, 2.9)
     for place, k in enumerate(_SHOWN, 1):
         ax = figure.add_subplot(1, len(_SHOWN), place)
@@ -147,8 +147,8 @@ def draw_sizes(rows: list[dict[str, Any]], out_path: Path) -> None:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        ax.set_xlabel("bytes of an image", fontsize=8, color=MUTED)
-        set_title(ax, f"text → image R@{k}")
+        ax.set_xlabel("bytes of an embedding", fontsize=8, color=MUTED)
+        set_title(ax, f"found by text, R@{k}")
     lines, labels = ax.get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False, labelcolor=INK)
     save_figure(figure, out_path)

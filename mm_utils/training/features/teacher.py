@@ -1,11 +1,12 @@
 """Embed the training data once with a larger dual encoder, and learn from that.
 
-The teacher reads its own images (size, mean, standard deviation, central squares) and its own tokens, and runs as a frozen
+The teacher reads its own images (size, mean, standard deviation, central squares), windows and tokens, and runs as a frozen
 tower does (`mm_utils.training.features.feature_cache`): on all processes, before the first step, into a store that later runs
 with the same teacher and data read. It is in memory until then.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import datasets
 import torch
@@ -42,7 +43,9 @@ def cache_teacher(name: str | None, data: TrainingData, objective: JointObjectiv
     columns = [column for column in ("id", "image", "captions", "languages") if column in train.column_names]
     with accelerator.main_process_first():
         rows = tokenize_captions(train.select_columns(columns), processor.tokenizer, length)
-    loaders = make_loaders(data.loaders.arguments, accelerator.device, processor)
+    # the flags are for the student's window
+    own = replace(data.loaders.arguments, medium_seconds=None, clip_frames=None)
+    loaders = make_loaders(own, accelerator.device, processor)
     source = _Teacher(rows, loaders, data.eval_batch_size, model, accelerator)
     source.words = length, tokenizer_digest(processor.tokenizer)
     data.features = datasets.concatenate_datasets([data.features or train, source.open_or_compute()], axis=1)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from mm_utils import distributed
+from mm_utils.data.loading.machine_limits import check_loading
 from mm_utils.data.streaming.stream import Stream
 from mm_utils.data.training_data import TrainingData
 from mm_utils.objectives import JointObjective, Objective, RowTerm
@@ -77,6 +78,7 @@ def prepare(
     logger.info("Encoders are apart: images on %d of %d processes, texts on the others", split.vision, split.world)
     apart = ApartObjective(objective, split, data.loaders.pad_token_id)
     data.loaders.division = split.division
+    check_loading(data.loaders, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size)
     if args.micro_batch_size is None:  # whole, with gradients averaged after the last part, which is the only one
         args.micro_batch_size = str(args.batch_sizes.sizes[-1])
     # In evaluation mode, accelerate moves a model to the device and does not wrap it.

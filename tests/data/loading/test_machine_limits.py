@@ -11,6 +11,7 @@ import torch
 from mm_utils import distributed
 from mm_utils.data.loading.loaders import LoaderArguments, Loaders
 from mm_utils.data.loading.machine_limits import check_loading
+from mm_utils.data.loading.order import EQUAL_SHARES, Division
 
 CPU = torch.device("cpu")
 BATCH = 3 * 224**2 * 64  # bytes of 64 images
@@ -95,3 +96,44 @@ def test_a_streamed_batch_is_made_by_all_workers_together(free: Callable[[int], 
     with pytest.raises(ValueError, match="/dev/shm"):
         check_loading(with_workers("8"), 1024, 1)
     check_loading(with_workers("8"), 1024, 1, streaming=True)
+
+
+def test_batches_of_all_media_wait_at_the_same_time(
+    free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free(
+        23 * BATCH
+    )  # 2 workers have 8 batches of training ahead, and 8 of evaluation, which the media do not have at once
+    check_loading(with_workers("2"), 64, 64)
+    check_loading(with_workers("2"), 64, 64, others=[with_workers("2", size=32)])
+    assert not caplog.text
+    check_loading(with_workers("2"), 64, 64, others=[with_workers("2")])
+    assert "4 data workers" in caplog.text
+    assert "or pass --dataloader_num_workers 2." in caplog.text
+    monkeypatch.setattr(distributed, "cores_per_process", lambda: 5)
+    parts = [with_workers("auto"), with_workers("auto")]
+    check_loading(parts[0], 64, 64, others=parts[1:])
+    assert [part.workers for part in parts] == [1, 1]
+    with pytest.raises(ValueError, match="24 data workers"):
+        check_loading(with_workers("8"), 64, 64, others=[with_workers("8"), with_workers("8")])
+
+
+def test_the_rows_that_a_division_deals_to_this_machine_count(
+    free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4 processes, 2 on each of 2 machines, the first has all images."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    for name, value in (("LOCAL_WORLD_SIZE", 2), ("LOCAL_RANK", 1)):
+        monkeypatch.setenv(name, str(value))
+    loaders = with_workers("2")
+    free(6 * BATCH)
+    for rank in (1, 3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        loaders.division = EQUAL_SHARES
+        check_loading(loaders, 64, 1)
+        loaders.division = Division((1.0, 0.0, 0.0, 0.0))
+        if rank == 3:
+            check_loading(loaders, 64, 1)
+        else:
+            with pytest.raises(ValueError, match="2 data workers in each of 2 processes"):
+                check_loading(loaders, 64, 1)

@@ -260,6 +260,7 @@ def test_batches_on_the_device_are_what_the_tower_takes() -> None:
     assert kind_of(clips.features) == "clip"
     with pytest.raises(ValueError, match="the data are sounds, and the model is for clips"):
         loaders.evaluation(rows, 2)
+    loaders.check_medium(rows.remove_columns("image"))  # cached features stand for it
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_faults_are_set_aside_with_their_place(tmp_path: Path) -> None:
     prepare_data.main(["--sources", f"{tmp_path / 'shards'},medium=sound", "--output_dir", str(output), *flags])
     pairs = open_prepared(str(output), "it")
     rows = {row["id"]: row for split in pairs.values() for row in split}
-    assert set(rows) == {*(f"a/good{at}" for at in range(6)), "a/moment", "a/ended#0.5-", "b/0"}
+    assert set(rows) == {*(f"a/good{at}" for at in range(6)), "a/moment", "a/ended#0.5-", "b/0", "b/1"}
     assert rows["a/ended#0.5-"]["moments"] == [{"span": [0.25, 0.75], "phrase": "low"}]
     assert (rows["a/ended#0.5-"]["seconds"], len(read_wav(rows["b/0"]["image"]["bytes"])[0])) == (1.0, 16_000)
     faults = [json.loads(line) for line in (output / "quarantine.jsonl").read_text().splitlines()]

@@ -117,3 +117,18 @@ def test_a_long_name_is_read(tmp_path: Path) -> None:
         write_tar(tmp_path / f"{number}.tar", [(f"{name}/a.jpg", b"x"), (f"{name}/a.txt", b"a")], form)
         [sample] = read_shard(str(tmp_path / f"{number}.tar"))
         assert (sample.key, sample.fault) == (f"{name}/a", None)
+
+
+@pytest.mark.parametrize("first", ["jpg", "txt"])
+def test_a_cut_leaves_out_the_sample_that_it_goes_through_alone(tmp_path: Path, first: str) -> None:
+    second = {"jpg": "txt", "txt": "jpg"}[first]
+    members = [(f"{key}.{kind}", key.encode() * 900) for key in "abc" for kind in (first, second)]
+    whole = Path(write_tar(tmp_path / "whole.tar", members, tarfile.USTAR_FORMAT)).read_bytes()
+    each = 512 + 1024  # bytes of a header and of a content
+    for at, known in ((4 * each + 600, "ab"), (5 * each + 600, "ab"), (4 * each + 300, "a"), (3 * each + 600, "a")):
+        (tmp_path / "cut.tar").write_bytes(whole[:at])
+        *found, last = read_shard(str(tmp_path / "cut.tar"))
+        assert ([sample.key for sample in found], last.key) == (list(known), "")
+        assert all(set(sample.media) | set(sample.texts) == {"image", "txt"} for sample in found)
+        assert last.fault is not None
+        assert f"{len(known)} whole samples come before" in last.fault.detail

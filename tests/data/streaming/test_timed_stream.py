@@ -147,9 +147,8 @@ def test_a_run_has_the_window_and_the_input_of_its_tower(medium: str, tmp_path: 
     assert (data.medium, held["id"][:]) == (medium, ["m0", "m15"])
     assert held.features["image"] == FEATURES[medium]
     assert held["seconds"][:] == ([1.2, 1.8] if medium == "sound" else [0.75, 0.75])
-    assert getattr(data.loaders.timed, "seconds", None) == (
-        2.0 if medium == "sound" else None
-    )  # the tower counts whole ones
+    window = 2.0 if medium == "sound" else None  # the tower counts whole seconds
+    assert getattr(data.loaders.timed, "seconds", None) == window
     [batch] = data.train_batches(0, 1)
     assert data.eval_loader is not None
     [evaluated] = data.eval_loader

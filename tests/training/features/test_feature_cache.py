@@ -1,5 +1,6 @@
 """Frozen towers run once, and training from what they gave is training with them."""
 
+import json
 import os
 import shutil
 import time
@@ -30,6 +31,7 @@ from mm_utils.training.features import feature_cache
 from mm_utils.training.features.feature_cache import FeatureCacheArguments, cache_features
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, png, rows_of
+from tests.data.several_media.small_media import small_media
 from tests.objectives.test_grad_cache import step as step_in_parts
 from tests.objectives.test_joint import KINDS, SPLITS, TERMS, global_batch, share_of, step, tiny_objective
 from tests.scripts.test_pretrain import ROOT, launch, losses, weights
@@ -533,6 +535,23 @@ def test_training_from_features_is_training_with_frozen_towers(
     assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=rough)
     for name, value in weights(tmp_path / "live").items():
         torch.testing.assert_close(weights(tmp_path / "cached")[name], value, rtol=rough, atol=fine, msg=name)
+
+
+@pytest.mark.slow
+def test_sounds_are_trained_from_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = {"model_type": "convnext", "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
+    (tmp_path / "sound.json").write_text(json.dumps({**tower, "num_channels": 1, "image_size": [40, 16]}))
+    flags = [
+        *("--dataset_name", "sounds", "--vision_config", str(tmp_path / "sound.json"), "--freeze_vision"),
+        *("--global_batch_size", "8", "--max_steps", "2", "--logging_steps", "1", "--dataloader_num_workers", "0"),
+        *("--min_crop_area", "1", "--sound_jitter", "0", "--adam_epsilon", "1", "--output_dir"),
+    ]
+    with small_media():
+        pretrain.main([*flags, str(tmp_path / "live")])
+        calls = calls_in_training(monkeypatch, "vision_features")
+        pretrain.main([*flags, str(tmp_path / "cached"), "--cache_features"])
+    assert not calls
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=2e-3)
 
 
 def calls_in_training(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mm_utils.data.loading.loaders import LoaderArguments, Loaders
 from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.loading.timed_media import Sounds, timed_of
 from mm_utils.data.loading.tokens import encode_captions, pad_captions, tokenize_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.build import ModelArguments, build_model, load_model
@@ -23,7 +24,8 @@ from mm_utils.training.features.feature_cache import FeatureCacheArguments, Sour
 from mm_utils.training.features.teacher import cache_teacher
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, rows_of
-from tests.model.stock_folders import write_stock
+from tests.data.several_media.small_media import split_of
+from tests.model.stock_folders import write_clap, write_stock
 from tests.scripts.test_pretrain import losses, weights
 from tests.training.features.test_feature_cache import on_two_processes
 
@@ -96,6 +98,22 @@ def test_the_term_gets_the_teachers_own_scale(teacher: str) -> None:
     [scale] = [term.scale for term in objective.weights if isinstance(term, Distillation)]
     assert scale == pytest.approx(as_the_teacher(teacher)[2])
     assert set(data.identity) == {"teacher"}
+
+
+def test_a_teacher_of_sounds_has_its_own_window(tmp_path: Path) -> None:
+    """CLAP hears a second, in loops, whatever the student's flag says."""
+    folder, rows = write_clap(tmp_path / "clap"), split_of("sound", range(4))
+    data, objective = student(folder)
+    data.splits["train"], data.loaders.arguments.medium_seconds = tokenize_captions(rows, new_tokenizer(), 16), 0.25
+    cache_teacher(folder, data, objective, Accelerator(cpu=True))
+    model, timed = load_model(folder).eval(), timed_of(load_processor_of(folder), 1.0)
+    assert isinstance(timed, Sounds)
+    assert data.features is not None
+    with torch.no_grad():
+        heard = timed.features(torch.stack([timed.read(value, None)[0] for value in rows["image"]]))
+        right = model.encode_image(heard)[0]
+    found = torch.tensor(data.features["teacher_image"][:]).view_as(right)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-3)
 
 
 def test_a_second_run_does_not_run_the_teacher(teacher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_folder_per_class(medium: str, model: str, tmp_path: Path) -> None:
                 (tmp_path / "media" / split / name / f"{number}.{suffix}").write_bytes(content)
     data = ["--model_name_or_path", model, "--dataset_name", str(tmp_path / "media")]
     metrics = finetune.main(
-        [*data, *SHORT, "--learning_rate", "1e-3", "--max_steps", "8", "--output_dir", str(tmp_path / "out")]
+        [*data, *SHORT, "--learning_rate", "1e-3", "--max_steps", "48", "--output_dir", str(tmp_path / "out")]
     )
     assert metrics["eval_accuracy"] == 1.0
     before = eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])

@@ -18,7 +18,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert row["step"] == pytest.approx(sum(row[name] for name in ("towers", "gather", "loss", "gradients")))  # type: ignore
     assert row["towers"] == pytest.approx(512 * 3 * (35e9 + 32 * 2e8) / 300e12)
     assert row["all gradients"] == pytest.approx(2 * 63 / 64 * 8e8 / 50e9)
-    assert row["gather"] == pytest.approx(63 * (8 + 512 * (8 * 512 + 16 + 12)) / 50e9)
+    assert row["gather"] == pytest.approx(63 * (16 + 512 * (8 * 512 + 16 + 12)) / 50e9)
     assert row["pairs_per_second"] == pytest.approx(32768 / row["step"])  # type: ignore[operator]
 
 

@@ -166,7 +166,7 @@ def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
                 update(index, model, photos)
             finally:
                 os._exit(0)
-        time.sleep(draw.uniform(0.02, 0.25) * seconds)
+        time.sleep(draw.uniform(0.1, 0.4) * seconds)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         parts = read_parts(index, schema(make_embedder(model).width)).values() if index.is_dir() else ()

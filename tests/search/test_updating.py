@@ -155,10 +155,10 @@ def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
     photos, index, draw = tmp_path / "photos", tmp_path / "index", random.Random(0)
     write_photos(photos, range(1000))
     monkeypatch.setattr(embedding, "FLUSH_SECONDS", 0.1)
-    begin = time.monotonic()
     update(tmp_path / "whole", model, photos)
-    seconds, held = time.monotonic() - begin, [0]
-    for _ in range(10):
+    held = [0]
+    for turn in range(10):
+        wanted = len(list(index.glob("parts/*.arrow"))) + turn % 2
         pid = os.fork()
         if pid == 0:
             torch.set_num_threads(1)
@@ -166,7 +166,9 @@ def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
                 update(index, model, photos)
             finally:
                 os._exit(0)
-        time.sleep(draw.uniform(0.1, 0.4) * seconds)
+        while len(list(index.glob("parts/*.arrow"))) < wanted:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.1))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         parts = read_parts(index, schema(make_embedder(model).width)).values() if index.is_dir() else ()

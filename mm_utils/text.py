@@ -152,7 +152,7 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def duration(hours: float) -> str:
-    """Return a time in the largest unit of which there are two: `3.2 days`, `2.0 h`, `5.1 min`, `7.0 s`."""
+    """Return a time in its largest unit: `3.2 days`, `2.0 h`, `5.1 min` or `7.0 s`."""
     for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
         if hours >= 2 * size:
             return f"{hours / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""A dual encoder of texts and images, clips or sounds, with a cross-attention fusion head, for any `AutoModel` towers.
+"""Embed texts and images, clips or sounds with any `AutoModel` towers; re-rank with a head.
 
 The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`, `CLIPModel`,
 `ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`, and `FusionDualEncoderModel.to_dual_encoder` converts to them. In the fusion
@@ -238,7 +238,7 @@ def input_shape(backbone: Any) -> tuple[int, ...]:
 
 
 def input_name(backbone: Any) -> str:
-    """Return what a media backbone calls its input; code of others may leave it at the default, a text's."""
+    """Return what a media backbone calls its input, where others may have left a text's name."""
     return "pixel_values" if backbone.main_input_name == "input_ids" else backbone.main_input_name
 
 
@@ -363,7 +363,7 @@ def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = Non
 
 
 def _pool_over_time(hidden: Tensor) -> Tensor:
-    """Return the first two cosine moments over time of the map of a spectrogram `[B, C, T, frequencies]`, `[B, 2 C]`.
+    """Return two cosine moments over time, `[B, 2 C]`, of a spectrogram's map `[B, C, T, F]`.
 
     A mean over time is about the same whichever event comes first. The first moment is positive where a channel is heard
     early, negative where late; the second separates the middle from both ends.
@@ -421,7 +421,7 @@ def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
-    """Lay a hidden state of a clip or a sound out as `[B, C, places, T]`, its places in the picture or its frequencies."""
+    """Lay a clip's or a sound's hidden state out as `[B, C, places or frequencies, T]`."""
     config = tower.config
     if medium == "image" or isinstance(tower, FramesTower):
         return hidden
@@ -606,7 +606,7 @@ class FramesTower(nn.Module):
 
 
 class XCLIPTower(FramesTower):
-    """The video side of X-CLIP (arXiv 2208.02816): frames with messages between them, projection, layers over time."""
+    """Embed a clip as X-CLIP does (arXiv 2208.02816): frames, projection, layers over time."""
 
     def __init__(self, backbone: PreTrainedModel):
         nn.Module.__init__(self)
@@ -838,7 +838,7 @@ def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | No
 
 
 def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.Module:
-    """Return a new projection: of two layers for CLAP; none where the tower ends in the embedding space."""
+    """Return a new projection, of two layers for CLAP, or none where the tower embeds by itself."""
     if config.dual_encoder_type == "clap":
         return ClapProjectionLayer(getattr(config, f"{tower}_config"))
     if config.dual_encoder_type in UNPROJECTED or (config.dual_encoder_type, tower) == ("xclip", "vision"):
@@ -847,7 +847,7 @@ def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.M
 
 
 class MediaTower(nn.Module):
-    """The tower of a further kind of media, and its projection, with the names that they have in a model of that kind."""
+    """Hold a further medium's tower and projection, named as in a model of that medium."""
 
     def __init__(self, vision_model: nn.Module, visual_projection: nn.Module):
         super().__init__()
@@ -1487,7 +1487,11 @@ class FusionDualEncoderModel(PreTrainedModel):
 
 
 def _spread(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
-    """Return frames of a clip, a path or PIL images, each the middle one of an equal part of it; of a file's middle `seconds`."""
+    """Return `count` frames of a clip, each the middle one of an equal part.
+
+    Args:
+        clip: a path, of which the middle `seconds` are taken if they are given, or PIL images.
+    """
     if isinstance(clip, (list, tuple, range)):
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
     try:  # also hides it from what transformers wants installed before it loads any model of this file

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from huggingface_hub import EvalResult
 from transformers import AutoConfig
 
 from mm_utils.data.loading.tokens import languages_of
@@ -158,15 +159,17 @@ def record_retrieval(
         return
     counts = {f"{medium}s": len(split.image_key_M), "captions": len(split.caption_key_T)}
     data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts, medium)
-    if update_results(Path(folder), retrieval_results(metrics, data)):
-        logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, split_name)
+    _record(folder, data, retrieval_results(metrics, data))
 
 
 def record_zero_shot(accelerator: Accelerator, folder: str, data: EvaluatedData, metrics: Mapping[str, float]) -> None:
     """On the main process, put zero-shot accuracies into the card of a folder that a run wrote."""
-    if not accelerator.is_main_process:
-        return
-    if update_results(Path(folder), zero_shot_results(metrics, data)):
+    if accelerator.is_main_process:
+        _record(folder, data, zero_shot_results(metrics, data))
+
+
+def _record(folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> None:
+    if update_results(Path(folder), results):
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, data.split)
 
 

@@ -1,7 +1,6 @@
 """Whether shared memory and open files of a machine suffice for its data workers."""
 
 import math
-import os
 from collections.abc import Sequence
 
 from mm_utils import distributed
@@ -80,10 +79,8 @@ def check_loading(
 
 def _rows_here(loaders: Loaders, global_batch_size: int, streaming: bool) -> int:
     """Return how many rows of a step the processes of this machine read into one batch of each worker."""
-    processes, world, weights = distributed.processes_here(), distributed.world_size(), loaders.division.weights
+    here, weights = distributed.ranks_here(), loaders.division.weights
     if weights is None:
-        return processes * -(
-            -global_batch_size // (world * (max(1, loaders.arguments.num_workers) if streaming else 1))
-        )
-    first = distributed.rank() - int(os.environ.get("LOCAL_RANK", "0"))
-    return math.ceil(global_batch_size * sum(weights[first : first + processes]) / sum(weights))
+        parts = max(1, loaders.arguments.num_workers) if streaming else 1
+        return len(here) * math.ceil(global_batch_size / (distributed.world_size() * parts))
+    return math.ceil(global_batch_size * sum(weights[here.start : here.stop]) / sum(weights))

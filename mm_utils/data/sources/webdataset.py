@@ -42,6 +42,7 @@ _TEXTS = ("txt", "caption", "json", "cls")
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
 _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
+_HOLDERS = {"image": ("image",), "clip": ("clip",), "sound": ("sound", "clip")}  # files of a medium, the best first
 _LOOKED_AT = 100  # samples that tell the kind of the media
 
 
@@ -70,7 +71,7 @@ class Sample:
 
     def medium(self, kind: str) -> MemberImage | BytesImage | None:
         """Return the image, clip or sound; a video without a file of its sound is one, too."""
-        return self.media.get(kind) or (self.media.get("clip") if kind == "sound" else None)
+        return next((self.media[each] for each in _HOLDERS[kind] if each in self.media), None)
 
     def set_aside(self, reason: str, detail: str) -> None:
         """Record a fault; the first one stays."""
@@ -101,7 +102,7 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     for path in paths:
         split = split_of_folder(path, source.path) if is_folder else None
         shard = "/".join(filter(None, (split, os.path.splitext(os.path.basename(path))[0])))
-        for sample in read_shard(path, (medium, "clip") if medium == "sound" else (medium,)):
+        for sample in read_shard(path, _HOLDERS[medium]):
             where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
             try:
                 yield _record(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)

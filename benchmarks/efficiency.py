@@ -26,7 +26,7 @@ from benchmarks.ablations.report import interval
 from benchmarks.ablations.runs import Run, execute_all, plan, read_grid
 from benchmarks.harness import ROOT, machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.batches.order import BatchSizes
 from mm_utils.distributed import RunError
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import markdown_table

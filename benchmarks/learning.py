@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 from benchmarks.ablations.report import interval
 from benchmarks.harness import ROOT, TurnTaker, machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.loaders import LoaderArguments
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.distributed import RunError
 from mm_utils.files import append_rows
 from mm_utils.model.build import ModelArguments

@@ -29,10 +29,10 @@ from tqdm.auto import tqdm
 
 from benchmarks.harness import machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.column_cache import to_arrow
+from mm_utils.data.batches.column_cache import to_arrow
+from mm_utils.extras.search.first_pass import faiss_file, open_find
+from mm_utils.extras.search.index import read_rows, replace_rows, schema
 from mm_utils.run.start import run_script, set_up_logging
-from mm_utils.search.first_pass import faiss_file, open_find
-from mm_utils.search.index import read_rows, replace_rows, schema
 from mm_utils.text import markdown_table
 
 logger = logging.getLogger(__name__)

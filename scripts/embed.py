@@ -17,17 +17,17 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.search.embedding import Embedder, tap_shapes
+from mm_utils.extras.search.index import SKIPPED, keeps_states, model_fingerprint
+from mm_utils.extras.search.listing import folder_listing, list_folder, pair_listing, shard_listing
+from mm_utils.extras.search.updating import try_out, update_index
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, run_script
-from mm_utils.search.embedding import Embedder, tap_shapes
-from mm_utils.search.index import SKIPPED, keeps_states, model_fingerprint
-from mm_utils.search.listing import folder_listing, list_folder, pair_listing, shard_listing
-from mm_utils.search.updating import try_out, update_index
 
 logger = logging.getLogger(__name__)
 

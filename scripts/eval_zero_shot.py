@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.timed_media import medium_of
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
-from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
-from mm_utils.data.loading.timed_media import medium_of
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of

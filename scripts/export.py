@@ -17,12 +17,12 @@ from typing import Any
 from accelerate import Accelerator
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.loaders import LoaderArguments, make_loaders
-from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
-from mm_utils.export.graphs import check_packages, head_weights
-from mm_utils.export.layouts import LAYOUTS, PRECISIONS, check_output
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.export.graphs import check_packages, head_weights
+from mm_utils.extras.export.layouts import LAYOUTS, PRECISIONS, check_output
 from mm_utils.files import atomic_folder
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
@@ -73,8 +73,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     args, data_args = parse_args(ExportArguments, DataArguments, argv=argv, doc=__doc__)
     check_packages()
-    from mm_utils.export.comparison import add_recall, compare, table
-    from mm_utils.export.folder import write_graphs, write_report
+    from mm_utils.extras.export.comparison import add_recall, compare, table
+    from mm_utils.extras.export.folder import write_graphs, write_report
 
     check_model(args.model_name_or_path)
     check_output(args.output_dir)

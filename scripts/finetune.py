@@ -27,11 +27,12 @@ from transformers import TrainerCallback
 
 from mm_utils.arguments import parse_args, to_dict
 from mm_utils.checkpointing.files import find_checkpoint
-from mm_utils.data.loading.loaders import LoaderArguments
+from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.tasks import TaskArguments
 from mm_utils.data.training_data import open_task
 from mm_utils.evaluation.classification import ClassificationEvaluator
-from mm_utils.evaluation.interpolation import TENTHS, InterpolationArguments, choose_between, copy_weights
+from mm_utils.extras.dry_run.dry_run import dry_run
+from mm_utils.extras.starts.interpolation import TENTHS, InterpolationArguments, choose_between, copy_weights
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
@@ -40,7 +41,6 @@ from mm_utils.objectives.classification import ClassificationObjective, weigh_cl
 from mm_utils.reports.hub import HubArguments
 from mm_utils.run.callbacks import default_callbacks
 from mm_utils.run.checks import check_model
-from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_finetuning
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import FinetuningArguments

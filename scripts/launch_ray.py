@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from mm_utils.arguments import parse_args
-from mm_utils.launch.arguments import LaunchArguments, read_command, split_words
+from mm_utils.extras.launch.arguments import LaunchArguments, read_command, split_words
 from mm_utils.run.start import run_script, set_up_logging
 
 
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     set_up_logging()
 
     # 2. Ray: a cluster that runs, or a small one on this machine.
-    from mm_utils.launch.cluster import connect, fit, launch_name
-    from mm_utils.launch.sweep import sweep
+    from mm_utils.extras.launch.cluster import connect, fit, launch_name
+    from mm_utils.extras.launch.sweep import sweep
 
     with connect(args) as resources:
         name = launch_name(command)

@@ -32,14 +32,14 @@ import logging
 import time
 
 from mm_utils.arguments import parse_args, to_dict
-from mm_utils.data.benchmarks.named import named_source
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
 from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.extras.benchmarks.named import named_source
 from mm_utils.reports.data_card import DatasetHubArguments, push_data_set, write_data_card
 from mm_utils.reports.data_report import write_report
 from mm_utils.run.start import run_script, set_up_logging

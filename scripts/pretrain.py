@@ -25,14 +25,19 @@ from transformers import TrainerCallback
 from mm_utils.arguments import parse_args, to_dict
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.checkpointing.state import write_model
-from mm_utils.data.loading.loaders import LoaderArguments
-from mm_utils.data.several_media.mixture import MediaArguments, open_media
-from mm_utils.data.sources.source import DataArguments
-from mm_utils.data.streaming.stream import StreamingArguments
-from mm_utils.evaluation.grounding.moments import grounding_evaluator, report_grounding
-from mm_utils.evaluation.interpolation import InterpolationArguments, choose_between, copy_weights
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
-from mm_utils.evaluation.several_media.per_medium import evaluate_media, make_evaluators
+from mm_utils.extras.dry_run.dry_run import dry_run
+from mm_utils.extras.frozen.feature_cache import FeatureCacheArguments, cache_features
+from mm_utils.extras.frozen.teacher import cache_teacher
+from mm_utils.extras.grounding.moments import grounding_evaluator, report_grounding
+from mm_utils.extras.several_media.evaluators import evaluate_media, make_evaluators
+from mm_utils.extras.several_media.mixture import MediaArguments, open_media
+from mm_utils.extras.several_media.per_medium import build_media
+from mm_utils.extras.starts.interpolation import InterpolationArguments, choose_between, copy_weights
+from mm_utils.extras.starts.projection_start import ProjectionStartArguments, start_projections
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.flops import measure_flops
@@ -42,17 +47,12 @@ from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.reports.hub import HubArguments
 from mm_utils.run.callbacks import default_callbacks
 from mm_utils.run.checks import check_model
-from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_run
-from mm_utils.run.per_medium import build_media
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.diagnosis import CollapseWarning
-from mm_utils.training.features.feature_cache import FeatureCacheArguments, cache_features
-from mm_utils.training.features.teacher import cache_teacher
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
-from mm_utils.training.projection_start import ProjectionStartArguments, start_projections
 from mm_utils.training.trainer import Trainer
 
 

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 
 from mm_utils.arguments import arg, parse_args
+from mm_utils.extras.search.searcher import Searcher
 from mm_utils.run.start import run_script, set_up_logging
-from mm_utils.search.searcher import Searcher
 from mm_utils.text import printable, shortened
 
 
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # 3. Serve, or answer one query.
     if args.serve:
-        from mm_utils.search.server import serve  # its packages are optional
+        from mm_utils.extras.search.server import serve  # its packages are optional
 
         serve(searcher, args.host, args.port, args.token)
         return

@@ -98,8 +98,8 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
         "run.finish": ("plot_training",),
-        "run.per_medium": ("draw_examples",),
-        "evaluation.sizes.recall_over_bytes": ("draw_sizes",),
+        "extras.several_media.per_medium": ("draw_examples",),
+        "evaluation.recall_over_bytes": ("draw_sizes",),
     }
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():

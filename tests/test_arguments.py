@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from mm_utils.arguments import arg, parse_args, read_flat_yaml, to_dict, to_words
-from mm_utils.data.loading.loaders import LoaderArguments
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.build import ModelArguments
 from mm_utils.objectives import ObjectiveArguments

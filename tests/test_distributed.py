@@ -27,7 +27,7 @@ PRELOADED = [
     "mm_utils.objectives",
     "mm_utils.model.build",
 ]
-PRELOADED.append("mm_utils.data.loading.loaders")
+PRELOADED.append("mm_utils.data.batches.loaders")
 
 
 def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from mm_utils.arguments import parse_args
-from mm_utils.launch.arguments import LaunchArguments, split_words
+from mm_utils.extras.launch.arguments import LaunchArguments, split_words
 from scripts import embed, pretrain
 from tests.conftest import COLOURS, draw
 

@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import VisionTextDualEncoderModel
 
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 from scripts import prepare_data, pretrain
 
 DATA = Path(os.environ.get("TANDEM_REAL_DATA", "no such folder"))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils import distributed
-from mm_utils.data.loading.dataset import Collator
-from mm_utils.data.loading.order import EvaluationBatches
+from mm_utils.data.batches.dataset import Collator
+from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.evaluation.embeddings import Embeddings, Texts, gather_languages
 
 CPU = torch.device("cpu")

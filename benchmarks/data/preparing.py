@@ -26,7 +26,7 @@ from mm_utils.arguments import arg, parse_args
 from mm_utils.data.images import JPEG_QUALITY
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, Storage, ingest
-from mm_utils.data.sources.records import FileImage, Record
+from mm_utils.data.rows.records import FileImage, Record
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import markdown_table
 

@@ -23,14 +23,14 @@ from transformers import TrainerControl, TrainerState
 from benchmarks.gpu import random_batch
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.order import EQUAL_SHARES
+from mm_utils.data.batches.order import EQUAL_SHARES
+from mm_utils.extras.placement.balance import Balance
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.balance import Balance
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.step import TrainStep
 

@@ -29,7 +29,9 @@ from benchmarks.gpu import random_batch
 from benchmarks.harness import machine, synchronize
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.order import EQUAL_SHARES, Division
+from mm_utils.data.batches.order import EQUAL_SHARES, Division
+from mm_utils.extras.placement.cost import predict
+from mm_utils.extras.placement.preparation import prepare
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
@@ -37,8 +39,6 @@ from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
-from mm_utils.training.placement.cost import predict
-from mm_utils.training.placement.preparation import prepare
 from mm_utils.training.step import TrainStep
 
 COLUMNS = {

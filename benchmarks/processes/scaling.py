@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.processes.communication import StepSize, predict
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import FlopCounts, measure_flops
 from mm_utils.model.processor import load_processor

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.rivals.judging import Judge, Towers, recalls, stock_towers
 from benchmarks.rivals.loop_bench import Batch, Bench
-from mm_utils.model.closed_form import FOLDS, Features, fit
+from mm_utils.extras.starts.closed_form import FOLDS, Features, fit
 
 PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of ridge regression, in mean variances of a feature
 

@@ -47,9 +47,9 @@ from benchmarks.rivals.loop_bench import (
     transformers_batches,
 )
 from mm_utils import distributed
-from mm_utils.data.loading.loaders import DeviceLoader, Loaders
-from mm_utils.data.loading.order import BatchSizes
-from mm_utils.data.loading.tokens import global_order
+from mm_utils.data.batches.loaders import DeviceLoader, Loaders
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.tokens import global_order
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.training.memory import peak_bytes

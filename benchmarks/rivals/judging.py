@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from benchmarks.harness import synchronize
 from benchmarks.rivals.loop_bench import Batch, Bench
-from mm_utils.data.loading.loaders import Loaders
-from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.tokens import tokenize_captions
 
 RECALL_AT = (1, 5, 10)
 Towers = Callable[[Batch], tuple[Tensor, Tensor]]

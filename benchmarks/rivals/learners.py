@@ -2,7 +2,7 @@
 
 - `tandem`: scripts/pretrain.py with its defaults, but for the number of steps, which a short run before tells. `tandem_towers`
   trains no fusion head. Their time includes reading the data, the closed form and checkpoints, which that of the others does not.
-- `cca`: canonical correlations of the frozen towers' features (`mm_utils.model.closed_form`, without class names).
+- `cca`: canonical correlations of the frozen towers' features (`mm_utils.extras.starts.closed_form`, without class names).
 - `ridge`: ridge regression of image features to text features and back; the score is the sum of both cosines.
 - `transformers`: the loop of its contrastive-image-text example (`contestants.py`): captions padded to 128 tokens, the text
   tower's pooler, one learning rate, here 5e-4 in place of 5e-5, with which it learns less, and a linear schedule.
@@ -45,8 +45,8 @@ from benchmarks.rivals.loop_bench import (
     to_rgb,
     transformers_batches,
 )
-from mm_utils.data.loading.loaders import LoaderArguments
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments, load_model
 from scripts import pretrain
 

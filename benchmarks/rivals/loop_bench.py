@@ -29,10 +29,10 @@ from transformers import VisionTextDualEncoderModel
 
 from benchmarks.harness import device_name
 from mm_utils import distributed
-from mm_utils.data.loading.loaders import LoaderArguments, image_geometry
-from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.batches.loaders import LoaderArguments, image_geometry
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import iterate_captions, load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor

@@ -26,13 +26,13 @@ from benchmarks.harness import cpu_seconds, serve
 from benchmarks.rivals import pair_stores
 from benchmarks.rivals.reader_bench import SEED, Batches, Bench, Task
 from benchmarks.rivals.readers import ENDLESS, READERS, bytes_per_pair
+from mm_utils.data.batches.augment import center_square
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.tokens import global_order, tokenize_captions
 from mm_utils.data.images import open_image
-from mm_utils.data.loading.augment import center_square
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders, image_geometry
-from mm_utils.data.loading.order import BatchSizes
-from mm_utils.data.loading.tokens import global_order, tokenize_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.processor import load_processor
 

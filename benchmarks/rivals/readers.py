@@ -29,13 +29,13 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 
 from benchmarks.rivals import pair_stores
 from benchmarks.rivals.reader_bench import SEED, Batches, Bench, original_paths, originals
-from mm_utils.data.loading.dataset import Batch
-from mm_utils.data.loading.loaders import Loaders
-from mm_utils.data.loading.order import BatchSizes, Draw, RankBatches
-from mm_utils.data.loading.tokens import global_order
-from mm_utils.data.sources.source import DataArguments
-from mm_utils.data.streaming.loader import train_stream
-from mm_utils.data.streaming.stream import StreamingArguments, open_stream
+from mm_utils.data.batches.dataset import Batch
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.order import BatchSizes, Draw, RankBatches
+from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.loader import train_stream
+from mm_utils.data.streams.stream import StreamingArguments, open_stream
 
 ENDLESS = 10**6
 """Steps of a loader, more than a benchmark takes."""

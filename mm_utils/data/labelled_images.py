@@ -15,21 +15,21 @@ from datasets import Dataset
 from torch import Tensor
 
 from mm_utils.arguments import arg
-from mm_utils.data.benchmarks.clip_layout import (
+from mm_utils.data.labelled.folders import read_class_folder
+from mm_utils.data.labelled.rows import LabelledRows, Wanted, read_dataset
+from mm_utils.data.media import kind_of
+from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
+from mm_utils.data.rows.columns import SPLIT_NAMES, caption_classes, listed
+from mm_utils.data.rows.source import PathArguments, Source, class_names
+from mm_utils.data.rows.stored import dataset_jail, load_splits
+from mm_utils.extras.benchmarks.clip_layout import (
     CLASS_NAMES,
     holds_shards,
     read_labelled_shards,
     shards_by_split,
     templates_beside,
 )
-from mm_utils.data.benchmarks.named import CLASSIFICATION, Benchmark, fetch, find_benchmark
-from mm_utils.data.labelled.folders import read_class_folder
-from mm_utils.data.labelled.rows import LabelledRows, Wanted, read_dataset
-from mm_utils.data.media import kind_of
-from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
-from mm_utils.data.sources.columns import SPLIT_NAMES, caption_classes, listed
-from mm_utils.data.sources.source import PathArguments, Source, class_names
-from mm_utils.data.sources.stored import dataset_jail, load_splits
+from mm_utils.extras.benchmarks.named import CLASSIFICATION, Benchmark, fetch, find_benchmark
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class LabelledImages:
     """A labelled split.
 
     Attributes:
-        rows: in the schema that `mm_utils.data.loading.loaders.Loaders.evaluation` reads, without captions.
+        rows: in the schema that `mm_utils.data.batches.loaders.Loaders.evaluation` reads, without captions.
         label_M: the class of each row, int64.
         classes: names of all classes, also of those without an image.
         split: its name in the source.

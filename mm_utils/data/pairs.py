@@ -21,17 +21,17 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, Features, concatenate_datasets
 
-from mm_utils.data.benchmarks.clip_layout import holds_shards
-from mm_utils.data.benchmarks.named import CAPTIONS, Benchmark, fetch, named_source
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
+from mm_utils.data.rows.columns import SPLITS, held_out
+from mm_utils.data.rows.detect import METADATA_FILES, is_image_folder, metadata_files
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.sources.columns import SPLITS, held_out
-from mm_utils.data.sources.detect import METADATA_FILES, is_image_folder, metadata_files
-from mm_utils.data.sources.source import DataArguments, PathArguments, Source
-from mm_utils.data.synthetic import is_embedded
-from mm_utils.data.synthetic.events import load_clips
-from mm_utils.data.synthetic.tones import load_sounds
+from mm_utils.extras.benchmarks.clip_layout import holds_shards
+from mm_utils.extras.benchmarks.named import CAPTIONS, Benchmark, fetch, named_source
+from mm_utils.extras.sets import is_embedded
+from mm_utils.extras.sets.events import load_clips
+from mm_utils.extras.sets.tones import load_sounds
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
-from mm_utils.data.sources.columns import SPLIT_NAMES, SPLITS, held_out
-from mm_utils.data.sources.source import PathArguments
-from mm_utils.data.sources.stored import dataset_jail, load_splits
-from mm_utils.data.synthetic.questions import LOADERS, TASKS
+from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, held_out
+from mm_utils.data.rows.source import PathArguments
+from mm_utils.data.rows.stored import dataset_jail, load_splits
+from mm_utils.extras.sets.questions import LOADERS, TASKS
 
 logger = logging.getLogger(__name__)
 

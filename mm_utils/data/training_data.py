@@ -11,19 +11,19 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 from transformers import ProcessorMixin
 
-from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
-from mm_utils.data.loading.machine_limits import check_loading
-from mm_utils.data.loading.order import BatchSizes, GlobalOrder
-from mm_utils.data.loading.regions import tokenize_pairs
-from mm_utils.data.loading.timed_media import default_seconds, medium_of, settle_window
-from mm_utils.data.loading.tokens import fingerprint, global_order, tokenize_splits
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
+from mm_utils.data.batches.machine_limits import check_loading
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.timed_media import default_seconds, medium_of, settle_window
+from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
-from mm_utils.data.sources.source import DataArguments
-from mm_utils.data.streaming.loader import train_stream
-from mm_utils.data.streaming.rows import shard_kind
-from mm_utils.data.streaming.stream import HELD_OUT, Stream, StreamingArguments, open_stream
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.loader import train_stream
+from mm_utils.data.streams.rows import shard_kind
+from mm_utils.data.streams.stream import HELD_OUT, Stream, StreamingArguments, open_stream
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
+from mm_utils.extras.grounding.regions import tokenize_pairs
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ class ClassificationEvaluator:
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        """Classify the batches of `mm_utils.data.loading.loaders.Loaders.evaluation`.
+        """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`.
 
         Raises:
             ValueError: if no row can be read.

@@ -152,7 +152,7 @@ def embed_split(
     """Embed this rank's share of a split, and gather the embeddings of all ranks.
 
     Args:
-        loader: batches of this rank's share, from `mm_utils.data.loading.loaders.Loaders.evaluation`.
+        loader: batches of this rank's share, from `mm_utils.data.batches.loaders.Loaders.evaluation`.
         cache_bytes: device memory for keys and values of images; if it is above 0, those of one batch are always kept.
 
     Raises:

@@ -6,7 +6,7 @@ If captions are in several languages, recalls of the ten most frequent ones are 
 `text_to_image_recall_de@1` and so on. Text to image, the queries are the captions of that language, among all images. Image to
 text, the items are the captions of that language, and images without one are no queries.
 
-Probes ask whether a true caption scores above a false one: `mm_utils.evaluation.probes.measure`.
+Probes ask whether a true caption scores above a false one: `mm_utils.extras.altered.probes`.
 """
 
 import logging
@@ -22,11 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.media import kind_of
-from mm_utils.data.words.altered import altered_captions, event_order
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics
-from mm_utils.evaluation.probes.measure import Probes, probe_cosines, tokenize_probes, word_order
 from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (
     FOLDS,
@@ -40,6 +38,8 @@ from mm_utils.evaluation.reranking import (
     score_pairs,
     stored_weights,
 )
+from mm_utils.extras.altered.captions import altered_captions, event_order
+from mm_utils.extras.altered.probes import Probes, probe_cosines, tokenize_probes, word_order
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class RetrievalEvaluator:
         self.scores: PairScores | None = None
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        """Evaluate `model` on the batches of `mm_utils.data.loading.loaders.Loaders.evaluation`."""
+        """Evaluate `model` on the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
         weights = self._weights(model) if self.args.rerank_top_k > 0 and model.fusion is not None else {}
         device, reranks = accelerator.device, bool(weights)
         # On a GPU at most half of what is free.

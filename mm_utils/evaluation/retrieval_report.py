@@ -16,9 +16,9 @@ from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
 from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
+from mm_utils.evaluation.recall_over_bytes import report_sizes
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.evaluation.sizes.recall_over_bytes import report_sizes
 from mm_utils.files import write_atomic
 from mm_utils.model.flops import FlopCounts
 from mm_utils.reports.pictures import picture

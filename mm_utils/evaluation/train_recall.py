@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 from accelerate import Accelerator
 
-from mm_utils.data.loading.loaders import DeviceLoader
-from mm_utils.data.loading.workers import CheckedLoader
+from mm_utils.data.batches.loaders import DeviceLoader
+from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import embed_split
 from mm_utils.evaluation.metrics import retrieval_metrics

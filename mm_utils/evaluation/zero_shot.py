@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
+from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.labelled_images import LabelledImages
-from mm_utils.data.loading.tokens import encode_captions, pad_captions
 from mm_utils.data.media import kind_of
-from mm_utils.data.sources.source import MEDIUM_TEMPLATES, TEMPLATES
+from mm_utils.data.rows.source import MEDIUM_TEMPLATES, TEMPLATES
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
@@ -125,7 +125,7 @@ class ZeroShotEvaluator:
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        """Classify the batches of `mm_utils.data.loading.loaders.Loaders.evaluation`.
+        """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`.
 
         Raises:
             ValueError: if no image can be decoded.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
-from mm_utils.data.words.altered import AlteredTokens
+from mm_utils.extras.altered.captions import AlteredTokens
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.contrastive import (
     Altered,
@@ -123,7 +123,7 @@ class ObjectiveArguments:
 
     @property
     def reads_regions(self) -> bool:
-        """True if batches must hold regions, or moments (`mm_utils.data.loading.regions`)."""
+        """True if batches must hold regions, or moments (`mm_utils.extras.grounding.regions`)."""
         return bool(self._reading_regions)
 
     @property

@@ -10,8 +10,8 @@ from torch.nn.functional import normalize, softplus
 
 from mm_utils import distributed
 from mm_utils.copies import to_device
-from mm_utils.data.loading.regions import regions_of
-from mm_utils.data.loading.tokens import pad_captions
+from mm_utils.data.batches.tokens import pad_captions
+from mm_utils.extras.grounding.regions import regions_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, cells_covered
 from mm_utils.objectives.losses import GlobalBatch, distilled_info_nce, info_nce, sigmoid_loss
 from mm_utils.objectives.padding import encode_in_groups
@@ -118,7 +118,7 @@ class Distillation(EmbeddingTerm):
     """InfoNCE towards the soft targets of another model, a teacher (TinyCLIP, arXiv 2309.12314).
 
     Its unit embeddings of the images as evaluation sees them, and of the captions, are computed before training
-    (`mm_utils.training.features.teacher`) and are in the batch as `teacher_image` and `teacher_text`, `[n, width of the teacher]`.
+    (`mm_utils.extras.frozen.teacher`) and are in the batch as `teacher_image` and `teacher_text`, `[n, width of the teacher]`.
 
     Attributes:
         scale: the teacher's own inverse temperature, of its softmax; set with the embeddings.

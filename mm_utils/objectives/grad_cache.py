@@ -7,7 +7,7 @@ equals the single pass.
 
 The last part, which is the largest, is embedded with gradient at once and never again, so K parts cost at most (K-1)/K of
 one more forward pass, and a share that fits costs nothing. Rows come sorted by the length of their caption
-(`mm_utils.data.loading.dataset.Collator`), so every part is padded to its own longest only. Whatever the number of parts,
+(`mm_utils.data.batches.dataset.Collator`), so every part is padded to its own longest only. Whatever the number of parts,
 which may differ between ranks, ranks share the embeddings once and average the gradients once, with DDP while they
 backpropagate their last part; nothing of a step is final before that, so a step that ran out of memory on any rank can be
 repeated in smaller parts on all.

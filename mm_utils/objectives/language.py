@@ -102,7 +102,7 @@ class Captioning(RowTerm):
     """Cross-entropy of next tokens, from those before and the image (CoCa, arXiv 2205.01917).
 
     The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both directions,
-    is left out. All captions of an image are targets (up to `mm_utils.data.loading.dataset.MOST_CAPTIONS`), each of which costs
+    is left out. All captions of an image are targets (up to `mm_utils.data.batches.dataset.MOST_CAPTIONS`), each of which costs
     one pair of the fusion head. `FusionDualEncoderModel.caption` then writes captions.
     """
 

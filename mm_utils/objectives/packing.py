@@ -1,7 +1,7 @@
 """Encode a batch's captions as one row of tokens, unpadded: one pass through the tower.
 
 The tower is given `[1, T]` tokens, positions that start anew with every caption, and the places where captions end; attention stays
-within a caption. On a GPU it is torch's `varlen_attn`, a flash kernel; elsewhere every caption is attended by itself, which
+within a caption. On a GPU it is torch's `varlen_attn`, which runs cuDNN's or the flash kernel; elsewhere every caption is attended by itself, which
 is exact, and slow. A tower can be packed if it takes positions and computes attention through transformers' interface, and two
 captions in one row give what they give padded: that is tried once. BERT, RoBERTa, DistilBERT, ELECTRA and ModernBERT can; MPNet
 and DeBERTa, which compute attention themselves, and CLIP's text tower, which looks for the last token, cannot.
@@ -39,11 +39,12 @@ def pack_captions(model: FusionDualEncoderModel) -> bool:
     """Let `encode_packed` pack captions from now on; False if the text tower cannot.
 
     Raises:
-        ValueError: if torch is too old.
+        ValueError: if torch has no attention of variable length that takes a scale and a window.
     """
     if _varlen_attn() is None:
         raise ValueError(
-            "--pack_captions is true; it needs torch 2.10, and here is an older one. Drop the flag, or upgrade."
+            f"--pack_captions is true; the varlen_attn that it needs is not in torch {torch.__version__}, or takes no "
+            "scale and window. Drop the flag, or upgrade torch."
         )
     tower = model.text_model
     takes_positions = "position_ids" in inspect.signature(tower.forward).parameters
@@ -173,7 +174,7 @@ def _varlen_attn() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn
+    return varlen_attn if {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
 def _config(module: nn.Module) -> PreTrainedConfig | None:

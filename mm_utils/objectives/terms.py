@@ -102,7 +102,7 @@ class Term:
         heads: the optional parts of the model that this term trains.
         pairs_per_image: how many pairs the fusion head scores for each image.
         reads_taps: True if `embed` reads `EncodedBatch.taps`.
-        reads_regions: True if batches must hold regions, or moments (`mm_utils.data.loading.regions`).
+        reads_regions: True if batches must hold regions, or moments (`mm_utils.extras.grounding.regions`).
         reads_tokens: True if `plan` reads tokens on the host, as `tokens` of the batch (`mm_utils.copies.HostCopy`).
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.

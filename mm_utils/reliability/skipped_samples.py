@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
-from mm_utils.data.loading.order import SHOWN_IN_VALIDATION
+from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
 from mm_utils.files import append_rows, truncate_rows
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
 from mm_utils.data.media import COLUMNS
-from mm_utils.data.synthetic import is_embedded
+from mm_utils.extras.sets import is_embedded
 from mm_utils.files import write_atomic
 from mm_utils.text import one_line, printable, redact
 

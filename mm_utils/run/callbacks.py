@@ -3,13 +3,13 @@
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from mm_utils.data.training_data import TrainingData
+from mm_utils.extras.placement.balance import Balance
 from mm_utils.model.flops import FlopCounts
 from mm_utils.objectives import Objective
 from mm_utils.reliability.skipped_samples import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
-from mm_utils.training.balance import Balance
 from mm_utils.training.callbacks import LossOfMedium, ProgressBar
 from mm_utils.training.throughput import Communication, LoaderAdvice, Throughput
 

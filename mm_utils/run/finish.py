@@ -13,12 +13,12 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.evaluation.reranking import describe_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.extras.several_media.per_medium import metrics_of, note_of_others, of_medium, write_medium
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reports.model_card import write_model_card
 from mm_utils.reports.plots import draw_confusion, plot_training
 from mm_utils.run.cards import DIRECTIONS, MEASURED, classification_card, classifier_input, retrieval_card
 from mm_utils.run.commands import commands_after_training, evaluation_command, longer_command, search_commands
-from mm_utils.run.per_medium import metrics_of, note_of_others, of_medium, write_medium
 from mm_utils.run.start import Run
 from mm_utils.text import no_formula, printable
 

@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, to_dict
-from mm_utils.data.loading.workers import end_workers
+from mm_utils.data.batches.workers import end_workers
 from mm_utils.distributed import RunError
 from mm_utils.reliability import failures, rendezvous
 from mm_utils.reports.hub import HubArguments, HubPusher

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
-from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.batches.order import BatchSizes
 
 # In the output folder:
 CONFIG_FILE = "config.yaml"  # all arguments

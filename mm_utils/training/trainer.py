@@ -28,15 +28,15 @@ from transformers import TrainerCallback, TrainerState
 from mm_utils import distributed
 from mm_utils.checkpointing.state import TrainingState
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
-from mm_utils.data.loading.workers import CheckedLoader
+from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
+from mm_utils.extras.placement import preparation
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives import Objective
 from mm_utils.reliability.signals import Interrupted, Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.optim import OptimizerArguments
-from mm_utils.training.placement import preparation
 from mm_utils.training.step import TrainStep
 
 logger = logging.getLogger(__name__)

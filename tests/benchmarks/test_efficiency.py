@@ -7,7 +7,7 @@ import pytest
 from benchmarks import efficiency
 from benchmarks.ablations.runs import Run
 from benchmarks.efficiency import read_run, report, time_to
-from mm_utils.data.loading.order import BatchSizes
+from mm_utils.data.batches.order import BatchSizes
 from tests.benchmarks.ablations.test_runs import write_grid
 
 SIZES = BatchSizes((0, 10), (32, 64))

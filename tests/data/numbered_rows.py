@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data.loading.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.model.processor import train_tokenizer
 
 CPU = torch.device("cpu")

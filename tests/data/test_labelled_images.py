@@ -9,8 +9,8 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
 from mm_utils.data import labelled_images as labels
+from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
 from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
-from mm_utils.data.loading.dataset import EvaluationTransform, Pairs
 from mm_utils.data.media import COLUMNS, kind_of
 from tests.data.media_files import media_rows, tone
 from tests.data.prepare.fault_images import grey

@@ -10,14 +10,14 @@ import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
+from mm_utils.data.batches.timed_media import Clips
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
-from mm_utils.data.loading.timed_media import Clips
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare import medium_cache
-from mm_utils.data.synthetic.events import load_clips
-from mm_utils.data.synthetic.questions import LOADERS, TASKS
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
+from mm_utils.extras.sets.events import load_clips
+from mm_utils.extras.sets.questions import LOADERS, TASKS
 from tests.data.media_files import COLOURS, clip, media_rows, tone
 
 

@@ -21,8 +21,8 @@ from PIL import Image as PILImage
 from mm_utils.data import pairs as source_pairs
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.sources.source import DataArguments
 
 COUNT = 8
 EMBEDDED = Features({"image": Image(decode=False), "captions": List(Value("string"))})

@@ -10,10 +10,10 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.parquet import ParquetRows, check_files
 from mm_utils.data.paths import Limits
-from mm_utils.data.sources.records import ParquetImage
-from mm_utils.data.sources.source import DataArguments, PathArguments
+from mm_utils.data.rows.records import ParquetImage
+from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.tasks import TaskArguments, load_task
-from tests.data.sources.reading import read
+from tests.data.rows.reading import read
 
 DOORS = {
     "pretrain": lambda path: load_pairs(DataArguments(train_file=str(path))),

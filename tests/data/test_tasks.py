@@ -10,11 +10,11 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
-from mm_utils.data.loading.dataset import Pairs, TrainingTransform
-from mm_utils.data.loading.tokens import tokenize_captions
+from mm_utils.data.batches.dataset import Pairs, TrainingTransform
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.scenes import COLOURS, load_scenes
-from mm_utils.data.synthetic.questions import LOADERS, TASKS
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
+from mm_utils.extras.sets.questions import LOADERS, TASKS
 from mm_utils.model.processor import train_tokenizer
 from tests.data.prepare.fault_images import grey
 

@@ -22,12 +22,12 @@ from datasets import Dataset, DatasetDict, List, Value
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
-from mm_utils.data.loading.regions import tokenize_pairs
-from mm_utils.data.loading.tokens import NEGATIVE_IDS, global_order, tokenize_splits
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
+from mm_utils.data.batches.tokens import NEGATIVE_IDS, global_order, tokenize_splits
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.pairs import iterate_captions, load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.grounding.regions import tokenize_pairs
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
@@ -37,7 +37,7 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
-from tests.data.loading.test_regions import rows_with_moments
+from tests.data.batches.test_regions import rows_with_moments
 from tests.model.stock_folders import write_stock
 from tests.test_distributed import let_accelerate_find_ranks, run_on_ranks
 

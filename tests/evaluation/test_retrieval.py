@@ -18,9 +18,9 @@ from mm_utils.data.scenes import load_scenes
 from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Keyed, Places, Texts, embed_split
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, summarise_places, wilson_interval
-from mm_utils.evaluation.probes.measure import Probes
 from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, order_probes
+from mm_utils.extras.altered.probes import Probes
 from mm_utils.model.processor import train_tokenizer
 from tests.test_distributed import run_on_ranks
 from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, in_languages, lists_by_sorting, split_of

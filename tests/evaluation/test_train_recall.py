@@ -9,15 +9,15 @@ import torch
 from accelerate import Accelerator
 from datasets import DatasetDict
 
-from mm_utils.data.loading.loaders import LoaderArguments, Loaders
-from mm_utils.data.loading.order import BatchSizes, GlobalOrder
-from mm_utils.data.loading.tokens import tokenize_captions
-from mm_utils.data.loading.workers import CheckedLoader
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.evaluation.several_media import per_medium
 from mm_utils.evaluation.train_recall import with_train_recall
+from mm_utils.extras.several_media import evaluators as per_medium
 from mm_utils.model.build import ModelArguments, build_model
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, rows_of

@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_path, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.data.loading.workers import RestartingLoader
+from mm_utils.data.batches.workers import RestartingLoader
 from mm_utils.reliability import failures
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.training.trainer import Trainer

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 from datasets import disable_progress_bars, load_from_disk
 
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
-from mm_utils.data.loading.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
 from tests.data.numbered_rows import new_tokenizer, rows_of
 from tests.data.prepare.fault_corpus import Corpus

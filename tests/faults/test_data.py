@@ -15,11 +15,11 @@ import pytest
 from datasets import disable_progress_bars, load_from_disk
 from PIL import Image
 
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.tokens import global_order, tokenize_splits
 from mm_utils.data.images import open_image
-from mm_utils.data.loading.order import BatchSizes
-from mm_utils.data.loading.tokens import global_order, tokenize_splits
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
 from tests.data.numbered_rows import loaders, new_tokenizer
 from tests.data.prepare.fault_corpus import Corpus, Pair, write_table

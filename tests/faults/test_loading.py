@@ -18,21 +18,21 @@ from datasets import disable_progress_bars
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data.loading import workers as loader_workers
-from mm_utils.data.loading.dataset import Collator, Pairs, TrainingTransform
-from mm_utils.data.loading.loaders import DeviceLoader
-from mm_utils.data.loading.order import BatchSizes, GlobalOrder
-from mm_utils.data.loading.tokens import tokenize_captions
-from mm_utils.data.loading.workers import MAX_RESTARTS, RestartingLoader
+from mm_utils.data.batches import workers as loader_workers
+from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
+from mm_utils.data.batches.loaders import DeviceLoader
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.batches.workers import MAX_RESTARTS, RestartingLoader
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments, Source
-from mm_utils.data.streaming import rows as stream_rows
-from mm_utils.data.streaming.loader import StreamBatches, StreamSteps
-from mm_utils.data.streaming.shards import Shard, ShardReader, count_shards
-from mm_utils.data.streaming.stream import StreamingArguments, open_stream
+from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.streams import rows as stream_rows
+from mm_utils.data.streams.loader import StreamBatches, StreamSteps
+from mm_utils.data.streams.shards import Shard, ShardReader, count_shards
+from mm_utils.data.streams.stream import StreamingArguments, open_stream
 from tests.data.numbered_rows import CPU, SIZE, equal, loaders, new_tokenizer, rows_of
 from tests.data.prepare.fault_images import BROKEN, draw, jpeg
-from tests.data.streaming.numbered_shards import write_shards
+from tests.data.streams.numbered_shards import write_shards
 from tests.faults.conftest import Record
 
 disable_progress_bars()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from mm_utils.data.loading.tokens import tokenize_splits
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
 from tests.data.numbered_rows import loaders, new_tokenizer
 from tests.data.prepare.fault_images import draw, png

@@ -19,12 +19,12 @@ import torch
 from transformers import BertConfig, BertModel
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.loading.order import BatchSizes
-from mm_utils.data.loading.tokens import encode_captions
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.tokens import encode_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.detect import read_source
-from mm_utils.data.sources.source import DataArguments, PathArguments, Source
-from mm_utils.data.streaming.stream import StreamingArguments, open_stream
+from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.streams.stream import StreamingArguments, open_stream
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.text import redact

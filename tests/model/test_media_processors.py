@@ -22,7 +22,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mm_utils.data.loading.timed_media import settle_window, timed_of
+from mm_utils.data.batches.timed_media import settle_window, timed_of
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.model.build import ModelArguments, build_model

@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoProcessor, ClapModel, VideoMAEImageProcessor
 
 from mm_utils.checkpointing.state import write_model
-from mm_utils.data.loading.timed_media import timed_of
-from mm_utils.data.loading.tokens import encode_captions, pad_captions
+from mm_utils.data.batches.timed_media import timed_of
+from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.media.riff import write_wav
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from scripts import pretrain
-from tests.data.several_media.small_media import small_media
+from tests.extras.several_media.small_media import small_media
 from tests.model.stock_folders import SIDE, TEXTS, write_clap, write_stock, write_xclip
 
 Folder = Callable[[str], str]

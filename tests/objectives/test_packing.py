@@ -1,5 +1,6 @@
 """Packed captions: the embeddings, states and gradients of the padded pass, in one pass over the tokens there are."""
 
+import inspect
 import json
 import logging
 from pathlib import Path
@@ -194,15 +195,26 @@ def test_dropout_of_attention_is_refused() -> None:
         encode_packed(model, *captions(0), sum(LENGTHS))
 
 
-def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing_module, "_varlen_attn", lambda: None)
-    with pytest.raises(ValueError, match=r"torch 2\.10"):
-        pack_captions(make_model("bert"))
-
-
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
-def test_the_kernel_of_gpus_takes_what_it_is_given(kind: str) -> None:
-    """A pass on a GPU that is only pretended: shapes and types fit, and nothing waits for a value."""
+def test_the_kernel_of_gpus_takes_what_it_is_given(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass on a GPU that is only pretended: shapes and types fit the kernel's signature, and nothing waits for a value."""
+    real = packing_module._varlen_attn()
+    assert real is not None
+    calls = []
+
+    def kernel_of_gpus(
+        *args: Any, **named: Any
+    ) -> torch.Tensor:  # torch's own asks a driver which kernel it should run
+        given = inspect.signature(real).bind(*args, **named).arguments
+        query, ends = given["query"], given["cu_seq_q"]
+        assert query.shape == given["key"].shape == given["value"].shape
+        assert query.dtype == torch.bfloat16
+        assert (ends.dtype, len(ends), given["cu_seq_k"] is ends) == (torch.int32, len(LENGTHS) + 1, True)
+        assert (given["max_q"], given["max_k"], given["window_size"]) == (12, 12, (-1, -1))
+        calls.append(query.shape)
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(packing_module, "_varlen_attn", lambda: kernel_of_gpus)
     config, kernel = AutoConfig.for_model(kind, **TOWERS[kind]), {"attn_implementation": packing_module._NAME}
     with FakeTensorMode(), torch.device("cuda"):
         half, full = (AutoModel.from_config(config, dtype=of, **kernel) for of in (torch.bfloat16, torch.float32))
@@ -212,3 +224,13 @@ def test_the_kernel_of_gpus_takes_what_it_is_given(kind: str) -> None:
         assert output.last_hidden_state.device.type == "cuda"
         with pytest.raises(RunError, match="mixed_precision"):
             PackedTower(full.eval(), 0, sum(LENGTHS))(ids, mask)
+    assert {shape[0] for shape in calls} == {sum(LENGTHS)}
+
+
+def test_an_attention_without_a_scale_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_an_older_torch(query: Any, key: Any, value: Any, cu_seq_q: Any, is_causal: bool = False) -> None: ...
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_an_older_torch)
+    assert packing_module._varlen_attn() is None
+    with pytest.raises(ValueError, match="varlen_attn"):
+        packing_module.pack_captions(None)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from mm_utils.data.loading.workers import RestartingLoader
+from mm_utils.data.batches.workers import RestartingLoader
 from mm_utils.reliability import signals
 from mm_utils.reliability.signals import Interrupted, Interruption
 from tests.faults.tiny_run import alone

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scripts import eval_retrieval, pretrain
-from tests.data.sources.reading import write_tar
+from tests.data.rows.reading import write_tar
 from tests.scripts.test_pretrain import ROOT, launch
 
 

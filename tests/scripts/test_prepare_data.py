@@ -10,12 +10,12 @@ import pytest
 from datasets import load_from_disk
 from PIL import Image
 
-from mm_utils.data.loading.regions import tokenize_pairs
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import on_disk, pipeline
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.grounding.regions import tokenize_pairs
 from mm_utils.model.processor import cached_tokenizer
 from scripts.prepare_data import main
 

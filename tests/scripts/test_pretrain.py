@@ -24,12 +24,12 @@ from transformers import (
 
 from mm_utils.data import training_data
 from mm_utils.distributed import RunError
-from mm_utils.evaluation.several_media.per_medium import evaluate_media
+from mm_utils.extras.several_media.evaluators import evaluate_media
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import JointObjective
 from scripts import eval_retrieval, pretrain
 from tests.conftest import breaking_images, draw, write_corpus
-from tests.data.streaming.numbered_shards import write_shards
+from tests.data.streams.numbered_shards import write_shards
 from tests.reports.test_hub import server  # noqa: F401
 
 ROUNDED = 5e-5  # a key's bias has no gradient but rounding, of which Adam makes whole steps

@@ -18,12 +18,12 @@ from transformers import ProcessorMixin, TrainerCallback
 
 from benchmarks.rivals.reliability.trials import BATCH, CASES, SEED, Case, Run
 from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.data.loading.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
-from mm_utils.data.loading.tokens import global_order, tokenize_captions
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
+from mm_utils.data.batches.tokens import global_order, tokenize_captions
 from mm_utils.data.pairs import iterate_captions, load_pairs
-from mm_utils.data.sources.source import DataArguments
-from mm_utils.data.streaming.loader import train_stream
-from mm_utils.data.streaming.stream import StreamingArguments, open_stream
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.loader import train_stream
+from mm_utils.data.streams.stream import StreamingArguments, open_stream
 from mm_utils.distributed import world_size
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel

@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks.rivals.reliability.trials import Run
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 
 ESCAPES = ("absolute", "parent", "link", "zip", "http")
 

@@ -6,11 +6,11 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 
 from mm_utils.data.labelled.rows import LabelledRows, Wanted, count_bad, media_of, refuse_kind
 from mm_utils.data.prepare.medium_cache import store_media
-from mm_utils.data.sources.columns import caption_classes
-from mm_utils.data.sources.detect import kinds_of_folder
-from mm_utils.data.sources.folders import read_classes
-from mm_utils.data.sources.records import Record
-from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.data.rows.columns import caption_classes
+from mm_utils.data.rows.detect import kinds_of_folder
+from mm_utils.data.rows.folders import read_classes
+from mm_utils.data.rows.records import Record
+from mm_utils.data.rows.source import PathArguments, Source
 
 _STORED = (".parquet", ".arrow", ".tar")  # files of data sets, which `datasets` reads
 

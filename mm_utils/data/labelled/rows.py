@@ -16,7 +16,7 @@ from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import check_files
 from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.medium_cache import TIMES, media_records, store_media
-from mm_utils.data.sources.columns import (
+from mm_utils.data.rows.columns import (
     MEDIUM_NAMES,
     SUFFIXES,
     USUAL_NAMES,
@@ -28,9 +28,9 @@ from mm_utils.data.sources.columns import (
     names_of,
     split_of,
 )
-from mm_utils.data.sources.records import image_path
-from mm_utils.data.sources.tables import dataset_rows, text_table, with_raw_images
-from mm_utils.data.sources.text_files import TEXT_SUFFIXES, BadLine
+from mm_utils.data.rows.records import image_path
+from mm_utils.data.rows.tables import dataset_rows, text_table, with_raw_images
+from mm_utils.data.rows.text_files import TEXT_SUFFIXES, BadLine
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)

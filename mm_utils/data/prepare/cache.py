@@ -21,9 +21,9 @@ from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE
 from mm_utils.data.prepare.medium_cache import RAW_CHECKS, stamp_of
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import Ingested, IngestPlan, flush, ingest_sources
-from mm_utils.data.sources.detect import read_source
-from mm_utils.data.sources.records import Record
-from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.records import Record
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.text import redact
 
 logger = logging.getLogger(__name__)

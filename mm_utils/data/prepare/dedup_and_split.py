@@ -35,7 +35,7 @@ from mm_utils.data.prepare.perceptual_hash import (
     mirror_pairs,
     near_pairs,
 )
-from mm_utils.data.sources.columns import SPLITS
+from mm_utils.data.rows.columns import SPLITS
 
 logger = logging.getLogger(__name__)
 

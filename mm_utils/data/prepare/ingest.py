@@ -29,8 +29,8 @@ from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_cap
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.regions import moments_of, regions_of
 from mm_utils.data.prepare.timed import MOST_BYTES, Medium, TimedArguments, store_medium
-from mm_utils.data.sources.columns import NEGATIVES
-from mm_utils.data.sources.records import BadRow, FileImage, FramesImage, ImageRef, Record
+from mm_utils.data.rows.columns import NEGATIVES
+from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, ImageRef, Record
 from mm_utils.files import write_atomic
 
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them

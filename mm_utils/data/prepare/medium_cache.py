@@ -19,7 +19,7 @@ from mm_utils.data.media import FEATURES
 from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.checks import PILLOW_PIXELS, CheckArguments
 from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE, Worker
-from mm_utils.data.sources.records import (
+from mm_utils.data.rows.records import (
     ArrowImage,
     BytesImage,
     FileImage,
@@ -30,8 +30,8 @@ from mm_utils.data.sources.records import (
     Record,
     RecordBuilder,
 )
-from mm_utils.data.sources.source import PathArguments, Source
-from mm_utils.data.sources.tables import time_of
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.tables import time_of
 
 _VERSION = 1  # part of the cache's key; raise it with every change of the rows that are written
 RAW_CHECKS = CheckArguments(max_image_pixels=PILLOW_PIXELS, min_image_side=1, max_aspect_ratio=math.inf)

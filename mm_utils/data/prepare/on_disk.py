@@ -43,8 +43,8 @@ from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part, stored_hash
-from mm_utils.data.sources.columns import NEGATIVES, SPLITS
-from mm_utils.data.sources.stored import check_image_files, check_saved, dataset_jail, is_saved, load_splits
+from mm_utils.data.rows.columns import NEGATIVES, SPLITS
+from mm_utils.data.rows.stored import check_image_files, check_saved, dataset_jail, is_saved, load_splits
 from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json

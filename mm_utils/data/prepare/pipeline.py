@@ -33,9 +33,9 @@ from mm_utils.data.faults import REASONS
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, ChunkResult, Storage, cut_into_chunks, ingest
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.sources.detect import detect, read_source
-from mm_utils.data.sources.records import BadRow, Record
-from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.data.rows.detect import detect, read_source
+from mm_utils.data.rows.records import BadRow, Record
+from mm_utils.data.rows.source import PathArguments, Source
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.processes import placement
 from mm_utils import distributed
+from mm_utils.extras.placement.split import Split
 from mm_utils.model.build import ModelArguments
-from mm_utils.training.placement.split import Split
 from tests.distributed.test_signature import accelerator_of_this_rank
 from tests.test_distributed import run_on_ranks
 

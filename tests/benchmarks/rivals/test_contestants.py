@@ -8,8 +8,8 @@ from benchmarks.rivals.contestants import CONTESTANTS, clip_loss, pad, take_turn
 from benchmarks.rivals.loop_bench import Bench, Task, pad_list
 from benchmarks.training import CONTESTANTS as NAMES
 from mm_utils import distributed
-from mm_utils.data.loading.loaders import LoaderArguments
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments
 from mm_utils.objectives.losses import gather_batch, info_nce
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from benchmarks.rivals.closed_forms import choose_penalty, regress
 from benchmarks.rivals.judging import Clock, Judge, mean_of, recalls
 from benchmarks.rivals.learners import RECIPES, Watch
-from mm_utils.model.closed_form import Features
+from mm_utils.extras.starts.closed_form import Features
 
 
 def test_rates_rise_and_fall():

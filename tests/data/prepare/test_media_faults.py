@@ -10,7 +10,7 @@ from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Storage, read_part
 from mm_utils.data.prepare.pipeline import IngestPlan, ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.sources.source import PathArguments, Source
+from mm_utils.data.rows.source import PathArguments, Source
 from tests.data.prepare.fault_images import save
 from tests.data.prepare.fault_media import CLIPS, FRAMES, SOUNDS, Case
 from tests.data.prepare.made_media import animation, picture, tone, wav

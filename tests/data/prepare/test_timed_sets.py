@@ -16,7 +16,7 @@ from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.data.prepare.decoding.sounds import loudness_picture, read_sound
 from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, verify, write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
-from mm_utils.data.sources.source import DataArguments
+from mm_utils.data.rows.source import DataArguments
 from scripts import prepare_data
 from tests.data.prepare.made_media import animation, encoded, steady, tone, video, wav
 

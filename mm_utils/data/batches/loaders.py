@@ -1,0 +1,345 @@
+"""Load rows as batches: decoded and augmented in workers, normalised on the device."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from mm_utils import distributed
+from mm_utils.arguments import arg
+from mm_utils.copies import DeviceCopies
+from mm_utils.data.batches.column_cache import column_digest, empty_features, image_digest
+from mm_utils.data.batches.dataset import (
+    Batch,
+    Collator,
+    EvaluationTransform,
+    Pairs,
+    TrainingPairs,
+    TrainingTransform,
+    blank,
+)
+from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.batches.timed_media import SOUND_JITTER, Sounds, Timed, check_window, medium_of, timed_of
+from mm_utils.data.batches.tokens import NEGATIVE_IDS, tokenizer_digest
+from mm_utils.data.batches.workers import (
+    RestartingLoader,
+    choose_workers,
+    loading_rate,
+    worker_options,
+)
+from mm_utils.data.media import kind_of
+from mm_utils.data.rows.columns import NEGATIVES
+from mm_utils.extras.grounding.regions import regions_column
+
+_MAX_WORKERS = 16
+_MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
+_SHOWN = 8  # images of a batch in a message
+MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
+MOST_JITTER = 30  # decibels
+
+UNUSED = {
+    "image": ("medium_seconds", "clip_frames", "sound_jitter"),
+    "clip": ("fixed_crop", "sound_jitter"),
+    "sound": ("clip_frames", "fixed_crop", "color_jitter", "horizontal_flip"),
+}
+"""Flags of loading that mean nothing for a medium."""
+
+
+@dataclass
+class LoaderArguments:
+    """Settings of captions, windows, augmentation and workers."""
+
+    max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
+    min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.")
+    fixed_crop: bool = arg(
+        False,
+        "Cut training squares at the input's own size, not resized, where an image is stored at up to 1.5 times that: the "
+        "least work for a loader that is too slow; --min_crop_area is then for other images alone.",
+    )
+    dataloader_num_workers: str = arg(
+        "auto",
+        "Processes that decode images, per rank, 0 for none; auto = tried out where there is a choice, at most one per spare "
+        "core and 16.",
+    )
+    color_jitter: float = arg(
+        0.0, "Brightness, contrast and saturation of training images vary by up to this share; captions name colours."
+    )
+    horizontal_flip: bool = arg(
+        False,
+        "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
+        "writing.",
+    )
+    sound_jitter: float | None = arg(
+        None,
+        f"Training sounds and their frequency bands are louder or softer by up to so many dB; default {SOUND_JITTER:g}, 0 = not.",
+    )
+    similar_captions_per_batch: int = arg(
+        1,
+        "Put this many rows with similar captions together in a batch, as each other's hard negatives; 1 = any rows.",
+    )
+
+    medium_seconds: float | None = arg(
+        None,
+        "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "
+        "exceed, at most 10 s. Some sound towers have their own; from scratch, whole seconds.",
+    )
+    clip_frames: int | None = arg(
+        None,
+        "Frames of a clip that a new model is shown, at equal distances; default 16, or what the video backbone was trained on.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length < 3:
+            raise ValueError(f"--max_seq_length is {self.max_seq_length}; give at least 3, two are special tokens.")
+        if self.medium_seconds is not None and not 0 < self.medium_seconds <= MOST_WINDOW:
+            raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {MOST_WINDOW}.")
+        if self.clip_frames is not None and not 1 <= self.clip_frames <= MOST_FRAMES:
+            raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {MOST_FRAMES}.")
+        if self.similar_captions_per_batch < 1:
+            raise ValueError(
+                f"--similar_captions_per_batch is {self.similar_captions_per_batch}; give a number of rows from 1 on."
+            )
+        if not 0 < self.min_crop_area <= 1:
+            raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
+        workers = str(self.dataloader_num_workers)
+        if workers != "auto" and not workers.isdecimal():
+            raise ValueError(f"--dataloader_num_workers is {workers}; give a number of processes from 0 on, or auto.")
+        if self.sound_jitter is not None and not 0 <= self.sound_jitter <= MOST_JITTER:
+            raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {MOST_JITTER}.")
+        if not 0 <= self.color_jitter <= 1:
+            raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
+
+    @property
+    def order(self) -> dict[str, int]:
+        """Settings that decide which rows form a step, besides data, seed and batch sizes."""
+        return {"similar_captions_per_batch": self.similar_captions_per_batch}
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of this rank, at most if `auto`; each training process keeps a core."""
+        if self.dataloader_num_workers != "auto":
+            return int(self.dataloader_num_workers)
+        return max(0, min(_MAX_WORKERS, distributed.cores_per_process() - 1))
+
+
+class DeviceLoader:
+    """Iterate over a loader with batches moved to `device` and images normalised there.
+
+    Args:
+        loader: batches of `Collator`; it has a length.
+        device: where batches go.
+        mean, std: mean and standard deviation of each colour in [0, 1].
+        sounds: makes the sound tower's input of samples; None for images and clips.
+
+    Attributes:
+        wait: seconds that the caller waited for the last batch.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
+        sounds: Sounds | None = None,
+    ):
+        self.loader, self.copies, self.sounds, self.wait = loader, DeviceCopies(device), sounds, 0.0
+        self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) * 255 for v in (mean, std))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self.loader)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.wait = time.perf_counter() - start
+            if batch is None:
+                return
+            yield self._to_device(batch)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        moved = self.copies.of(batch)
+        if self.sounds is not None and "pixel_values" in moved:
+            moved["pixel_values"] = self.sounds.features(moved["pixel_values"])
+        elif "pixel_values" in moved:  # converted first: subtracting mixed types takes 3 times as long
+            moved["pixel_values"] = moved["pixel_values"].float().sub_(self.mean).div_(self.std)
+        return moved
+
+
+@dataclass
+class Loaders:
+    """Build the loaders of a run, with everything that training and evaluation share.
+
+    Attributes:
+        pad_token_id: the tokenizer's.
+        image_size, mean, std: the image processor's.
+        regions: whether batches have the regions of their images, see `mm_utils.extras.grounding.regions`.
+        timed: how clips or sounds are read; None for images.
+        division: how training batches are dealt to the ranks.
+    """
+
+    arguments: LoaderArguments
+    device: torch.device
+    pad_token_id: int
+    image_size: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    regions: bool = False
+    timed: Timed | None = None
+    division: Division = EQUAL_SHARES
+    _measured: int | None = field(default=None, init=False)
+
+    @property
+    def medium(self) -> str:
+        """The kind of media that these loaders read."""
+        return "image" if self.timed is None else self.timed.kind
+
+    @property
+    def input_key(self) -> tuple[Any, ...]:
+        """What the towers' input depends on besides the media, for the keys of caches."""
+        images = (self.image_size, list(self.mean), list(self.std))
+        return images if self.timed is None else (*images, self.timed.settings)
+
+    def content(self, rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return by name what decides a training row besides ids and captions."""
+        found = {
+            "tokenizer": tokenizer_digest(tokenizer),
+            "max_seq_length": self.arguments.max_seq_length,
+            "image_size": self.image_size,
+            "image mean and std": [self.mean, self.std],
+        }
+        if self.timed is not None:
+            found["medium"] = self.timed.settings
+        if rows is not None:
+            found["images"] = image_digest(rows)
+            if self.regions:
+                column = regions_column(rows)
+                found[column] = column_digest(rows, column)
+            if NEGATIVES in rows.column_names:
+                found[NEGATIVES] = column_digest(rows, NEGATIVES)
+        return found
+
+    def blank(self, count: int) -> Tensor:
+        """Return so many black or silent media, `[count, ...]`, as the tower takes them."""
+        [batch] = self.on_device([{"pixel_values": blank(count, self.image_size, self.timed)}])
+        return batch["pixel_values"]
+
+    def on_device(self, loader: Any) -> DeviceLoader:
+        """Return batches moved to the device and normalised there."""
+        sounds = self.timed if isinstance(self.timed, Sounds) else None
+        return DeviceLoader(loader, self.device, self.mean, self.std, sounds)
+
+    def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
+        """Return this rank's share of the global batches of steps `start` to `stop`."""
+        self.check_medium(rows)
+        pairs = TrainingPairs(rows, self.training_transform(order.seed))
+        batches = RankBatches(order, start, stop, self.division)
+        kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names, self.timed
+        collate = Collator(self.pad_token_id, self.image_size, True, *kinds)
+        has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
+        if not has_choice or "vision_pooled" in collate.cached:
+            return self._loader(pairs, batches, collate, self.arguments.num_workers)
+        if self._measured is None and len(batches) >= _MIN_STEPS_TO_MEASURE:
+
+            def rate(workers: int) -> float:
+                return loading_rate(self._data_loader(pairs, batches, collate, workers))
+
+            self._measured = choose_workers(self.arguments.num_workers, rate)
+        return self._loader(pairs, batches, collate, self.workers)
+
+    def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
+        """Return this rank's share of all rows, each with all its captions, in order.
+
+        Raises:
+            ValueError: if the rows hold other media than the model is for.
+        """
+        self.check_medium(rows)
+        pairs = Pairs(rows, EvaluationTransform(self.image_size, self.regions, timed=self.timed))
+        collate = Collator(self.pad_token_id, self.image_size, regions=self.regions, timed=self.timed)
+        return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate, self.arguments.num_workers)
+
+    def training_transform(self, seed: int) -> TrainingTransform:
+        """Return what makes training examples of rows."""
+        args = self.arguments
+        return TrainingTransform(
+            self.image_size,
+            self.regions,
+            seed,
+            args.min_crop_area,
+            args.fixed_crop,
+            args.color_jitter,
+            args.horizontal_flip,
+            timed=self.timed,
+        )
+
+    @property
+    def workers(self) -> int:
+        """Workers of this rank's training loader, as far as is known."""
+        return self.arguments.num_workers if self._measured is None else self._measured
+
+    def check_medium(self, rows: datasets.Dataset) -> None:
+        """Raise ValueError if the rows hold other media than the model is for."""
+        found = kind_of(rows.features)
+        if found != self.medium and "image" in rows.features:  # else cached features stand for the media
+            raise ValueError(
+                f"the data are {found}s, and the model is for {self.medium}s. Give data or model of the same kind."
+            )
+
+    def _loader(
+        self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
+    ) -> DeviceLoader:
+        workers = min(workers, len(batches))
+
+        def make(number: int) -> DataLoader:
+            return self._data_loader(pairs, batches.after(number), collate, workers)
+
+        def name(number: int) -> str:
+            rows = [row for row, _ in batches[number]]
+            shown = ", ".join(map(str, pairs.rows[rows[:_SHOWN]]["id"].to_pylist()))
+            return f"{batches.name(number)} ({len(rows)} images: {shown}{', ...' if len(rows) > _SHOWN else ''})"
+
+        return self.on_device(RestartingLoader(make, len(batches), name, workers))
+
+    def _data_loader(
+        self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
+    ) -> DataLoader:
+        return DataLoader(
+            pairs,
+            batch_sampler=batches,
+            collate_fn=collate,
+            pin_memory=self.device.type == "cuda",
+            persistent_workers=bool(workers),
+            **worker_options(workers),
+        )
+
+
+def image_geometry(processor: ProcessorMixin) -> tuple[int, list[float], list[float]]:
+    """Return the side of the processor's squares, and mean and std of its normalisation."""
+    images = processor.image_processor
+    return images.crop_size["height"], list(images.image_mean), list(images.image_std)
+
+
+def make_loaders(
+    arguments: LoaderArguments, device: torch.device, processor: ProcessorMixin, regions: bool = False
+) -> Loaders:
+    """Return the loaders of a model's media, whose kind, size and window its processor knows.
+
+    Raises:
+        ValueError: if a flag asks for another window than the model's, or of images for sounds.
+    """
+    timed = timed_of(processor, arguments.min_crop_area, arguments.sound_jitter)
+    check_window(timed, arguments.medium_seconds, arguments.clip_frames)
+    medium = medium_of(processor)
+    for name in UNUSED[medium]:
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium}s. Drop it.")
+    geometry = (0, [], []) if medium == "sound" else image_geometry(processor)
+    return Loaders(arguments, device, processor.tokenizer.pad_token_id, *geometry, regions=regions, timed=timed)

@@ -1,0 +1,280 @@
+"""Tokenise captions once, and give equal images and equal captions equal keys."""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets import List, Value
+from datasets.fingerprint import Hasher
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
+from mm_utils.data.batches.hard_negatives import group_similar
+from mm_utils.data.batches.language_codes import own_codes
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.rows.columns import NEGATIVES
+
+_CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
+NEGATIVE_IDS = "negative_input_ids"  # a column, and a tensor of a batch
+_FEATURES = {"input_ids": [[Value("int32")]], "image_key": Value("int64"), "caption_keys": [Value("int64")]}
+_BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
+
+
+def tokenize_captions(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None = None
+) -> datasets.Dataset:
+    """Add columns that are computed from ids and captions, once, in the datasets cache.
+
+    `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64 hashes; equal keys mean the same
+    image or, except for case and spacing, the same caption.
+
+    Where rows have `negatives`, captions that are wrong for the image, `negative_input_ids` has their token ids. One that is
+    also a caption of the image is left out. They are taken to be in the language of the row's first caption.
+
+    Captions are tokenised by the rules of `encode_captions`. Only ids and texts are read and only the new columns are
+    written, see `add_columns`.
+
+    Raises:
+        ValueError: if a row has languages, and not as many as captions, or if `negatives` are no lists of texts.
+    """
+    codes = own_codes(tokenizer, languages_of(rows))
+    columns = [name for name in ("id", "captions", "languages", NEGATIVES) if name in rows.column_names]
+    compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
+    content: tuple = (fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items()))
+    features = None
+    if NEGATIVES in columns:
+        if rows.features[NEGATIVES] != List(Value("string")):
+            raise ValueError(
+                f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
+                "that are wrong for it. Write it anew."
+            )
+        content, features = (*content, NEGATIVES), datasets.Features({**_FEATURES, NEGATIVE_IDS: [[Value("int32")]]})
+    name, title = Hasher.hash(content), "Tokenising captions"
+    return add_columns(rows, columns, compute, name, title=title, num_proc=num_proc, features=features)
+
+
+def encode_captions(
+    tokenizer: PreTrainedTokenizerBase,
+    captions: Sequence[str],
+    languages: Sequence[str] | None,
+    max_seq_length: int,
+    codes: Mapping[str, str] | None = None,
+) -> list[list[int]]:
+    """Return the token ids of each caption, at most `max_seq_length`.
+
+    Special tokens that are written in a caption (`[SEP]`, `<|endoftext|>`) are text; text that the vocabulary has only as
+    such a token is left out. At most 32 characters per token are read of a caption, so that none takes long.
+
+    Args:
+        tokenizer: any tokenizer of `transformers`.
+        captions: texts.
+        languages: a language code per caption, "" where unknown; None if all are unknown.
+        max_seq_length: longest result, special tokens included.
+        codes: the tokenizer's own code of each language, by default `own_codes`. A tokenizer with `src_lang` (mBART, NLLB,
+            M2M100 ...) gets it there; others get it as a token, after the token that begins every caption. Captions in
+            other languages are tokenised by the tokenizer's default.
+    """
+    languages = [""] * len(captions) if languages is None else languages
+    codes = own_codes(tokenizer, languages) if codes is None else codes
+    by_code: dict[str | None, list[int]] = {}
+    for place, (_, language) in enumerate(zip(captions, languages, strict=True)):
+        by_code.setdefault(codes.get(language), []).append(place)
+    found: list[list[int]] = [[]] * len(captions)
+    for code, places in by_code.items():
+        texts = [captions[place][: _CHARACTERS_PER_TOKEN * max_seq_length] for place in places]
+        for place, ids in zip(places, _encode_language(tokenizer, texts, max_seq_length, code), strict=True):
+            found[place] = ids
+    return found
+
+
+def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Pad t captions to the longest; return ids and mask, int64 `[t, L]`, L being at least 1."""
+    length_t = np.fromiter(map(len, captions), np.int64, len(captions))
+    mask_tL = np.arange(length_t.max(initial=1)) < length_t[:, None]
+    ids_tL = np.full(mask_tL.shape, pad_token_id, np.int64)
+    ids_tL[mask_tL] = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(length_t.sum()))
+    return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
+
+
+def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Pad captions to the longest, and images with fewer captions by empty ones."""
+    most = max((len(example["all_input_ids"]) for example in examples), default=1)
+    captions = [ids for example in examples for ids in [*example["all_input_ids"], *[[]] * most][:most]]
+    names = ("all_input_ids", "all_attention_mask")
+    padded = pad_captions(captions, pad_token_id)
+    return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
+
+
+def collate_negatives(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Pad the negatives of all images, perhaps empty ones, to the longest."""
+    padded = pad_captions([example["negative"] for example in examples], pad_token_id)
+    return dict(zip((NEGATIVE_IDS, "negative_attention_mask"), padded, strict=True))
+
+
+def image_key(image_id: str) -> int:
+    """Return a hash of 63 bits, the same for the same id."""
+    return _key(image_id)
+
+
+def caption_key(caption: str) -> int:
+    """Return a hash of 63 bits, the same for captions that differ only in case and spacing."""
+    return _key(" ".join(caption.lower().split()))
+
+
+def fingerprint(rows: datasets.Dataset) -> str:
+    """Return 16 hexadecimal digits that identify tokenised images and captions in their order.
+
+    The way the rows are stored (chunks, slices, picked rows of a table) changes nothing.
+    """
+    keys, counts, captions = (hashlib.blake2b(digest_size=8) for _ in range(3))
+    for batch in arrow_batches(rows, ["image_key", "caption_keys"], _BATCH):
+        for chunk in batch["image_key"].chunks:
+            keys.update(chunk.to_numpy())
+        for chunk in batch["caption_keys"].chunks:
+            counts.update(pc.list_value_length(chunk).to_numpy())
+            captions.update(chunk.flatten().to_numpy())
+    return hashlib.blake2b(keys.digest() + counts.digest() + captions.digest(), digest_size=8).hexdigest()
+
+
+def tokenize_splits(
+    pairs: datasets.DatasetDict, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None = None
+) -> datasets.DatasetDict:
+    """Tokenise the captions of every split, see `tokenize_captions`."""
+    return datasets.DatasetDict(
+        {name: tokenize_captions(rows, tokenizer, max_seq_length, num_proc) for name, rows in pairs.items()}
+    )
+
+
+def global_order(
+    rows: datasets.Dataset, sizes: BatchSizes, seed: int, similar_captions_per_batch: int = 1
+) -> GlobalOrder:
+    """Return the order of tokenised rows, with that many similar ones together if above 1."""
+    if similar_captions_per_batch == 1:
+        return GlobalOrder(len(rows), sizes, seed)
+    tokens = rows.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
+    arrangement = group_similar(tokens, similar_captions_per_batch)
+    return GlobalOrder(len(rows), sizes, seed, arrangement, similar_captions_per_batch)
+
+
+def languages_of(rows: datasets.Dataset) -> set[str]:
+    """Return the language codes of the captions; "" stands for an unknown one."""
+    found: set[str | None] = set()
+    if "languages" in rows.column_names:
+        for batch in arrow_batches(rows, ["languages"], _BATCH):
+            found.update(pc.unique(pc.list_flatten(batch["languages"])).to_pylist())
+    return {language for language in found if language is not None}
+
+
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """Return everything that decides the tokens of a text."""
+    if not tokenizer.is_fast:
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        return type(tokenizer).__name__, sorted(tokenizer.init_kwargs.items(), key=str), vocabulary
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # a call leaves its settings in the tokenizer, and they would change the cache's name
+    backend.no_padding()
+    return tokenizer.name_or_path, backend.to_str()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hexadecimal digits that identify a tokenizer's content, wherever from."""
+    name, *content = tokenizer_content(tokenizer)
+    if not tokenizer.is_fast:
+        content = [name, content[-1]]
+    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+
+
+def _tokenize(
+    rows: Columns,
+    wanted: np.ndarray | None,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    codes: Mapping[str, str],
+) -> Columns:
+    all_captions = rows["captions"]
+    if wanted is not None:
+        all_captions = [row if is_wanted else [] for row, is_wanted in zip(all_captions, wanted, strict=True)]
+    all_languages = _languages_of(rows, all_captions)
+
+    def encode(all_texts: list[list[str]], all_languages: list[list[str]]) -> list[list[list[int]]]:
+        texts, languages = ([item for row in column for item in row] for column in (all_texts, all_languages))
+        tokens = iter(encode_captions(tokenizer, texts, languages, max_seq_length, codes))
+        return [[next(tokens) for _ in row] for row in all_texts]
+
+    found: Columns = {
+        "input_ids": encode(all_captions, all_languages),
+        "image_key": [image_key(image_id) for image_id in rows["id"]],
+        "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
+    }
+    if NEGATIVES in rows:
+        listed = [
+            [text for text in given or () if own and caption_key(text) not in own]
+            for given, own in zip(rows[NEGATIVES], found["caption_keys"], strict=True)
+        ]
+        languages = [of_row[:1] * len(texts) for of_row, texts in zip(all_languages, listed, strict=True)]
+        found[NEGATIVE_IDS] = encode(listed, languages)
+    return found
+
+
+def _languages_of(rows: Columns, all_captions: list[list[str]]) -> list[list[str]]:
+    """Return one code per caption, "" where unknown."""
+    if "languages" not in rows:
+        return [[""] * len(captions) for captions in all_captions]
+    found = []
+    for image_id, languages, captions in zip(rows["id"], rows["languages"], all_captions, strict=True):
+        if languages and captions and len(languages) != len(captions):
+            raise ValueError(
+                f"image {image_id} has {len(captions)} captions and {len(languages)} languages; each caption has one "
+                "language. Give as many, with empty text where it is unknown."
+            )
+        found.append([code or "" for code in languages or []][: len(captions)] or [""] * len(captions))
+    return found
+
+
+def _encode_language(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], max_seq_length: int, code: str | None
+) -> list[list[int]]:
+    """Encode texts of one language; `code` is the tokenizer's own for it, None for the default."""
+    if code is None:
+        return _call(tokenizer, texts, max_seq_length)
+    if hasattr(tokenizer, "src_lang"):
+        names = {token: name for name, token in getattr(tokenizer, "lang_code_to_token", {}).items()}  # M2M100
+        default, tokenizer.src_lang = tokenizer.src_lang, names.get(code, code)
+        try:
+            return _call(tokenizer, texts, max_seq_length)
+        finally:
+            tokenizer.src_lang = default
+    token = int(tokenizer.convert_tokens_to_ids(code))  # type: ignore[arg-type]
+    begin = {tokenizer.bos_token_id, tokenizer.cls_token_id}
+    # A special token at the beginning was put there by the tokenizer: one that is written in the caption is text.
+    firsts = ((ids, int(ids[:1] != [] and ids[0] in begin)) for ids in _call(tokenizer, texts, max_seq_length - 1))
+    return [[*ids[:first], token, *ids[first:]] for ids, first in firsts]
+
+
+def _call(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_seq_length: int) -> list[list[int]]:
+    options = {"split_special_tokens": True, "return_special_tokens_mask": True}
+    encoded = tokenizer(texts, truncation=True, max_length=max_seq_length, **options)
+    # A Unigram vocabulary (T5, XLM-R, mBART, SigLIP) has special tokens as pieces, which it also finds in split text.
+    special = _special_ids(tokenizer)
+    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return [
+        [token for token, is_added in zip(ids, added, strict=True) if is_added or token not in special]
+        for ids, added in pairs
+    ]
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the special tokens that no text may become; an unknown-letter token may be allowed."""
+    others = [token for name, token in tokenizer.special_tokens_map.items() if name != "unk_token"]
+    return set(tokenizer.all_special_ids) - ({tokenizer.unk_token_id} if tokenizer.unk_token not in others else set())
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

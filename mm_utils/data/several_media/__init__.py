@@ -1,1 +1,0 @@
-"""Several data sets in one run, each of a medium of its own."""

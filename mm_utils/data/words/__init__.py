@@ -1,1 +1,0 @@
-"""What captions say: directions, languages, and captions with a few words altered."""

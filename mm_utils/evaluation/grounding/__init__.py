@@ -1,1 +1,0 @@
-"""Where phrases are: pointing into images, spans of clips and sounds."""

@@ -1,1 +1,0 @@
-"""Does a true caption score above an altered one? Word order, and swapped or replaced words."""

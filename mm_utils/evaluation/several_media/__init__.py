@@ -1,1 +1,0 @@
-"""Evaluate a model of several media."""

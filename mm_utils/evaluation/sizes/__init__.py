@@ -1,1 +1,0 @@
-"""How small embeddings may be: recall over bytes."""

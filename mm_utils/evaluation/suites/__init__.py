@@ -1,1 +1,0 @@
-"""Doors to others' evaluation suites, imported only where they are installed."""

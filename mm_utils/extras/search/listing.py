@@ -1,0 +1,194 @@
+"""List the media that an index should hold: of a folder, tar shards, or pairs."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from mm_utils.data.faults import REASONS, Fault, storable
+from mm_utils.data.media import FEATURES, cached_rows
+from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits
+from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.rows.columns import SUFFIXES
+from mm_utils.data.rows.source import Source
+from mm_utils.data.rows.webdataset import Sample, captions_of_sample, read_shard, shard_paths
+
+Skip = dict[str, str]
+STAMPS = pa.schema(
+    {
+        "id": pa.string(),
+        "path": pa.string(),
+        "captions": pa.list_(pa.string()),
+        "size": pa.int64(),
+        "mtime_ns": pa.int64(),
+        "content_hash": pa.string(),
+    }
+)
+_FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
+_ROWS = 1000
+
+
+@dataclass
+class Listing:
+    """The images, clips or sounds that an index should hold.
+
+    Attributes:
+        ids: their ids, each once.
+        rows: their `image` and `captions`, as `mm_utils.data.pairs` has them.
+        skipped: lines of `skipped.jsonl` for files that cannot be taken.
+        raw: the bytes of clips and sounds are those of any file, not yet as prepared sets keep them.
+    """
+
+    ids: list[str]
+    rows: datasets.Dataset
+    skipped: list[Skip] = field(default_factory=list)
+    raw: bool = False
+
+
+def list_folder(folder: str, allow_outside: bool = False, medium: str = "image") -> tuple[list[str], list[Skip]]:
+    """Return the sorted relative paths of a folder's media, and files not to be taken.
+
+    A file counts by its ending; hidden files and folders are passed over, and links to folders are not followed.
+
+    Raises:
+        ValueError: if there is no such folder, or no such medium in it.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of {medium}s.")
+    suffixes = SUFFIXES[medium]
+    jail, found, skipped = Jail(folder, allow_outside), [], []
+
+    def set_aside(error: OSError) -> None:
+        fault = Fault("permission_denied", f"{error.filename}: {error.strerror}")
+        skipped.append(skip(os.path.relpath(error.filename, folder), fault))
+
+    for place, folders, files in os.walk(folder, onerror=set_aside):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if name.startswith(".") or not name.lower().endswith(suffixes):
+                continue
+            path = os.path.relpath(os.path.join(place, name), folder)
+            try:
+                jail.resolve(path)
+                if storable(path) != path:
+                    raise Fault("bad_path", f"{storable(path)} is not UTF-8")
+                found.append(Path(path).as_posix())
+            except Fault as fault:
+                skipped.append(skip(path, fault))
+    if not found:
+        raise ValueError(
+            f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "
+            "folders are not followed."
+        )
+    return sorted(found), sorted(skipped, key=lambda line: line["id"])
+
+
+def folder_listing(folder: str, names: list[str], skipped: list[Skip], medium: str = "image") -> Listing:
+    """Return the media `names` of a folder; their ids are these paths."""
+    root = os.path.abspath(folder)
+    files = [{"bytes": None, "path": os.path.join(root, name)} for name in names]
+    features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
+    table = pa.Table.from_pydict({"image": files, "captions": [[]] * len(names)}, _FEATURES.arrow_schema)
+    return Listing(names, datasets.Dataset(table.cast(features.arrow_schema)), skipped)
+
+
+def shard_listing(pattern: str, medium: str = "image") -> Listing:
+    """Return tar shards' media and captions; ids are the shard's name and the sample's.
+
+    Their files are copied into the datasets cache, once.
+
+    Raises:
+        ValueError: if there is no such shard, or no such medium in them.
+    """
+    title = f"--images is {pattern}"
+    shards = [
+        (path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in shard_paths(Source(pattern, title=title))
+    ]
+    ids, skipped = [], []
+    for path, name, sample in _samples(shards):
+        missing = None if sample.medium(medium) else Fault("image_missing", f"{path}: {name} has no {medium}")
+        fault = sample.fault or missing
+        if fault is None:
+            ids.append(name)
+        else:
+            skipped.append(skip(name, fault))
+    if not ids:
+        raise ValueError(f"{title}; they hold no {medium} ({skipped[0]['detail'] if skipped else 'they are empty'}).")
+    features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
+    of_kind = {} if medium == "image" else {"medium": medium}
+    return Listing(ids, cached_rows(_images, features, {"shards": shards, **of_kind}), skipped, raw=True)
+
+
+def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sample]]:
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in shards])
+    for path, *_ in shards:
+        shard = Path(os.path.relpath(path, root)).with_suffix("").as_posix()
+        for sample in read_shard(path):
+            yield path, storable(f"{shard}/{sample.key}"), sample
+
+
+def _images(shards: list[tuple[str, int, int]], medium: str = "image") -> Iterator[dict[str, Any]]:
+    for path, _, sample in _samples(shards):
+        member = sample.medium(medium)
+        if sample.fault is not None or member is None:
+            continue
+        try:
+            captions, _ = captions_of_sample(sample, sample.values(), Source(path, medium=medium), {})
+        except Fault:  # an image needs no caption here
+            captions = []
+        texts = [" ".join(each.split()) for each in captions if isinstance(each, str)]
+        try:
+            content = member.read(limits_of(medium))
+        except Fault:  # too large, or empty; left out when it is to be embedded
+            content = b""
+        yield {"image": {"bytes": content, "path": None}, "captions": texts}
+
+
+def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:
+    """Return the images of all splits; their ids are `split/id`."""
+    ids = [
+        f"{split}/{name}" for split, rows in splits.items() for name in rows.with_format("arrow")[:]["id"].to_pylist()
+    ]
+    return Listing(
+        ids, datasets.concatenate_datasets([each.select_columns(list(_FEATURES)) for each in splits.values()])
+    )
+
+
+def stamps(listing: Listing) -> pa.Table:
+    """Return what tells a changed image, and is shown with it: the columns of `STAMPS`.
+
+    The path of stored bytes is "", and their time 0. The hash of a file is "": files are not read here. A file that is gone
+    has the size -1.
+    """
+    found: list[dict[str, Any]] = []
+    for block in listing.rows.iter(_ROWS):
+        found.extend(map(_stamp, block["image"], block["captions"]))
+    table = pa.Table.from_pylist(found, pa.schema([each for each in STAMPS if each.name != "id"]))
+    return table.add_column(0, STAMPS.field("id"), [pa.array(listing.ids, pa.string())])
+
+
+def limits_of(medium: str) -> Limits:
+    """Return a file's limits, for clips and sounds those of `prepare_data`."""
+    return Limits() if medium == "image" else MEDIA_LIMITS
+
+
+def skip(name: str, fault: Fault) -> Skip:
+    """Return the line of `skipped.jsonl` for an image that cannot be taken."""
+    return {"id": storable(name), "reason": fault.reason, "detail": fault.detail, "remedy": REASONS[fault.reason]}
+
+
+def _stamp(image: Mapping[str, Any], captions: list[str]) -> dict[str, Any]:
+    content, path = image["bytes"], image["path"] or ""
+    if content:
+        own = {"path": "", "size": len(content), "mtime_ns": 0, "content_hash": stored_hash(content)}
+        return {**own, "captions": captions}
+    try:
+        status = os.stat(path)
+        size, changed = status.st_size, status.st_mtime_ns
+    except OSError:
+        size, changed = -1, 0
+    return {"path": path, "size": size, "mtime_ns": changed, "content_hash": "", "captions": captions}

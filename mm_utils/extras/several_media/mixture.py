@@ -1,0 +1,232 @@
+"""Open several data sets, each of its own medium, as one run's data; a step has one.
+
+Texts are what media have in common: each has a tower of its own, and the text tower is trained in every step. In the steps of
+others a tower rests: it has no gradient, so that neither weight decay nor momentum moves it, on any number of processes.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import ProcessorMixin
+
+from mm_utils.arguments import arg
+from mm_utils.data.batches.dataset import Batch
+from mm_utils.data.batches.loaders import UNUSED, LoaderArguments
+from mm_utils.data.batches.machine_limits import check_loading
+from mm_utils.data.media import kind_of
+from mm_utils.data.pairs import iterate_captions, load_pairs
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.stream import StreamingArguments
+from mm_utils.data.training_data import Schedule, TrainingData, open_data
+from mm_utils.extras.several_media.turns import Turns
+
+logger = logging.getLogger(__name__)
+
+SCENES = "scenes"  # the data set without a name, among others
+_TERMS = ("contrastive", "sigmoid")  # of the embeddings alone
+_SINGLE = {
+    "streaming": "A stream has one source. Read prepared sets, without it.",
+    "dataset_config_name": "It is of one data set. Prepare that one first, and drop it.",
+    "cache_features": "Features are kept for one tower of media. Drop it.",
+    "wise_ft": "It is for a model that is trained on. Drop it.",
+    "model_name_or_path": "It has the towers of its own media. Give --vision_model_name_or_path and --text_model_name_or_path.",
+    "teacher_name_or_path": "A teacher reads one medium. Drop it.",
+    "lora_rank": "Adapters are for one tower of media. Drop it.",
+    "fusion_layers": "The fusion head reads the tower of one medium. Set --fusion_layers 0 --objectives contrastive.",
+}
+"""Flags of what is for one medium, and what to do."""
+
+
+@dataclass
+class MediaArguments:
+    """Several media in one run, by --dataset_name, each with its tower, and one text tower."""
+
+    media_share: str | None = arg(
+        None,
+        "Steps of each data set of --dataset_name data/photos,data/sounds, or scenes,sounds for embedded ones, in that order, "
+        "e.g. 3,1: each step has one medium. Default: as the numbers of training rows.",
+    )
+
+    def names(self, dataset_name: str | None) -> list[str]:
+        """Return the data sets that `--dataset_name` names; none or one for a run on one medium.
+
+        Raises:
+            ValueError: if there are not as many shares as names.
+        """
+        single = dataset_name is None or Path(dataset_name).exists()
+        names = [] if single or dataset_name is None else [name.strip() for name in dataset_name.split(",")]
+        if self.media_share is not None and len(self.media_share.split(",")) != max(1, len(names)) * (len(names) > 1):
+            raise ValueError(
+                f"--media_share is {self.media_share}, and --dataset_name is {dataset_name}; each name has one share. Give "
+                "as many of one as of the other, separated by commas, at least 2."
+            )
+        return names if len(names) > 1 else []
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError if a run on several media is asked for what needs a single one.
+
+        Args:
+            settings: all arguments, by name.
+        """
+        if not self.names(settings["dataset_name"]):
+            return
+        title = f"--dataset_name is {settings['dataset_name']}, of several media"
+        for flag, remedy in _SINGLE.items():
+            if settings[flag]:
+                raise ValueError(f"{title}, and --{flag} is {settings[flag]}. {remedy}")
+        terms = [term.partition(":")[0].strip() for term in settings["objectives"].split(",")]
+        if other := [term for term in terms if term not in _TERMS]:
+            raise ValueError(
+                f"{title}, and --objectives has {other[0]}, which reads more than embeddings. Give one of "
+                f"{', '.join(_TERMS)}, with --fusion_layers 0."
+            )
+
+    def shares(self, rows: list[int]) -> list[int]:
+        """Return the share of each data set, given their numbers of training rows."""
+        if self.media_share is None:
+            return [max(1, round(100 * count / sum(rows))) for count in rows]
+        try:
+            return [int(share) for share in self.media_share.split(",")]
+        except ValueError:
+            raise ValueError(f"--media_share is {self.media_share}; give whole numbers from 1 on, e.g. 3,1.") from None
+
+    def shares_of(self, data: TrainingData, most: int | None) -> dict[str, int]:
+        """Return the share of each medium in a run on all the rows, or the first `most` of each, of which `data` has some."""
+        rows = [min(part.total_rows["train"], most or sys.maxsize) for part in data.media.values()]
+        return dict(zip(data.media, self.shares(rows), strict=True))
+
+
+@dataclass
+class Mixture(TrainingData):
+    """The data of several media; `splits`, `processor` and the like are those of the first.
+
+    Attributes:
+        parts: the data of each medium.
+        turns: which medium a step has.
+    """
+
+    parts: dict[str, TrainingData] = field(default_factory=dict)
+    turns: Turns = field(default_factory=lambda: Turns({"image": 1, "sound": 1}))
+
+    @property
+    def media(self) -> dict[str, TrainingData]:
+        """The data of each medium."""
+        return self.parts
+
+    @property
+    def num_rows(self) -> int:
+        """Number of training rows of all media."""
+        return sum(part.num_rows for part in self.parts.values())
+
+    def train_batches(self, start: int, stop: int) -> "Interleaved":  # type: ignore[override]
+        """Return this rank's share of the global batches of steps `start` to `stop`."""
+        return Interleaved(self.parts, self.turns, start, stop)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.parts.values())) + f"; of {self.turns.period} steps: {self.turns}"
+
+
+class Interleaved:
+    """The batches of steps `start` to `stop`, each of one medium, whose name is its `medium`.
+
+    Attributes:
+        wait: seconds that the caller waited for the last batch.
+    """
+
+    def __init__(self, parts: dict[str, TrainingData], turns: Turns, start: int, stop: int):
+        self.turns, self.steps, self.wait = turns, range(start, stop), 0.0
+        self.loaders = {
+            medium: part.train_batches(turns.before(medium, start), turns.before(medium, stop))
+            for medium, part in parts.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = {medium: iter(loader) for medium, loader in self.loaders.items()}
+        for step in self.steps:
+            medium = self.turns.medium(step)
+            batch = next(batches[medium], None)
+            if batch is None:
+                return
+            self.wait = self.loaders[medium].wait
+            yield {**batch, "medium": medium}
+
+
+def open_media(
+    accelerator: Accelerator,
+    data_args: DataArguments,
+    media_args: MediaArguments,
+    stream_args: StreamingArguments,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    make_processor: Callable[..., ProcessorMixin],
+    regions: bool = False,
+) -> TrainingData:
+    """Open the data that the arguments name: one medium as `open_data`, several as `Mixture`.
+
+    The tokenizer is one of the training captions of all. Data workers are shared out.
+
+    Args:
+        make_processor: as of `open_data`; with several media it is also given `at`, the place of the data set, from 0.
+
+    Raises:
+        ValueError: as `open_data`, or if two data sets are of one medium.
+    """
+    names = media_args.names(data_args.dataset_name)
+    if not names:
+        return open_data(accelerator, data_args, stream_args, loader_args, schedule, make_processor, regions)
+    of_names = [
+        replace(data_args, dataset_name=None if name == SCENES and not Path(name).exists() else name) for name in names
+    ]
+    with accelerator.main_process_first():
+        rows = [load_pairs(args)["train"] for args in of_names]
+    media = [kind_of(each.features) for each in rows]
+    if twice := [medium for medium in media if media.count(medium) > 1]:
+        raise ValueError(
+            f"--dataset_name is {data_args.dataset_name}; more than one of them are {twice[0]}s. Join those with "
+            "scripts/prepare_data.py --sources, and name one data set of each medium."
+        )
+    shares = dict(zip(media, media_args.shares(list(map(len, rows))), strict=True))
+    turns = Turns(shares)
+
+    def processor_of(_: Iterator[str], **timed: Any) -> ProcessorMixin:
+        return make_processor(chain.from_iterable(map(iterate_captions, rows)), **timed)
+
+    parts = {}
+    for at, (medium, args) in enumerate(zip(media, of_names, strict=True)):
+        workers = loader_args.num_workers and max(1, loader_args.num_workers * shares[medium] // sum(shares.values()))
+        sizes, eval_size = turns.batch_sizes(medium, schedule.batch_sizes), schedule.per_device_eval_batch_size
+        own: Any = SimpleNamespace(seed=schedule.seed, per_device_eval_batch_size=eval_size, batch_sizes=sizes)
+        unused = {flag: getattr(LoaderArguments, flag) for flag in UNUSED[medium]}
+        loading = replace(loader_args, dataloader_num_workers=str(workers), **unused)
+        make = partial(processor_of, at=at)
+        parts[medium] = open_data(accelerator, args, stream_args, loading, own, make, regions)
+        parts[medium].name = args.dataset_name
+    first, *others = [part.loaders for part in parts.values()]
+    check_loading(first, schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size, others=others)
+    return join_media(parts, turns)
+
+
+def join_media(parts: dict[str, TrainingData], turns: Turns) -> Mixture:
+    """Return the data of several media as those of one run."""
+    first = next(iter(parts.values()))
+    shared = {each.name: getattr(first, each.name) for each in fields(TrainingData)}
+    shared["identity"] = {
+        "data": "+".join(part.fingerprint for part in parts.values()),
+        "media": str(turns),
+        **{f"{name} of {medium}s": value for medium, part in parts.items() for name, value in part.identity.items()},
+    }
+    shared["total_rows"] = {**first.total_rows, "train": sum(part.total_rows["train"] for part in parts.values())}
+    found = Mixture(**shared, parts=parts, turns=turns)
+    logger.info("%s", found)
+    return found

@@ -1,1 +1,0 @@
-"""Features that are computed once, before the first step, and read in training."""

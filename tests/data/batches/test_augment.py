@@ -1,0 +1,188 @@
+"""Squares: the centre for evaluation, random crops for training."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mm_utils.data.batches.augment import (
+    _random_box,
+    center_square,
+    fixed_square,
+    jitter_colors,
+    random_square,
+    vary_loudness,
+)
+
+RED = (200, 30, 60)
+
+
+def photo(width: int, height: int) -> Image.Image:
+    """A smooth picture whose colours say where a pixel came from: red is x, green is y."""
+    y, x = np.mgrid[0:height, 0:width]
+    scale = 255 / max(width - 1, height - 1, 1)
+    return Image.fromarray(np.stack([x * scale, y * scale, 0 * x + 99], 2).round().astype(np.uint8))
+
+
+def window_of(square: torch.Tensor, width: int, height: int) -> tuple[float, float]:
+    """Width and height of the window of `photo(width, height)` that was resized to `square`, from its colours."""
+    size = square.shape[-1]
+    scale = max(width - 1, height - 1) / 255
+    low, high = size // 4, 3 * size // 4
+    across = (square[0, :, high].float().mean() - square[0, :, low].float().mean()) * scale * size / (high - low)
+    down = (square[1, high].float().mean() - square[1, low].float().mean()) * scale * size / (high - low)
+    return float(across), float(down)
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 64), (200, 100), (100, 200), (3, 500), (1, 1), (500, 7)])
+@pytest.mark.parametrize("size", [16, 224])
+def test_shapes_and_types(width: int, height: int, size: int) -> None:
+    image = photo(width, height)
+    for square in (center_square(image, size), random_square(np.asarray(image), size, 0.5, random.Random(0))[0]):
+        assert square.shape == (3, size, size)
+        assert square.dtype == torch.uint8
+        assert square.is_contiguous()
+
+
+def test_center_square_is_the_centre() -> None:
+    image = Image.new("RGB", (300, 100), "black")
+    image.paste(RED, (100, 0, 200, 100))
+    assert (center_square(image, 50).float().mean((1, 2)) - torch.tensor(RED)).abs().max() < 4
+    assert torch.equal(center_square(photo(64, 64), 64), torch.from_numpy(np.array(photo(64, 64))).permute(2, 0, 1))
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_whole_area_is_the_centre(width: int, height: int, seed: int) -> None:
+    image = photo(width, height)
+    assert torch.equal(random_square(np.asarray(image), 24, 1.0, random.Random(seed))[0], center_square(image, 24))
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32), st.integers(1, 10))
+@settings(max_examples=150)
+def test_crops_stay_inside_and_keep_their_area(
+    width: int, height: int, min_area: float, seed: int, draws: int
+) -> None:
+    rng, largest = random.Random(seed), min(width, height) ** 2
+    for _ in range(draws):
+        left, top, right, bottom = _random_box(width, height, min_area, rng)
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+        across, down = right - left, bottom - top  # each rounded by half a pixel at most
+        assert (across - 0.5) * (down - 0.5) <= largest * (1 + 1e-9)
+        assert (across + 0.5) * (down + 0.5) >= largest * min_area * (1 - 1e-9)
+        assert (across - 0.5) / (down + 0.5) <= 4 / 3 + 1e-9
+        assert (across + 0.5) / max(0.1, down - 0.5) >= 3 / 4 - 1e-9
+
+
+def test_crop_is_what_the_pixels_show() -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        across, down = window_of(random_square(np.asarray(photo(240, 180)), 64, 0.4, rng)[0], 240, 180)
+        assert 0.36 * 180**2 < across * down < 1.08 * 180**2
+        assert 0.7 < across / down < 1.45
+
+
+def test_crops_reach_every_place() -> None:
+    rng, image = random.Random(0), np.asarray(photo(100, 100))
+    squares = [random_square(image, 8, 0.2, rng)[0].float() for _ in range(300)]
+    for channel in (0, 1):
+        assert min(square[channel].min() for square in squares) < 12
+        assert max(square[channel].max() for square in squares) > 245
+    areas = [across * down / 100**2 for across, down in (window_of(square, 100, 100) for square in squares)]
+    assert 0.52 < sum(areas) / len(areas) < 0.68  # uniform in [0.2, 1]
+    again = random.Random(0)
+    assert torch.equal(squares[0], random_square(image, 8, 0.2, again)[0].float())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("width", "height"), [(344, 258), (60, 40), (700, 500)])
+def test_resizing_differs_from_pillow_by_two_at_most(width: int, height: int) -> None:
+    coarse = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 9, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))  # not writable
+    for seed in range(5):
+        left, top, right, bottom = _random_box(width, height, 0.6, random.Random(seed))
+        crop = Image.fromarray(pixels[top:bottom, left:right]).resize((224, 224), Image.Resampling.BICUBIC)
+        square, _ = random_square(pixels, 224, 0.6, random.Random(seed))
+        assert np.abs(square.permute(1, 2, 0).numpy().astype(int) - np.asarray(crop)).max() <= 2
+
+
+# -- colours ------------------------------------------------------------------------------------------------------------
+
+
+def blend(one: np.ndarray, other: np.ndarray, share: float) -> np.ndarray:
+    return share * one + (1 - share) * other
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1))
+@settings(max_examples=25)
+def test_jitter_is_brightness_contrast_and_saturation(seed: int, strength: float) -> None:
+    square = torch.from_numpy(np.random.default_rng(seed).integers(60, 190, (3, 8, 8), dtype=np.uint8))
+    rng = random.Random(seed)
+    brightness, contrast, saturation = (rng.uniform(max(0.0, 1 - strength), 1 + strength) for _ in range(3))
+    luma = np.array([0.299, 0.587, 0.114])[:, None, None]
+    bright = brightness * square.numpy().astype(float)
+    contrasted = blend(bright, (luma * bright).sum(0).mean() * np.ones_like(bright), contrast)
+    expected = blend(contrasted, (luma * contrasted).sum(0, keepdims=True) * np.ones_like(bright), saturation)
+    found = jitter_colors(square, strength, random.Random(seed))
+    assert found.dtype == torch.uint8
+    assert np.abs(found.numpy() - expected.clip(0, 255)).max() <= 0.51
+
+
+def test_no_jitter_changes_nothing() -> None:
+    square = torch.randint(0, 256, (3, 9, 9), dtype=torch.uint8)
+    assert torch.equal(jitter_colors(square, 0.0, random.Random(0)), square)
+
+
+@given(st.integers(8, 30), st.integers(8, 30), st.integers(0, 99))
+def test_a_fixed_square_is_a_part_of_the_image(width: int, height: int, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    square, _ = fixed_square(pixels, 8, random.Random(seed))
+    assert square.shape == (3, 8, 8)
+    assert square.is_contiguous()
+    windows = np.lib.stride_tricks.sliding_window_view(pixels, (8, 8), axis=(0, 1))
+    assert any(np.array_equal(window, square.numpy()) for row in windows for window in row)
+
+
+def tones(loud: float, count: int = 4000, rate: int = 8000) -> np.ndarray:
+    """Two tones of 500 and 3,000 Hz, which are bins of the spectrum."""
+    time = np.arange(count) / rate
+    return (loud * (np.sin(2 * np.pi * 500 * time) + np.sin(2 * np.pi * 3000 * time))).astype(np.int16)
+
+
+@given(st.integers(0, 999), st.sampled_from([0.0, 3.0, 12.0]))
+@settings(max_examples=30, deadline=None)
+def test_bands_are_louder_or_softer_and_nothing_moves(seed: int, decibels: float) -> None:
+    before = tones(1000)
+    after = vary_loudness(before, 8000, decibels, random.Random(seed))
+    assert (after.shape, after.dtype) == (before.shape, np.int16)
+    assert np.array_equal(after, vary_loudness(before, 8000, decibels, random.Random(seed)))
+    was, found = (abs(np.fft.rfft(each)) for each in (before, after))
+    bins = [250, 1500]
+    changes = 20 * np.log10(found[bins] / was[bins])
+    assert (abs(changes) <= 2 * decibels + 0.1).all()
+    assert np.delete(found, bins).max() < 0.02 * found[bins].min() + 2 * len(before) ** 0.5  # no other tone; rounding
+    if not decibels:
+        assert np.array_equal(after, before)
+
+
+def test_bands_differ_from_draw_to_draw_and_from_each_other() -> None:
+    drawn = [
+        abs(np.fft.rfft(vary_loudness(tones(1000), 8000, 6, random.Random(seed))))[[250, 1500]] for seed in range(9)
+    ]
+    louder = np.log10(np.array(drawn))
+    assert louder.std(0).min() > 0.05
+    assert (louder[:, 0] - louder[:, 1]).std() > 0.05
+
+
+def test_what_would_be_too_loud_is_softer_as_a_whole() -> None:
+    before = tones(16000)
+    for seed in range(20):
+        after = vary_loudness(before, 8000, 12, random.Random(seed))
+        spectrum = abs(np.fft.rfft(after))
+        assert abs(after.astype(int)).max() <= 32767
+        assert np.delete(spectrum, [250, 1500]).max() < 0.01 * spectrum.max()  # nothing is cut off, which would buzz

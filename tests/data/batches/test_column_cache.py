@@ -1,0 +1,167 @@
+"""Computed columns are made once and lie beside the others; images are read without being copied."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, DatasetDict, concatenate_datasets, disable_progress_bars, load_from_disk
+from transformers import PreTrainedTokenizerFast
+
+from mm_utils.data.batches.column_cache import python_columns
+from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
+from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_captions, tokenize_splits
+from tests.data.numbered_rows import FEATURES, SIZE, new_tokenizer, rows_of
+
+disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def cached(folder: Path) -> dict[str, int]:
+    return {path.name: os.stat(path).st_mtime_ns for path in (folder / "tandem_tokens").glob("*.arrow")}
+
+
+def test_tokens_are_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = DatasetDict({"train": rows_of(8), "validation": rows_of(3)})
+    before = tokenize_splits(splits, new_tokenizer(), 16)
+    written = cached(own_cache)
+    assert len(written) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr("mm_utils.data.batches.tokens._key", lambda _: pytest.fail("tokenised again"))
+        fresh, used = new_tokenizer(), new_tokenizer()
+        used(["one two"], truncation=True, max_length=5, padding=True)  # a tokenizer keeps its last settings
+        for tokenizer in (fresh, used, fresh):
+            again = tokenize_splits(splits, tokenizer, 16)
+            assert again["train"].to_dict() == before["train"].to_dict()
+    assert cached(own_cache) == written
+
+
+def test_tokens_are_made_anew_for_other_settings(own_cache: Path) -> None:
+    rows = rows_of(4)
+    tokenize_captions(rows, new_tokenizer(), 16)
+    for number, (changed, tokenizer, length) in enumerate(
+        [
+            (rows, new_tokenizer(), 15),
+            (rows, new_tokenizer(["something else"]), 16),
+            (rows.select([0, 1]), new_tokenizer(), 16),
+        ]
+    ):
+        tokens = tokenize_captions(changed, tokenizer, length)
+        assert len(cached(own_cache)) == number + 2
+        assert len(tokens) == len(changed)
+
+
+def on_disk(rows: Dataset, folder: Path) -> Dataset:
+    rows.save_to_disk(folder)
+    return datasets.load_from_disk(str(folder))
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_only_the_new_columns_are_written(
+    num_proc: int | None, tmp_path: Path, own_cache: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    big = [{**row, "image": {"bytes": os.urandom(100_000), "path": None}} for row in rows_of(12)]
+    rows = on_disk(Dataset.from_list(big, features=FEATURES), tmp_path / "pairs")
+    tokens = tokenize_captions(rows, tokenizer, 16, num_proc)
+    assert tokens.to_dict() == {**rows.to_dict(), **{name: tokens[:][name] for name in NEW}}
+    assert tokens.column_names == [*rows.column_names, *NEW]
+    written = sum(path.stat().st_size for path in (own_cache / "tandem_tokens").iterdir())
+    assert written < 20_000
+    assert {Path(file["filename"]).parent for file in tokens.cache_files} == {
+        tmp_path / "pairs",
+        own_cache / "tandem_tokens",
+    }
+    assert tokens.features == {**FEATURES, **{name: tokens.features[name] for name in NEW}}
+
+
+NEW = ["input_ids", "image_key", "caption_keys"]
+PICKED = {
+    "shuffled": lambda rows: rows.shuffle(seed=1),
+    "picked": lambda rows: rows.select([7, 2, 9, 2]),
+    "sliced": lambda rows: rows.select(range(3, 8)),
+    "sliced, shuffled, sliced": lambda rows: rows.select(range(2, 10)).shuffle(seed=2).select(range(1, 6)),
+    "filtered": lambda rows: rows.filter(lambda row: len(row["captions"]) > 1),
+    "none": lambda rows: rows.select([]),
+    "joined": lambda rows: datasets.concatenate_datasets([rows.select([4, 1]), rows.select(range(3))]),
+}
+
+
+@pytest.mark.parametrize("how", PICKED)
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_picked_rows_get_their_own_tokens(
+    how: str, num_proc: int | None, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = PICKED[how](on_disk(rows_of(12), tmp_path / "pairs"))
+    tokens = tokenize_captions(rows, tokenizer, 16, num_proc)
+    assert tokens.select_columns(rows.column_names).to_list() == rows.to_list()
+    for row in tokens:
+        assert row["input_ids"] == encode_captions(tokenizer, row["captions"], None, 16)
+        assert row["image_key"] == image_key(row["id"])
+        assert row["caption_keys"] == list(map(caption_key, row["captions"]))
+
+
+def test_captions_of_rows_that_were_not_picked_are_not_tokenised(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def encode(_: Any, captions: list[str], *__: Any) -> list[list[int]]:
+        seen.extend(captions)
+        return [[0]] * len(captions)
+
+    monkeypatch.setattr("mm_utils.data.batches.tokens.encode_captions", encode)
+    tokenize_captions(rows_of(12).select([3, 1]), tokenizer, 16)
+    assert sorted(seen) == sorted(rows_of(12)[1]["captions"] + rows_of(12)[3]["captions"])
+
+
+# -- reading rows ------------------------------------------------------------------------------------------------------
+
+
+def stored_images() -> Dataset:
+    """Images without bytes, without a path, or missing altogether, with a column beside them."""
+    images: list[Any] = [
+        {"bytes": bytes([place % 256]) * (place % 7), "path": f"{place}.png" if place % 3 else None}
+        for place in range(30)
+    ]
+    images[4], images[5] = {"bytes": None, "path": None}, None
+    columns = {"id": list(map(str, range(30))), "image": images, "captions": [["a"] * (n % 4) for n in range(30)]}
+    rows = Dataset(pa.Table.from_pydict(columns, schema=FEATURES.arrow_schema))
+    return concatenate_datasets([rows, Dataset.from_dict({"image_key": list(range(30))})], axis=1)
+
+
+STORED = {
+    "in one piece": stored_images,
+    "in chunks": lambda: concatenate_datasets([stored_images()] * 3),
+    "shuffled": lambda: concatenate_datasets([stored_images()] * 2).shuffle(seed=3),
+    "a part": lambda: stored_images().select(range(3, 30)),
+    "picked": lambda: stored_images().select([11, 4, 4, 5, 3]),
+}
+
+
+@pytest.mark.parametrize("how", STORED)
+def test_stored_rows_are_read_as_they_are(how: str) -> None:
+    rows = STORED[how]()
+    found = python_columns(rows.with_format("arrow")[list(range(len(rows)))])
+    expected = rows[:]
+    for image, stored in zip(found.pop("image"), expected.pop("image"), strict=True):
+        assert bytes(image["bytes"] or b"") == ((stored and stored["bytes"]) or b"")
+        assert image["path"] == (stored and stored["path"])
+    assert found == expected
+
+
+def test_images_stay_in_the_mapped_file(tmp_path: Path) -> None:
+    """Reading a row copies no image, and a process that is spawned gets the file's name."""
+    content = np.random.default_rng(0).bytes(1_000_000)
+    row = {"id": "a", "image": {"bytes": content, "path": None}, "captions": ["a"]}
+    Dataset.from_list([row], features=FEATURES).save_to_disk(tmp_path / "rows")
+    pairs = Pairs(load_from_disk(str(tmp_path / "rows")), EvaluationTransform(SIZE))
+    before = pa.total_allocated_bytes()
+    views = [python_columns(pairs.rows[[0]])["image"][0]["bytes"] for _ in range(2)]
+    assert pa.total_allocated_bytes() - before < 10_000
+    assert views[0] == pa.py_buffer(content)
+    assert views[0].address == views[1].address
+    assert len(pickle.dumps(pairs)) < 100_000

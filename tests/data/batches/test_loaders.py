@@ -1,0 +1,148 @@
+"""Loaders: workers and ranks change no batch, images are normalised on the device, workers have room."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import disable_progress_bars
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
+
+from mm_utils import distributed
+from mm_utils.arguments import parse_args
+from mm_utils.data.batches import loaders as loaders_module
+from mm_utils.data.batches import workers as workers_module
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder, RankBatches
+from mm_utils.data.batches.tokens import tokenize_captions
+from tests.data.numbered_rows import CPU, equal, loaders, rows_of
+
+disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_batches_stay_as_they_are_while_workers_go_on(workers: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also when an iteration is broken off and another begins; with any number of workers."""
+    rows = tokenize_captions(rows_of(broken=[3]), tokenizer, 16)
+    order = GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
+    loader = loaders(workers).train(rows, order, 0, 20)
+    first = [batch for batch, _ in zip(loader, range(3), strict=False)]
+    again = list(loader)
+    assert len(again) == len(loader) == 20
+    assert all(equal(*both) for both in zip(first, again, strict=False))
+    assert all(equal(*both) for both in zip(again, loaders(0).train(rows, order, 0, 20), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_change_nothing_in_evaluation(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(12, broken=[3]), tokenizer, 16)
+    found, expected = (list(loaders(workers).evaluation(rows, 5)) for workers in (2, 0))
+    assert len(found) == 3
+    assert all(equal(*both) for both in zip(found, expected, strict=True))
+
+
+def test_images_are_normalised_on_the_device() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    loader = DeviceLoader(DataLoader([{"pixel_values": pixels, "skipped": []}], batch_size=None), CPU, mean, std)
+    [batch] = loader
+    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    torch.testing.assert_close(batch["pixel_values"], expected, rtol=1e-5, atol=1e-5)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert batch["skipped"] == []
+    assert len(loader) == 1
+    assert loader.wait >= 0
+
+
+def test_ranks_share_the_batches(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    order = GlobalOrder(12, BatchSizes((0,), (7,)), seed=0)
+    whole = list(loaders().train(rows, order, 0, 4))
+    shares = []
+    for rank in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+            patch.setattr(distributed, "world_size", lambda: 3)
+            assert len(RankBatches(order, 0, 4)) == 4
+            shares.append(list(loaders().train(rows, order, 0, 4)))
+    for batch, parts in zip(whole, zip(*shares, strict=True), strict=True):
+        rows = torch.cat([part["rows"] for part in parts])
+        by_row, whole_by_row = rows.argsort(), batch["rows"].argsort()
+        for name in ("pixel_values", "rows", "ids"):
+            assert torch.equal(torch.cat([part[name] for part in parts])[by_row], batch[name][whole_by_row])
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------------
+
+
+def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 8)
+    assert LoaderArguments(dataloader_num_workers="3").num_workers == 3
+    [parsed] = parse_args(LoaderArguments, argv=["--dataloader_num_workers", "5"])
+    assert parsed.num_workers == 5
+    for local_ranks, expected in (("1", 7), ("2", 3), ("8", 0), ("64", 0)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+        assert LoaderArguments().num_workers == expected
+    monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 400)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert LoaderArguments().num_workers == 16
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_number_of_workers_is_measured_where_there_is_a_choice(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all loaders of a run; it does not change the batches."""
+    rows, order = tokenize_captions(rows_of(), tokenizer, 16), GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
+    asked: list[int] = []
+
+    def choose(most: int, rate: Callable[[int], float]) -> int:
+        asked.append(most)
+        assert rate(1) > 0
+        return 2
+
+    monkeypatch.setattr(loaders_module, "choose_workers", choose)
+    monkeypatch.setattr(workers_module, "_MEASURE_SECONDS", 0.01)
+    for cores, steps, workers, expected in (
+        (2, 100, "auto", 1),
+        (3, 100, "auto", 2),
+        (8, 100, "3", 3),
+        (8, 99, "auto", 7),
+        (8, 2, "auto", 2),
+    ):
+        monkeypatch.setattr("mm_utils.distributed.available_cores", lambda cores=cores: cores)
+        assert loaders(workers).train(rows, order, 0, steps).loader.num_workers == expected
+    assert asked == []
+    make = loaders("auto")
+    for start in (0, 50):
+        loader = make.train(rows, order, start, start + 100)
+        assert loader.loader.num_workers == 2
+    assert asked == [7]
+    for step, (batch, alone) in enumerate(zip(loader, loaders(0).train(rows, order, 50, 53), strict=False)):
+        assert equal(batch, alone)
+        if step == 2:
+            break
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_seq_length": 2}, "--max_seq_length is 2"),
+        ({"min_crop_area": 0.0}, "--min_crop_area is 0.0"),
+        ({"min_crop_area": 1.5}, "--min_crop_area is 1.5"),
+        ({"similar_captions_per_batch": 0}, "--similar_captions_per_batch is 0"),
+        ({"color_jitter": 1.5}, "--color_jitter is 1.5"),
+        ({"color_jitter": -0.1}, "--color_jitter is -0.1"),
+        (
+            {"dataloader_num_workers": "-1"},
+            "--dataloader_num_workers is -1; give a number of processes from 0 on, or auto",
+        ),
+        ({"dataloader_num_workers": "many"}, "--dataloader_num_workers is many"),
+    ],
+)
+def test_errors_name_the_flag(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoaderArguments(**values)

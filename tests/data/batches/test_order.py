@@ -1,0 +1,286 @@
+"""The order of the global batches: complete, distinct, a function of the step, the same for any number of processes."""
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mm_utils import distributed
+from mm_utils.data.batches import order as order_module
+from mm_utils.data.batches.order import (
+    ATTEMPTS,
+    BatchSizes,
+    Division,
+    Draw,
+    EvaluationBatches,
+    GlobalOrder,
+    RankBatches,
+    choose_captions,
+    permute,
+    replacement_rows,
+)
+
+
+def in_order(num_rows: int, batch_size: int, seed: int) -> GlobalOrder:
+    """An order whose batches have one size."""
+    return GlobalOrder(num_rows, BatchSizes((0,), (batch_size,)), seed)
+
+
+def on_rank(patch: pytest.MonkeyPatch, rank: int, world: int) -> None:
+    patch.setattr(distributed, "rank", lambda: rank)
+    patch.setattr(distributed, "world_size", lambda: world)
+
+
+@pytest.fixture(params=[0, 2**16], ids=["computed", "listed"], scope="module", autouse=True)
+def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Epochs are shuffled as lists or computed row by row; all properties hold for both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "_LISTED", request.param)
+        yield
+
+
+sizes = st.integers(2, 24).flatmap(lambda batch: st.tuples(st.integers(batch, 4 * batch + 3), st.just(batch)))
+
+
+@given(sizes, st.integers(0, 2**32), st.lists(st.integers(0, 60), min_size=1, max_size=6))
+@settings(max_examples=30)
+def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps: list[int]) -> None:
+    straight = in_order(*size, seed)
+    sequence = [straight.batch(step) for step in range(61)]
+    jumping = in_order(*size, seed)
+    for step in steps:
+        assert jumping.batch(step) == sequence[step]
+        assert in_order(*size, seed).batch(step) == sequence[step]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(2, 40))
+def test_uneven_shares_deal_every_row_once_and_in_proportion(weights: list[int], batch_size: int) -> None:
+    draws = in_order(batch_size, batch_size, 0).batch(0)
+    division, world = Division(tuple(map(float, weights))), len(weights)
+    shares = [division.of_rank(draws, rank, world) for rank in range(world)]
+    assert [draw for share in shares for draw in share] == draws
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(len(share) - batch_size * weight / sum(weights)) <= 1
+        assert weight or not share
+
+
+def test_a_far_step_is_found_at_once() -> None:
+    order = in_order(1000, 64, 0)
+    assert len({row for row, _ in order.batch(10_000_000)}) == 64
+
+
+def test_seed_and_epoch_decide() -> None:
+    first = [row for row, _ in in_order(64, 32, 0).batch(0)]
+    assert first != [row for row, _ in in_order(64, 32, 1).batch(0)]
+    assert first != [row for row, _ in in_order(64, 32, 0).batch(2)]
+    assert first != sorted(first)
+
+
+def test_seeds_share_no_epoch() -> None:
+    """Seed 7 has no epoch of seed 8: neither the order, the captions nor the replacement rows."""
+    ones, keys = np.ones(3000, np.int64), np.random.default_rng(3).integers(0, 2**63 - 1, 3000)
+    places, five = np.arange(3000), np.full(3000, 5)
+    drawn = [
+        (permute(places, 3000, seed, epoch), choose_captions(seed, epoch * ones, keys, five))
+        for seed, epoch in [(7, 1), (8, 0), (7, 2), (9, 0)]
+    ]
+    for first, (order, captions) in enumerate(drawn):
+        for other_order, other_captions in drawn[:first]:
+            assert (order == other_order).mean() < 0.01
+            assert abs((captions == other_captions).mean() - 0.2) < 0.05
+    assert replacement_rows(7, 1, 5, 1000) != replacement_rows(8, 0, 5, 1000)
+
+
+def test_every_pair_of_rows_meets_in_a_batch() -> None:
+    """Neighbours of one epoch are not neighbours of the next: negatives change."""
+    order = in_order(16, 4, 0)
+    met = {
+        frozenset((row, other))
+        for step in range(400)
+        for row, _ in order.batch(step)
+        for other, _ in order.batch(step)
+        if row < other
+    }
+    assert len(met) == 16 * 15 // 2
+
+
+def test_rows_moved_over_an_epoch_stay_uniform() -> None:
+    """The repair at the end of an epoch must not favour any row for the batch that crosses it."""
+    crossing = Counter(row for seed in range(3000) for row, epoch in in_order(5, 3, seed).batch(1) if epoch == 1)
+    assert sum(crossing.values()) == 3000
+    assert max(crossing.values()) < 720  # 600 in expectation, with a standard deviation of 22
+
+
+@pytest.mark.parametrize("world", range(1, 6))
+@pytest.mark.parametrize(("num_rows", "batch_size"), [(37, 8), (10, 3), (64, 64)])
+def test_ranks_share_out_every_batch(num_rows: int, batch_size: int, world: int) -> None:
+    order, start, stop = in_order(num_rows, batch_size, 7), 3, 20
+    shares: list[list[list[Draw]]] = []
+    for rank in range(world):
+        with pytest.MonkeyPatch.context() as patch:
+            on_rank(patch, rank, world)
+            batches = RankBatches(order, start, stop)
+            shares.append(list(batches))
+            assert len(batches) == len(shares[-1]) == stop - start
+    for step, parts in zip(range(start, stop), zip(*shares, strict=True), strict=True):
+        turns = [draw for turn in zip_longest(*parts) for draw in turn if draw is not None]
+        assert turns == order.batch(step)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(1, 6))
+@settings(max_examples=80)
+def test_evaluation_covers_every_row_once(num_rows: int, batch_size: int, world: int) -> None:
+    shares = []
+    for rank in range(world):
+        with pytest.MonkeyPatch.context() as patch:
+            on_rank(patch, rank, world)
+            batches = EvaluationBatches(num_rows, batch_size)
+            shares.append(list(batches))
+            assert len(batches) == len(shares[-1]) == len(shares[0])
+    assert [draw for share in shares for batch in share for draw in batch] == [(row, 0) for row in range(num_rows)]
+    assert all(len(batch) <= batch_size for share in shares for batch in share)
+
+
+def test_errors_name_the_flag() -> None:
+    with pytest.raises(ValueError, match="--global_batch_size is 1;"):
+        in_order(100, 1, 0)
+    with pytest.raises(
+        ValueError, match=r"--global_batch_size is 128, .* has 5 images; .* at most --global_batch_size 5"
+    ):
+        in_order(5, 128, 0)
+
+
+# -- permutations -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 5000), st.integers(0, 2**32), st.integers(0, 1000))
+@settings(max_examples=60)
+def test_permutations_hold_every_row_once(count: int, seed: int, epoch: int) -> None:
+    rows = permute(np.arange(count), count, seed, epoch)
+    assert sorted(rows.tolist()) == list(range(count))
+    some = np.random.default_rng(seed).integers(0, count, 20)
+    assert permute(some, count, seed, epoch).tolist() == rows[some].tolist()
+
+
+def test_permutations_look_random() -> None:
+    """Place and row, and rows of neighbouring places, of neighbouring epochs and seeds, are independent."""
+    count, cells = 100_003, 10
+    one, next_epoch, other_seed = (permute(np.arange(count), count, *key) for key in ((1, 5), (1, 6), (2, 5)))
+    beside = [np.arange(count), np.roll(one, 1), np.roll(one, 317), next_epoch, other_seed]  # 317 x 316 is the grid
+    for other in beside:
+        table, _, _ = np.histogram2d(one, other, cells)
+        expected = count / cells**2
+        assert 40 < ((table - expected) ** 2 / expected).sum() < 140  # chi square of 81 degrees of freedom: 81 +- 13
+    assert 0.328 < np.abs(one - np.arange(count)).mean() / count < 0.339  # a third
+    assert (one == np.arange(count)).sum() < 8  # 1 in expectation
+
+
+def test_every_order_of_four_rows_occurs() -> None:
+    found = Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(4800))
+    assert len(found) == 24
+    assert min(found.values()) > 140  # 200 in expectation, with a standard deviation of 14
+    assert max(found.values()) < 260
+
+
+def test_memory_does_not_grow_with_the_rows() -> None:
+    order = in_order(10**11, 256, 0)
+    tracemalloc.start()
+    drawn = [draw for step in (0, 5, 10**11 // 256, 10**9) for draw in order.batch(step)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    assert len(set(drawn)) == 4 * 256
+    assert max(row for row, _ in drawn) > 9 * 10**10
+
+
+# -- schedules ----------------------------------------------------------------------------------------------------------
+
+schedules = st.tuples(
+    st.integers(2, 24), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=0, max_size=3)
+).map(
+    lambda first_and_growth: BatchSizes(
+        tuple(np.cumsum([0, *(steps for steps, _ in first_and_growth[1])]).tolist()),
+        tuple(np.cumsum([first_and_growth[0], *(more for _, more in first_and_growth[1])]).tolist()),
+    )
+)
+
+
+@given(schedules, st.integers(0, 80))
+def test_batch_sizes_find_the_step_of_a_pair(sizes: BatchSizes, step: int) -> None:
+    each = [sizes.at(earlier) for earlier in range(step + 1)]
+    assert sizes.before(step) == sum(each[:-1])
+    first = sum(each[:-1])
+    assert sizes.step_of(first) == sizes.step_of(first + each[-1] - 1) == step
+
+
+@given(schedules, st.integers(0, 70), st.integers(0, 2**32))
+@settings(max_examples=80)
+def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, more: int, seed: int) -> None:
+    num_rows = sizes.sizes[-1] + more
+    order = GlobalOrder(num_rows, sizes, seed)
+    steps = sizes.step_of(8 * num_rows) + 1
+    batches = [order.batch(step) for step in range(steps)]
+    assert [len(batch) for batch in batches] == [sizes.at(step) for step in range(steps)]
+    assert all(len({row for row, _ in batch}) == len(batch) for batch in batches)
+    stream = [draw for batch in batches for draw in batch]
+    for epoch in range(8):
+        assert sorted(stream[epoch * num_rows :][:num_rows]) == [(row, epoch) for row in range(num_rows)]
+    assert all(type(value) is int for draw in stream for value in draw)
+    assert GlobalOrder(num_rows, sizes, seed).batch(steps - 1) == batches[-1]
+
+
+def test_a_larger_batch_continues_the_stream() -> None:
+    """No row is drawn twice or left out when the batch grows."""
+    steady = in_order(1000, 4, 3)
+    grown = GlobalOrder(1000, BatchSizes.parse("0:4,10:8"), 3)
+    assert [grown.batch(step) for step in range(10)] == [steady.batch(step) for step in range(10)]
+    assert grown.batch(10) == steady.batch(10) + steady.batch(11)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0:8,0:16", "goes back from step 0 to step 0"),
+        ("0:8,20:16,10:32", "goes back from step 20 to step 10"),
+        ("0:8,20:4", "goes back from 8 to 4 pairs"),
+        ("5:8", "begins at step 5"),
+        ("0:1,5:8", "--global_batch_size is 1;"),
+        *((text, "write step:size") for text in ("", "8", "0:8;10:16", "0:8,", "0:8:9", "0:x")),
+    ],
+)
+def test_invalid_schedules_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchSizes.parse(text)
+
+
+# -- captions -----------------------------------------------------------------------------------------------------------
+
+
+def test_captions_are_chosen_evenly_and_independently() -> None:
+    keys, counts = np.random.default_rng(0).integers(0, 2**63, 3000), np.full(3000, 5)
+    chosen = [choose_captions(7, np.full(3000, epoch), keys, counts) for epoch in range(4)]
+    for one in chosen:
+        assert np.bincount(one).min() > 500  # 600 in expectation, with a standard deviation of 22
+    assert 0.15 < (chosen[0] == chosen[1]).mean() < 0.25
+    assert 0.15 < (chosen[0] == choose_captions(8, np.zeros(3000, int), keys, counts)).mean() < 0.25
+    assert set(choose_captions(7, np.zeros(50, int), keys[:50], np.ones(50, int))) == {0}
+
+
+def test_replacement_rows_are_spread_and_distinct() -> None:
+    tried = Counter()  # type: Counter[int]
+    for epoch in range(200):
+        found = replacement_rows(3, epoch, -(2**62), 50)
+        assert len(found) == len(set(found)) <= ATTEMPTS
+        assert found == replacement_rows(3, epoch, -(2**62), 50)
+        tried.update(found)
+    assert set(tried) == set(range(50))
+    assert max(tried.values()) < 2 * min(tried.values())
+    others = (replacement_rows(4, 0, 7, 50), replacement_rows(3, 1, 7, 50), replacement_rows(3, 0, 8, 50))
+    assert all(other != replacement_rows(3, 0, 7, 50) for other in others)
+    assert replacement_rows(0, 0, 0, 1) == [0]

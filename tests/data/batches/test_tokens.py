@@ -1,0 +1,234 @@
+"""Captions become token ids, equal captions have equal keys, and a fingerprint identifies all of them."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, Features, List, Value, disable_progress_bars
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    BertTokenizer,
+    ByT5Tokenizer,
+    CLIPTokenizer,
+    GPT2Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Tokenizer,
+    XLMRobertaTokenizer,
+)
+
+from mm_utils.data.batches.tokens import (
+    NEGATIVE_IDS,
+    caption_key,
+    encode_captions,
+    fingerprint,
+    image_key,
+    tokenize_captions,
+)
+from tests.data.numbered_rows import FEATURES, new_tokenizer, png, rows_of
+
+TEXTS = List(Value("string"))
+disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def one_row(*captions: str, image_id: str = "a") -> Dataset:
+    row = {"id": image_id, "image": {"bytes": png(0), "path": None}, "captions": list(captions)}
+    return Dataset.from_list([row], features=FEATURES)
+
+
+def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = tokenize_captions(one_row("one " * 100, "two"), tokenizer, 10)[0]["input_ids"]
+    assert list(map(len, tokens)) == [10, 3]
+    assert tokens[0][-1] == tokenizer.sep_token_id
+
+
+def with_negatives(rows: Dataset, negatives: list[Any], kind: Any = TEXTS) -> Dataset:
+    return rows.add_column("negatives", negatives, feature=kind)
+
+
+def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = rows_of(4)
+    plain = tokenize_captions(rows, tokenizer, 16)
+    given = [["Picture  ZERO", "picture two"], [], None, ["picture one"]]
+    found = tokenize_captions(with_negatives(rows, given), tokenizer, 16)
+    expected = encode_captions(tokenizer, ["picture two", "picture one"], None, 16)
+    assert list(found[NEGATIVE_IDS]) == [[expected[0]], [], [], [expected[1]]]
+    for name in ("input_ids", "image_key", "caption_keys"):
+        assert list(found[name]) == list(plain[name])
+    assert NEGATIVE_IDS not in plain.column_names
+    none = tokenize_captions(with_negatives(rows, [[]] * 4), tokenizer, 16)
+    assert list(none[NEGATIVE_IDS]) == [[]] * 4
+
+
+def test_negatives_that_are_no_lists_are_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"the column negatives holds Value\('string'\); it should have.*a list"):
+        tokenize_captions(with_negatives(rows_of(2), ["a", "b"], Value("string")), tokenizer, 16)
+
+
+class CountingTokenizer(PreTrainedTokenizerFast):
+    """Records the lengths of the texts that it gets."""
+
+    lengths: list[int]
+
+    def __call__(self, text: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.lengths = [len(caption) for caption in text]
+        return super().__call__(text, **kwargs)
+
+
+@pytest.mark.parametrize("caption", ["one two " * 1_500_000, "x" * 1_000_000, "e" + "\u0301" * 1_000_000])
+def test_the_tokenizer_reads_only_the_beginning_of_a_huge_caption(
+    caption: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    counting = CountingTokenizer(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
+    [ids] = encode_captions(counting, [caption], None, 16)
+    assert counting.lengths == [32 * 16]
+    assert len(ids) <= 16
+    assert ids[-1] == tokenizer.sep_token_id
+    if " " in caption:
+        assert [ids] == encode_captions(counting, ["one two " * 100], None, 16)
+
+
+TINY = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5}
+PIECES = [(piece, -1.0) for piece in TINY]
+LETTERS = {letter: number for number, letter in enumerate("a|<>[]/senodftx")}
+FAMILIES = {
+    "trained here": new_tokenizer,
+    "BERT": lambda: BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 5}),
+    "GPT-2": lambda: GPT2Tokenizer(vocab={**LETTERS, "<|endoftext|>": 99}, merges=[]),
+    "CLIP": lambda: CLIPTokenizer(vocab={**LETTERS, "<|startoftext|>": 98, "<|endoftext|>": 99}, merges=[]),
+    "T5": lambda: T5Tokenizer(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *PIECES[4:]], extra_ids=2),
+    "mBART": lambda: MBartTokenizer(),
+    "XLM-R": lambda: XLMRobertaTokenizer(vocab=[*PIECES, ("<mask>", 0.0)]),
+    "NLLB": lambda: NllbTokenizer(vocab=TINY),
+    "ByT5, in Python": lambda: ByT5Tokenizer(),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_are_text_for_every_family(family: str) -> None:
+    tokenizer: PreTrainedTokenizerBase = FAMILIES[family]()
+    named = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "unk_token"}
+    written = sorted({*named.values(), *tokenizer.all_special_tokens} - {tokenizer.unk_token} | set(named.values()))
+    special = set(map(tokenizer.convert_tokens_to_ids, written))
+    frame = [token for token in tokenizer("")["input_ids"] if token in special]
+    for ids in tokenize_captions(one_row(*written, f"a {written[0]} a"), tokenizer, 64)[0]["input_ids"]:
+        assert [token for token in ids if token in special] == frame
+
+
+def test_equal_images_and_captions_have_equal_keys(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = tokenize_captions(one_row("A  red\tcar ", "a red car", "a red cat", "ÄÖ", "äö"), tokenizer, 16)[0]
+    keys = found["caption_keys"]
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[3] == keys[4]
+    other = tokenize_captions(one_row("a red car", image_id="b"), tokenizer, 16)[0]
+    assert other["caption_keys"] == keys[:1]
+    assert other["image_key"] != found["image_key"]
+    assert all(0 <= key < 2**63 for key in [*keys, found["image_key"]])
+
+
+def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerFast) -> None:
+    def print_of(rows: Dataset, length: int = 16) -> str:
+        return fingerprint(tokenize_captions(rows, tokenizer, length))
+
+    base = print_of(rows_of(6))
+    assert len(base) == 16
+    int(base, 16)
+    assert base == print_of(rows_of(6))
+    assert base == print_of(rows_of(6), length=5)
+    assert base == print_of(rows_of(8).select(range(6)))
+    assert base == print_of(rows_of(6).add_column("split", ["x"] * 6))
+    assert base == print_of(rows_of(6, broken=[1]))  # the same image id, whatever its bytes
+    different = {
+        "order": rows_of(6).select([1, 0, 2, 3, 4, 5]),
+        "rows": rows_of(5),
+        "caption": rows_of(6).map(lambda row: {"captions": [*row["captions"], "more"]}),
+        "images": rows_of(6).map(lambda row: {"id": row["id"] + "x"}),
+    }
+    prints = {print_of(rows) for rows in different.values()}
+    assert len(prints) == len(different)
+    assert base not in prints
+
+
+def test_single_keys_and_tokens_equal_those_of_the_columns(tokenizer: PreTrainedTokenizerFast) -> None:
+    captions = ["One  two", "three [SEP]", "ÄÖ " * 999]
+    row = tokenize_captions(one_row(*captions, image_id="é"), tokenizer, 16)[0]
+    assert row["input_ids"] == encode_captions(tokenizer, captions, None, 16)
+    assert row["caption_keys"] == list(map(caption_key, captions))
+    assert row["image_key"] == image_key("é")
+    assert encode_captions(tokenizer, [], [], 16) == []
+
+
+# -- languages ----------------------------------------------------------------------------------------------------------
+
+
+def two_languages(*languages: str | None) -> Dataset:
+    features = Features({**FEATURES, "languages": datasets.Sequence(Value("string"))})
+    row = {"id": "a", "image": {"bytes": png(0), "path": None}, "captions": ["one two", "three"]}
+    return Dataset.from_list([{**row, "languages": list(languages)}], features=features)
+
+
+def test_a_caption_is_tokenised_in_its_language(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = new_tokenizer()
+    plain = tokenize_captions(two_languages("de", "fr"), tokenizer, 16)[0]["input_ids"]
+    tokenizer.add_tokens(["<de>", "<en>"], special_tokens=True)
+    german, english = map(tokenizer.convert_tokens_to_ids, ("<de>", "<en>"))
+    first, second = plain
+    with caplog.at_level(logging.WARNING):
+        for languages, expected in (
+            (("de", "en"), [[first[0], german, *first[1:]], [second[0], english, *second[1:]]]),
+            (("en", ""), [[first[0], english, *first[1:]], second]),
+            ((None, "xx"), plain),
+            ((), plain),
+        ):
+            assert tokenize_captions(two_languages(*languages), tokenizer, 16)[0]["input_ids"] == expected
+    assert [message.split(" for ")[1].split(";")[0] for message in caplog.messages] == ["'xx'"]
+
+
+def test_each_caption_needs_a_language_if_any_has_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"image a has 2 captions and 1 languages; .* Give as many"):
+        tokenize_captions(two_languages("de"), tokenizer, 16)
+
+
+# -- the fingerprint ----------------------------------------------------------------------------------------------------
+
+KEYS = st.lists(st.tuples(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**63 - 1), max_size=3)), max_size=8)
+
+
+def keyed(rows: Sequence[tuple[int, list[int]]]) -> Dataset:
+    columns = {"image_key": pa.array([key for key, _ in rows], pa.int64())}
+    columns["caption_keys"] = pa.array([keys for _, keys in rows], pa.list_(pa.int64()))
+    return Dataset(pa.table(columns))
+
+
+@given(KEYS, KEYS, st.randoms())
+def test_fingerprint_depends_on_content_only(rows: list, other: list, random: Any) -> None:
+    base = fingerprint(keyed(rows))
+    assert (base == fingerprint(keyed(other))) == (rows == other)
+    cut = random.randint(0, len(rows))
+    assert base == fingerprint(datasets.concatenate_datasets([keyed(rows[:cut]), keyed(rows[cut:])]))
+    padded = keyed([*other, *rows, *other])
+    assert base == fingerprint(padded.select(range(len(other), len(other) + len(rows))))
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    assert base == fingerprint(keyed([rows[place] for place in order]).select(np.argsort(order)))
+
+
+def test_fingerprint_does_not_depend_on_how_many_rows_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = keyed([(number, [number] * (number % 4)) for number in range(50)])
+    prints = set()
+    for count in (1, 7, 50, 1_000_000):
+        monkeypatch.setattr("mm_utils.data.batches.tokens._BATCH", count)
+        prints.add(fingerprint(rows))
+    assert len(prints) == 1
+
+
+def test_fingerprint_sees_where_a_row_ends() -> None:
+    assert fingerprint(keyed([(1, [2]), (3, [4])])) != fingerprint(keyed([(1, [2, 4]), (3, [])]))

@@ -1,0 +1,71 @@
+"""Flags and items that name sources are parsed, and impossible ones refused."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+
+
+def test_an_item_is_parsed() -> None:
+    source = Source.parse(r"coco/captions\, all.json,image_root=coco/train2017,split=val,weight=2,templates=a {}.|{}")
+    assert (source.path, source.name) == ("coco/captions, all.json", "captions, all.json")
+    assert (source.image_root, source.split, source.weight) == ("coco/train2017", "validation", 2.0)
+    assert source.templates == ("a {}.", "{}")
+    mapping = {"path": "a, b/", "weight": 3, "templates": ["x {}"], "id_column": None}
+    assert Source.parse(mapping) == Source("a, b/", weight=3.0, templates=("x {}",), name="a, b")
+    assert pickle.loads(pickle.dumps(source)) == source
+
+
+BAD_ITEMS = [
+    ("p.jsonl,wieght=2", r"has the key wieght; known are .*Did you mean 'weight'"),
+    ("p.jsonl,weight=two", "weight=two; a weight is a number"),
+    ("p.jsonl,weight=0", "weight=0.0; a weight is above 0"),
+    ("p.jsonl,weight=nan", "a weight is above 0"),
+    ("p.jsonl,split=nowhere", "split=nowhere; a split is train, validation or test"),
+    ("p.jsonl,format=jsnl", "format=jsnl; known are .*Did you mean 'jsonl'"),
+    ("p.jsonl,split", "'split' is no key=value"),
+    ("p.jsonl,split=val,split=test", "split is given twice"),
+    ("p.jsonl,path=q.jsonl", "path is given twice"),
+    ("p,templates=a photo", "templates=a photo; a template says"),
+    (",weight=2", "an item without a path"),
+    ({"weight": 2}, "an item without a path"),
+]
+
+
+@pytest.mark.parametrize(("item", "message"), BAD_ITEMS, ids=str)
+def test_an_item_that_cannot_be_meant_is_refused(item: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        Source.parse(item)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given_args", "message"),
+    [
+        ({"dataset_name": "a", "train_file": "b"}, r"--dataset_name and --train_file are given together"),
+        ({"dataset_dir": "a", "validation_file": "b"}, r"--validation_file is given with --dataset_dir"),
+        ({"dataset_config_name": "a"}, r"--dataset_config_name is a; there is no --dataset_name"),
+        ({"max_train_samples": 0}, r"--max_train_samples is 0; it counts from 1"),
+    ],
+)
+def test_contradictory_arguments_are_refused(given_args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**given_args)
+
+
+def test_an_image_root_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    assert PathArguments(image_root=str(tmp_path)).allow_outside_root is False
+    with pytest.raises(ValueError, match=r"--image_root is absent; there is no such folder"):
+        PathArguments(image_root="absent")
+
+
+@pytest.mark.parametrize(
+    ("written", "sign"), [("semicolon", ";"), (";", ";"), ("tab", "\t"), ("pipe", "|"), (r"\,", ",")]
+)
+def test_the_delimiter_of_a_table_has_a_name_or_is_a_sign(written: str, sign: str) -> None:
+    assert Source.parse(f"a.csv,delimiter={written}").delimiter == sign
+    with pytest.raises(ValueError, match="delimiter=x; known are comma, semicolon, tab, pipe"):
+        Source.parse("a.csv,delimiter=x")

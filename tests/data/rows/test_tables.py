@@ -1,0 +1,153 @@
+"""Rows of tables, text, Parquet and `datasets`, become records; their images are references."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict, Features, Image, Sequence, Value
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.paths import Limits
+from mm_utils.data.rows.records import BytesImage, FileImage, UrlImage
+from mm_utils.data.rows.source import PathArguments
+from mm_utils.data.rows.tables import with_raw_images
+from tests.data.rows.reading import NAMES, content, lines, read, reasons, write
+
+
+def test_captions_are_given_as_they_are(folder: Path) -> None:
+    values = ["", None, float("nan"), 5, {"a": 1}, ["a", None], "half \ud83d", []]
+    good, bad = read(write(folder / "p.jsonl", lines(*({"image": "a.jpg", "caption": value} for value in values))))
+    assert not bad
+    expected = [value if isinstance(value, list) else [value] for value in values]
+    assert repr([record.captions for record in good]) == repr(expected)
+
+
+def test_columns_languages_ids_regions_negatives_and_splits_are_read(folder: Path) -> None:
+    rows = [
+        {"i": "a.jpg", "c": ["one", "eins"], "l": ["en", "de"], "n": 2**70, "split": "val", "regions": [1]},
+        {"i": "b.jpg", "c": "zwei", "l": "de", "n": "x", "split": "restval", "negatives": ["drei"]},
+        {"i": "c.jpg", "c": "x", "l": None, "n": None},
+    ]
+    path = write(folder / "p.jsonl", lines(*rows))
+    good, bad = read(path, image_column="i", caption_column="c", id_column="n", language_column="l")
+    assert [(row.id, row.languages, row.split, row.regions, row.negatives) for row in good] == [
+        (str(2**70), ["en", "de"], "validation", [1], None),
+        ("x", ["de"], "train", None, ["drei"]),
+    ]
+    assert reasons(bad) == [("line 3", "missing_column")]
+    good, _ = read(path, image_column="i", caption_column="c", language="vi", split="test")
+    assert [(row.id, row.languages, row.split) for row in good][::2] == [
+        ("a.jpg", ["vi", "vi"], "test"),
+        ("c.jpg", ["vi"], "test"),
+    ]
+
+
+def test_a_column_that_is_not_there_is_an_error(folder: Path) -> None:
+    path = write(folder / "p.jsonl", lines({"image": "a.jpg", "caption": "a"}))
+    with pytest.raises(ValueError, match=r"caption_column is captoin; there is no such column .*p\.jsonl.*'caption'"):
+        read(path, caption_column="captoin")
+    with pytest.raises(ValueError, match=r"no caption column was recognised"):
+        read(write(folder / "q.jsonl", lines({"image": "a.jpg"})))
+
+
+def test_the_root_may_be_elsewhere_and_may_be_left_when_allowed(folder: Path) -> None:
+    path = write(folder / "lists" / "p.jsonl", lines({"image": "../a.jpg", "caption": "a"}))
+    assert reasons(read(path)[1]) == [("line 1", "outside_root")]
+    assert len(read(path, PathArguments(allow_outside_root=True))[0]) == 1
+    inside = write(folder / "lists" / "q.jsonl", lines({"image": "a.jpg", "caption": "a"}))
+    assert read(inside, image_root=str(folder))[0][0].image == FileImage(str(folder / "a.jpg"))
+    assert read(inside, PathArguments(image_root=str(folder)))[0][0].id == "a.jpg"
+    with pytest.raises(ValueError, match="image_root absent is no folder"):
+        read(inside, image_root="absent")
+
+
+def test_an_address_is_a_reference_only_where_downloads_are_allowed(folder: Path) -> None:
+    path = write(folder / "p.jsonl", lines({"image": "https://a.example/b.jpg", "caption": "a"}))
+    good, _ = read(path, PathArguments(allow_download=True))
+    assert good[0].image == UrlImage("https://a.example/b.jpg")
+    assert good[0].id == "https://a.example/b.jpg"
+
+
+def test_parquet_rows_are_read_in_any_order_and_empty_ones_are_faults(folder: Path) -> None:
+    data = [f"image {at}".encode() for at in range(150)]
+    rows: list[dict[str, Any]] = [{"image": item, "caption": "a"} for item in data]
+    rows[7]["image"], rows[8]["image"] = b"", None
+    pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet", row_group_size=70)
+    good, _ = read(folder / "p.parquet")
+    order = random.Random(0).sample([at for at in range(150) if at not in (7, 8)], 60)
+    assert [content(good[at]) for at in order] == [data[at] for at in order]
+    for at in (7, 8):
+        with pytest.raises(Fault) as fault:
+            good[at].image.read(Limits())
+        assert fault.value.reason == "image_empty"
+    with pytest.raises(Fault) as fault:
+        good[9].image.read(Limits(max_bytes=3))
+    assert fault.value.reason == "too_many_bytes"
+    (folder / "q.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="cannot be read as Parquet"):
+        read(folder / "q.parquet")
+
+
+def test_a_parquet_struct_of_paths_alone_is_paths(folder: Path) -> None:
+    rows = [{"image": {"bytes": None, "path": name}, "caption": "a"} for name in [*NAMES, "/etc/hostname"]]
+    schema = pa.schema(
+        [("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("caption", pa.string())]
+    )
+    pq.write_table(pa.Table.from_pylist(rows, schema), folder / "p.parquet")
+    good, bad = read(folder / "p.parquet")
+    assert [record.id for record in good] == NAMES
+    assert reasons(bad) == [("row 3", "outside_root")]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_saved_data_set_is_read_from_its_files(folder: Path, shuffled: bool) -> None:
+    rows = [{"image": {"bytes": f"image {at}".encode()}, "captions": [f"{at}"]} for at in range(40)]
+    features = Features({"image": Image(decode=False), "captions": Sequence(Value("string"))})
+    whole = Dataset.from_list(rows, features=features)
+    splits = {"train": whole.select(range(30)), "dev": whole.select(range(30, 38)), "other": whole.select([38, 39])}
+    DatasetDict(splits).save_to_disk(folder / "saved", num_shards={"train": 3, "dev": 1, "other": 1})
+    good, bad = read(folder / "saved")
+    assert reasons(bad) == [("split other", "unknown_split")]
+    assert [record.split for record in good] == ["train"] * 30 + ["validation"] * 8
+    assert not any(isinstance(record.image, BytesImage) for record in good)
+    if shuffled:
+        random.Random(0).shuffle(good)
+    assert [content(record).decode() for record in good] == [f"image {record.captions[0]}" for record in good]
+    assert {record.split for record in read(folder / "saved", split="test")[0]} == {"test"}
+
+
+def test_metadata_of_each_split_or_one_above_them(folder: Path) -> None:
+    for split, name in (("train", "a.jpg"), ("val", "b.jpg")):
+        (folder / "set" / split).mkdir(parents=True)
+        (folder / name).rename(folder / "set" / split / name)
+        write(folder / "set" / split / "metadata.jsonl", lines({"file_name": name, "text": name}))
+    good, _ = read(folder / "set")
+    assert [(row.split, row.where) for row in good] == [
+        ("train", "train/metadata.jsonl, line 1"),
+        ("validation", "val/metadata.jsonl, line 1"),
+    ]
+    rows = [{"file_name": "train/a.jpg", "text": "a"}, {"file_name": "val/b.jpg", "text": "b"}]
+    write(folder / "set" / "metadata.jsonl", lines(*rows))
+    good, _ = read(folder / "set")
+    assert [(row.split, row.id) for row in good] == [("train", "train/a.jpg"), ("validation", "val/b.jpg")]
+
+
+@pytest.mark.parametrize(
+    ("feature", "value", "embedded"),
+    [
+        (Value("string"), "a.png", False),
+        (Value("large_string"), "a.png", False),
+        (Value("binary"), b"x", True),
+        (Value("large_binary"), b"x", True),
+        (Image(decode=False), {"bytes": b"x", "path": None}, True),
+        (Image(decode=False), {"bytes": None, "path": "a.png"}, False),
+        ({"bytes": Value("binary"), "path": Value("string")}, {"bytes": b"x", "path": "a.png"}, True),
+    ],
+    ids=str,
+)
+def test_images_are_bytes_or_paths(feature: object, value: object, embedded: bool) -> None:
+    dataset = Dataset.from_dict({"image": [value]}, features=Features({"image": feature}))
+    assert with_raw_images(dataset, "image", "t")[1] is embedded

@@ -1,0 +1,187 @@
+"""One parser for good and bad lines: every bad one is named, and takes no other with it."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mm_utils.data.faults import excerpt
+from mm_utils.data.rows import text_files
+from mm_utils.data.rows.text_files import BadLine, is_utf16, text_records
+
+
+def read(path: Path, content: bytes | str) -> list[tuple[int, Any]]:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return list(text_records(path)[1])
+
+
+def faults(rows: list[tuple[int, Any]]) -> dict[int, str]:
+    return {number: row.fault.reason for number, row in rows if isinstance(row, BadLine)}
+
+
+BAD_LINES = [
+    (b'{"a": 1,}', "malformed_row"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "malformed_row"),
+    (b"[1, 2]", "not_an_object"),
+    (b'"text"', "not_an_object"),
+    (b"null", "not_an_object"),
+    (b'{"a": "\xff"}', "bad_encoding"),
+    (b'{"a": "\xed\xa0\xbd"}', "bad_encoding"),
+    (b'{"a": 1, "b": 2, "a": 3}', "duplicate_key"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=lambda value: str(value)[:24])
+def test_a_bad_json_line_is_named_and_the_others_are_read(tmp_path: Path, line: bytes, reason: str) -> None:
+    rows = read(tmp_path / "p.jsonl", b'{"n": 1}\n\n' + line + b'\n{"n": 4}\n')
+    assert faults(rows) == {3: reason}
+    assert [row for _, row in rows if isinstance(row, dict)] == [{"n": 1}, {"n": 4}]
+    message = rows[1][1].describe(tmp_path / "p.jsonl", "line 3")
+    assert message.startswith(f"{tmp_path / 'p.jsonl'}, line 3 is ")
+    assert message.isprintable()
+
+
+def test_deep_nesting_is_a_fault_and_no_recursion_error(tmp_path: Path) -> None:
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert faults(read(tmp_path / "p.jsonl", deep + '\n{"n": 2}\n')) == {1: "too_nested"}
+
+
+def test_the_byte_that_is_not_utf8_is_counted(tmp_path: Path) -> None:
+    ((_, bad),) = read(tmp_path / "p.jsonl", 'é"'.encode() + b"\xff\n")
+    assert "byte 4 " in bad.fault.detail
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json", "p.csv"])
+def test_utf16_is_one_fault_of_the_whole_file(tmp_path: Path, name: str, encoding: str) -> None:
+    rows = read(tmp_path / name, 'image,caption\n{"image": "a.png"}\n'.encode(encoding))
+    assert faults(rows) == {1: "bad_encoding"}
+    assert "UTF-16" in rows[0][1].fault.detail
+
+
+def test_utf8_text_is_not_taken_for_utf16() -> None:
+    for text in ("", "a", "{}", "ảnh chụp một con mèo", "\x00a"):
+        assert not is_utf16(text.encode())
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path, line_end: str, mark: str) -> None:
+    text = mark + line_end.join(['{"n": "ä"}', "", " ", '{"n": 4}', ""])
+    assert read(tmp_path / "p.jsonl", text) == [(1, {"n": "ä"}), (4, {"n": 4})]
+    table = mark + line_end.join(["n,m", "1,ä", "", "2,b", ""])
+    assert read(tmp_path / "p.csv", table) == [(2, {"n": "1", "m": "ä"}), (4, {"n": "2", "m": "b"})]
+
+
+def test_a_json_array_counts_rows(tmp_path: Path) -> None:
+    rows = read(tmp_path / "p.json", '[{"n": 0}, [], {"n": 2, "n": 3}, {"n": 3}]')
+    assert faults(rows) == {1: "not_an_object", 2: "duplicate_key"}
+    assert [number for number, row in rows if isinstance(row, dict)] == [0, 3]
+
+
+@pytest.mark.parametrize("text", ['[{"n": 0},\n{]', '[{"n": "' + "[" * 5])
+def test_a_json_array_that_does_not_parse_is_one_fault(tmp_path: Path, text: str) -> None:
+    rows = read(tmp_path / "p.json", text)
+    assert faults(rows) == {text.count("\n") + 1: "malformed_row"}
+
+
+BAD_CSV = [
+    ('n,m\n1,a\n2,"b\n3,c\n4,"d, e"\n5,f\n', {3}, [1, 3, 4, 5]),
+    ('n,m\n1,a\n2,"b\n3,c\n', {3}, [1, 3]),
+    ('n,m\n1,"a\nb"\n2,"c" d\n3,e\n', {4}, [1, 3]),
+    ('n,m\n1,"' + "x" * 200_000 + '"\n2,b\n', {2}, [2]),
+    ("n,m\n1,a\n2,\udcff\n3,c\n", {3}, [1, 3]),
+]
+
+
+@pytest.mark.parametrize(("text", "bad", "good"), BAD_CSV, ids=range(len(BAD_CSV)))
+def test_a_bad_csv_row_costs_one_line(tmp_path: Path, text: str, bad: set[int], good: list[int]) -> None:
+    rows = read(tmp_path / "p.csv", text.encode("utf-8", "surrogateescape"))
+    assert set(faults(rows)) == bad
+    assert [int(row["n"]) for _, row in rows if isinstance(row, dict)] == good
+
+
+def test_a_csv_header_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    for text in (b'"n,m\n1,2\n', b"n,\xff\n1,2\n", b"n,n\n1,2\n"):
+        with pytest.raises(ValueError, match=r"p\.csv"):
+            read(tmp_path / "p.csv", text)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    cells=st.lists(st.tuples(*[st.text(st.characters(exclude_categories=["Cs"]), max_size=5)] * 2), max_size=6),
+    tabs=st.booleans(),
+)
+def test_csv_is_read_as_the_standard_library_does(tmp_path: Path, cells: list[tuple[str, str]], tabs: bool) -> None:
+    delimiter = "\t" if tabs else ","
+    text = io.StringIO(newline="")
+    csv.writer(text, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([("n", "m"), *cells])
+    expected = list(csv.DictReader(io.StringIO(text.getvalue(), newline=""), delimiter=delimiter, strict=True))
+    rows = read(tmp_path / ("p.tsv" if tabs else "p.csv"), text.getvalue())
+    assert [row for _, row in rows] == expected
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.one_of(st.none(), st.text(max_size=5)), max_size=9))
+def test_bad_lines_among_good_ones_are_exactly_those(tmp_path: Path, texts: list[str | None]) -> None:
+    rows = [None if text is None else {"caption": text} for text in texts]
+    text = "".join(("{broken" if row is None else json.dumps(row)) + "\n" for row in rows)
+    found = read(tmp_path / "p.jsonl", text)
+    assert set(faults(found)) == {number for number, row in enumerate(rows, 1) if row is None}
+    assert [row for _, row in found if isinstance(row, dict)] == [row for row in rows if row is not None]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_very_long_line_is_a_fault_that_takes_no_memory(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 1000)
+    good, long = ('{"n": 1}', f'{{"n": "{"x" * 5000}"}}') if suffix == ".jsonl" else ("1", "x" * 5000)
+    header = [] if suffix == ".jsonl" else ["n"]
+    rows = read(tmp_path / f"p{suffix}", "\n".join([*header, good, long, "", good, ""]))
+    assert faults(rows) == {2 + len(header): "malformed_row"}
+    assert [str(row["n"]) for _, row in rows if isinstance(row, dict)] == ["1", "1"]
+    [bad] = [row for _, row in rows if isinstance(row, BadLine)]
+    assert bad.fault.detail == "a line of more than 1,000 characters"
+    assert len(bad.text) == 1001
+
+
+def test_a_very_large_document_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "LONGEST_DOCUMENT", 30)
+    assert not faults(read(tmp_path / "p.json", '[{"n": 0}]'))
+    rows = read(tmp_path / "p.json", '[{"n": 0}, {"n": 1}, {"n": 2}, {}]')
+    assert faults(rows) == {1: "malformed_row"}
+    assert "write one object a line" in rows[0][1].fault.detail
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_the_header_decides_about_the_delimiter(
+    sign: str, suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spreadsheets of half of Europe write semicolons."""
+    caplog.set_level("INFO", "mm_utils")
+    text = f"Bild{sign}Titel\n1.png{sign}a dog, a cat; a | and a bird\n".replace(", a" if sign == "," else "\0", " a")
+    text = text.replace("; a", " a") if sign == ";" else text.replace("| and", "and") if sign == "|" else text
+    [(number, row)] = read(tmp_path / f"p{suffix}", text)
+    assert (number, list(row)) == (2, ["Bild", "Titel"])
+    said = [record.getMessage() for record in caplog.records]
+    usual = sign == ("," if suffix == ".csv" else "\t")
+    assert said == ([] if usual else [f"{tmp_path / f'p{suffix}'}: its cells are separated by {sign!r}"])
+
+
+def test_a_delimiter_that_is_given_wins(tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    path.write_text("n;a,m,o\n1;2,3,4\n")
+    assert list(text_records(path)[1]) == [(2, {"n;a": "1;2", "m": "3", "o": "4"})]
+    assert list(text_records(path, delimiter=";")[1]) == [(2, {"n": "1", "a,m,o": "2,3,4"})]
+
+
+def test_an_excerpt_is_short_and_can_be_printed() -> None:
+    assert excerpt("Mèo\x1b[31m\u202e\ud83d\n") == r"Mèo\x1b[31m\u202e\ud83d\n"
+    assert len(excerpt("\x00" * 10_000)) == 200

@@ -1,0 +1,178 @@
+"""Sources of clips and sounds in every format: what is read as what, and what is asked when it is not clear."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from datasets import Audio, Dataset, DatasetDict, Features, Value, Video
+
+from mm_utils.data.paths import Limits
+from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.records import FramesImage, Record
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.text_files import read_cues
+
+
+def read(path: Path, **values: Any) -> list[Record]:
+    items = list(read_source(Source(str(path), **values), PathArguments()))
+    bad = [item for item in items if not isinstance(item, Record)]
+    assert not bad, bad
+    return [item for item in items if isinstance(item, Record)]
+
+
+def files(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode())
+
+
+def jsonl(folder: Path, *rows: dict[str, Any], name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("column", "file", "medium"),
+    [
+        ("audio", "a.wav", "sound"),
+        ("Speech", "a.ogg", "sound"),
+        ("wav", "a.wav", "sound"),
+        ("video", "a.mp4", "clip"),
+        ("gif", "a.gif", "clip"),
+        ("path", "a.flac", "sound"),
+        ("file_name", "a.webm", "clip"),
+        ("file_name", "a.gif", "image"),
+        ("image", "a.png", "image"),
+    ],
+)
+def test_the_columns_say_the_medium(column: str, file: str, medium: str, tmp_path: Path) -> None:
+    files(tmp_path, file)
+    [record] = read(jsonl(tmp_path, {column: file, "caption": "a dog"}))
+    assert (record.medium, record.id, record.image.read(Limits())) == (medium, file, file.encode())
+
+
+def test_columns_of_two_kinds_are_a_question(tmp_path: Path) -> None:
+    files(tmp_path, "a.wav", "a.png")
+    path = jsonl(tmp_path, {"image": "a.png", "audio": "a.wav", "caption": "a dog"})
+    with pytest.raises(ValueError, match=r"columns .*audio.* may all be the medium. Set ,medium="):
+        read(path)
+    assert read(path, medium="sound")[0].image.name.endswith("a.wav")
+    assert read(path, medium="image")[0].image.name.endswith("a.png")
+    assert read(path, image_column="audio")[0].medium == "sound"
+    with pytest.raises(ValueError, match=r"no clip column was recognised. The columns are: image, audio, caption"):
+        read(path, medium="clip")
+    with pytest.raises(ValueError, match=r"medium=sounds; known are auto, image, clip, sound. Did you mean 'sound'"):
+        Source("a.jsonl", medium="sounds")
+
+
+def test_parts_of_a_file_are_media_of_their_own(tmp_path: Path) -> None:
+    files(tmp_path, "a.mp4")
+    rows = [{"video": "a.mp4", "start": 0.5, "end": 2, "caption": "a"}, {"video": "a.mp4", "end": 1, "caption": "b"}]
+    assert [(r.id, r.cut) for r in read(jsonl(tmp_path, *rows))] == [
+        ("a.mp4#0.5-2", (0.5, 2)),
+        ("a.mp4#-1", (None, 1)),
+    ]
+    table = tmp_path / "rows.csv"
+    table.write_text("video,start,end,caption\na.mp4,0.5,2,a\na.mp4,,,b\n")
+    assert [(r.id, r.cut) for r in read(table)] == [("a.mp4#0.5-2.0", (0.5, 2.0)), ("a.mp4", (None, None))]
+
+
+def test_a_list_of_frames_is_one_reference(tmp_path: Path) -> None:
+    files(tmp_path, "0.jpg", "1.jpg")
+    row = {"frames": ["0.jpg", "1.jpg"], "times": [0, 1.5], "caption": "a jump", "moments": [{"span": [0, 1]}]}
+    [record] = read(jsonl(tmp_path, row))
+    assert isinstance(record.image, FramesImage)
+    assert (record.image.times, record.image.read(Limits()), record.moments) == (
+        (0, 1.5),
+        b"0.jpg1.jpg",
+        row["moments"],
+    )
+    Dataset.from_dict({name: [value] for name, value in row.items() if name != "moments"}).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    assert read(tmp_path / "a.parquet")[0].image == record.image
+
+
+@pytest.mark.parametrize(("feature", "medium"), [(Audio(decode=False), "sound"), (Video(decode=False), "clip")])
+def test_columns_of_datasets_hold_bytes(feature: Any, medium: str, tmp_path: Path) -> None:
+    features = Features({"medium": feature, "caption": Value("string")})
+    cells = [{"bytes": b"content", "path": None}]
+    table = pa.table({"medium": cells, "caption": ["a dog"]}).cast(features.arrow_schema)
+    rows = Dataset(table)
+    DatasetDict(train=rows).save_to_disk(str(tmp_path / "saved"))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    for path in (tmp_path / "saved", tmp_path / "rows.parquet"):
+        [record] = read(path)
+        assert (record.medium, record.image.read(Limits()), record.captions) == (medium, b"content", ["a dog"])
+
+
+def test_rows_of_qvhighlights_are_moments_of_videos(tmp_path: Path) -> None:
+    files(tmp_path, "videos/abc_0.0_150.0.mkv")
+    row = {"qid": 1, "query": "a cat", "duration": 150, "vid": "abc_0.0_150.0", "relevant_windows": [[2, 8], [10, 14]]}
+    [record] = read(jsonl(tmp_path, row), image_root=str(tmp_path / "videos"))
+    assert (record.medium, record.id, record.captions) == ("clip", "abc_0.0_150.0", ["a cat"])
+    assert record.moments == [{"span": [2, 8], "phrase": "a cat"}, {"span": [10, 14], "phrase": "a cat"}]
+
+
+def test_the_list_of_esc50_is_read_as_it_comes(tmp_path: Path) -> None:
+    files(tmp_path, "audio/1-100-A-0.wav", "audio/5-200-A-11.wav")
+    (tmp_path / "meta").mkdir()
+    lines = "filename,fold,target,category,esc10\n1-100-A-0.wav,1,0,dog,True\n5-200-A-11.wav,5,11,sea_waves,True\n"
+    (tmp_path / "meta/esc50.csv").write_text(lines)
+    first, second = read(tmp_path / "meta/esc50.csv")
+    assert (first.medium, first.split, first.captions[0]) == ("sound", "train", "the sound of a dog.")
+    assert (second.split, second.captions[0]) == ("test", "the sound of a sea waves.")
+
+
+def test_class_folders_of_sounds(tmp_path: Path) -> None:
+    files(tmp_path, "train/dog_bark/a.wav", "train/rain/b.mp3", "test/rain/c.wav")
+    found = read(tmp_path)
+    assert {(r.medium, r.split, r.captions[0]) for r in found} == {
+        ("sound", "train", "the sound of a dog bark."),
+        ("sound", "train", "the sound of a rain."),
+        ("sound", "test", "the sound of a rain."),
+    }
+    assert read(tmp_path, templates=("{} is heard",))[0].captions in (["rain is heard"], ["dog bark is heard"])
+
+
+SRT = "1\n00:00:01,000 --> 00:00:02,500\n<i>Hello</i>\nthere\n\n2\n00:00:03,000 --> 00:00:04,000\nGood bye\n"
+VTT = "WEBVTT\n\n00:01.000 --> 00:02.500 align:start\nHello there\n\n00:03.000 --> 00:04.000\nGood bye\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.srt", SRT), ("a.vtt", VTT), ("a.srt", SRT.replace("\n", "\r\n"))])
+def test_subtitles_are_moments(name: str, text: str, tmp_path: Path) -> None:
+    files(tmp_path, "a.mp4", "b.mp4")
+    (tmp_path / name).write_bytes(text.encode())
+    (tmp_path / "b.txt").write_text("a cat\na small cat\n")
+    first, second = read(tmp_path)
+    assert first.captions == ["Hello there Good bye"]
+    assert first.moments == [
+        {"span": [1.0, 2.5], "phrase": "Hello there"},
+        {"span": [3.0, 4.0], "phrase": "Good bye"},
+    ]
+    assert (second.captions, second.moments) == (["a cat", "a small cat"], None)
+
+
+def test_a_folder_of_two_kinds_is_a_question(tmp_path: Path) -> None:
+    files(tmp_path, "a.mp4", "a.wav")
+    (tmp_path / "a.txt").write_text("a dog")
+    with pytest.raises(ValueError, match=r"1 clips and 1 sounds. Set medium=clip or sound"):
+        read(tmp_path, title="--sources has a folder")
+    assert [r.image.name[-5:] for r in read(tmp_path, medium="sound")] == ["a.wav"[-5:]]
+
+
+def test_formats_of_images_alone_say_so(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
+    with pytest.raises(ValueError, match="coco is read for images alone, and the medium is sound"):
+        read(tmp_path / "a.json", medium="sound")
+
+
+@pytest.mark.parametrize("text", ["1" * 40_000, "00:00:01,000 --> 00:00:02,000 " * 8_000], ids=["digits", "a line"])
+def test_subtitles_take_time_by_their_size(text: str) -> None:
+    began = time.process_time()
+    assert read_cues(text) == []
+    assert time.process_time() - began < 1

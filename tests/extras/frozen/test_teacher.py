@@ -1,0 +1,173 @@
+"""A teacher's embeddings: read in training as it gives them, computed once, part of what a run is."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import DatasetDict
+from torch import Tensor
+
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.timed_media import Sounds, timed_of
+from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.extras.frozen.feature_cache import FeatureCacheArguments, Source, cache_features
+from mm_utils.extras.frozen.teacher import cache_teacher
+from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.contrastive import Distillation
+from scripts import pretrain
+from tests.data.numbered_rows import new_tokenizer, rows_of
+from tests.extras.frozen.test_feature_cache import on_two_processes
+from tests.extras.several_media.small_media import split_of
+from tests.model.stock_folders import write_clap, write_stock
+from tests.scripts.test_pretrain import losses, weights
+
+SIZE, BROKEN = 16, (2, 7)
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A CLIP of 32 pixels with a tokenizer of letters."""
+    return write_stock(tmp_path_factory.mktemp("teacher"), "clip")
+
+
+def student(teacher: str, **fields: Any) -> tuple[TrainingData, JointObjective]:
+    torch.manual_seed(0)
+    model = build_model(ModelArguments(image_size=SIZE, fusion_layers=0, **fields), new_tokenizer())
+    rows = tokenize_captions(rows_of(12, BROKEN), new_tokenizer(), 16)
+    arguments = LoaderArguments(16, 0.5, dataloader_num_workers="0")
+    loaders = Loaders(arguments, Accelerator(cpu=True).device, 0, SIZE, (0.5,) * 3, (0.2,) * 3)
+    order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
+    data = TrainingData(DatasetDict(train=rows), SimpleNamespace(), loaders, order, {}, 5)
+    return data, build_objective(model, ObjectiveArguments("contrastive", teacher), 0)
+
+
+def opened(teacher: str, **fields: Any) -> TrainingData:
+    data, objective = student(teacher, **fields)
+    cache_features(FeatureCacheArguments(bool(fields)), data, objective, Accelerator(cpu=True))
+    cache_teacher(teacher, data, objective, Accelerator(cpu=True))
+    return data
+
+
+def batches(data: TrainingData) -> list[dict[str, Any]]:
+    return list(data.train_batches(0, 6))
+
+
+def as_the_teacher(folder: str) -> tuple[Tensor, dict[str, Tensor], float]:
+    """Embeddings of all images that can be decoded, by row; of captions, by the words; and the scale."""
+    model, processor = load_model(folder, fusion_layers=0).eval(), load_processor_of(folder)
+    rows, images = rows_of(12, BROKEN), torch.zeros(12, model.config.projection_dim)
+    arguments, pixels = LoaderArguments(16, dataloader_num_workers="0"), processor.image_processor
+    loaders = Loaders(arguments, torch.device("cpu"), 0, 32, pixels.image_mean, pixels.image_std)
+    texts = {}
+    with torch.no_grad():
+        for batch in loaders.evaluation(tokenize_captions(rows, processor.tokenizer, 16), 12):
+            images[batch["rows"]] = model.encode_image(batch["pixel_values"], with_keys_values=False)[0]
+        for caption in {caption for row in rows["captions"] for caption in row}:
+            ids = encode_captions(processor.tokenizer, [caption], None, 16)
+            texts[caption] = model.encode_text(*pad_captions(ids, processor.tokenizer.pad_token_id))[0][0]
+    return images, texts, model.logit_scale.exp().item()
+
+
+@pytest.mark.parametrize("fields", [{}, {"freeze_vision": True}, {"freeze_vision": True, "freeze_text": True}])
+def test_a_batch_holds_what_the_teacher_gives(teacher: str, fields: dict[str, Any]) -> None:
+    data, words = opened(teacher, **fields), new_tokenizer()
+    images, texts, _ = as_the_teacher(teacher)
+    seen = batches(data)
+    assert sum(len(batch["rows"]) for batch in seen) == 24
+    for batch in seen:
+        assert ("pixel_values" in batch) == (not fields)
+        torch.testing.assert_close(batch["teacher_image"].float(), images[batch["rows"]], rtol=0, atol=1e-3)
+        captions = [words.decode(ids, skip_special_tokens=True) for ids in batch["input_ids"]]
+        right = torch.stack([texts[caption] for caption in captions])
+        torch.testing.assert_close(batch["teacher_text"].float(), right, rtol=0, atol=1e-3)
+        assert BROKEN[0] not in batch["rows"]
+
+
+def test_the_term_gets_the_teachers_own_scale(teacher: str) -> None:
+    data, objective = student(teacher)
+    cache_teacher(teacher, data, objective, Accelerator(cpu=True))
+    [scale] = [term.scale for term in objective.weights if isinstance(term, Distillation)]
+    assert scale == pytest.approx(as_the_teacher(teacher)[2])
+    assert set(data.identity) == {"teacher"}
+
+
+def test_a_teacher_of_sounds_has_its_own_window(tmp_path: Path) -> None:
+    """CLAP hears a second, in loops, whatever the student's flag says."""
+    folder, rows = write_clap(tmp_path / "clap"), split_of("sound", range(4))
+    data, objective = student(folder)
+    data.splits["train"], data.loaders.arguments.medium_seconds = tokenize_captions(rows, new_tokenizer(), 16), 0.25
+    cache_teacher(folder, data, objective, Accelerator(cpu=True))
+    model, timed = load_model(folder).eval(), timed_of(load_processor_of(folder), 1.0)
+    assert isinstance(timed, Sounds)
+    assert data.features is not None
+    with torch.no_grad():
+        heard = timed.features(torch.stack([timed.read(value, None)[0] for value in rows["image"]]))
+        right = model.encode_image(heard)[0]
+    found = torch.tensor(data.features["teacher_image"][:]).view_as(right)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-3)
+
+
+def test_a_second_run_does_not_run_the_teacher(teacher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first, moved = opened(teacher), shutil.copytree(teacher, tmp_path / "moved")
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "_compute", lambda *_: pytest.fail("the teacher ran"))
+        again = opened(str(moved))
+    assert again.identity == first.identity
+    assert first.features is not None
+    assert again.features is not None
+    columns = ["teacher_image", "teacher_text"]
+    one, two = (each.select_columns(columns).with_format("arrow")[:] for each in (first.features, again.features))
+    assert one.equals(two)
+    other = opened(write_stock(tmp_path / "other", "siglip"))
+    assert other.identity["teacher"] != first.identity["teacher"]
+    assert other.features is not None
+    assert not other.features.select_columns(columns).with_format("arrow")[:].equals(one)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work_and_learn_what_one_learns(
+    teacher: str, tiny_flags: list[str], tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [*tiny_flags, "--objectives", "contrastive:1", "--fusion_layers", "0", "--teacher_name_or_path", teacher]
+    flags = [*run, "--max_train_samples", "15", "--global_batch_size", "7"]
+    on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
+    assert sorted(path.name for path in own_cache.glob("tandem_features/*/*")) == ["00000.arrow", "00001.arrow"]
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other")
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "alone")])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
+
+
+def test_a_run_learns_from_its_teacher_and_goes_on_with_no_other(
+    teacher: str, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    run = [*tiny_flags, "--objectives", "contrastive:1", "--fusion_layers", "0", "--save_steps", "2"]
+    flags = [*run, "--teacher_name_or_path", teacher]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "out")])
+    rows = (tmp_path / "out/metrics.jsonl").read_text()
+    assert rows.count("distillation_loss") == 4
+    resume = ["--resume_from_checkpoint", str(tmp_path / "out/checkpoint-2")]
+    pretrain.main([*flags, "--micro_batch_size", "3", *resume, "--output_dir", str(tmp_path / "again")])
+    assert losses(tmp_path / "again") == pytest.approx(
+        {step: loss for step, loss in losses(tmp_path / "out").items() if step > 2}, rel=1e-4
+    )
+    for name, value in weights(tmp_path / "again").items():
+        torch.testing.assert_close(weights(tmp_path / "out")[name], value, rtol=0, atol=1e-4, msg=name)
+    other = write_stock(tmp_path / "other", "siglip")
+    with pytest.raises(
+        ValueError, match=r"since it was written, teacher was \w+ and is \w+, so it would not be the same"
+    ):
+        pretrain.main([*run, "--teacher_name_or_path", other, *resume, "--output_dir", str(tmp_path / "refused")])
+
+
+def test_a_teacher_that_is_not_there_is_named(tiny_flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--teacher_name_or_path is .*; there is no such folder"):
+        pretrain.main([*tiny_flags, "--teacher_name_or_path", str(tmp_path / "none")])

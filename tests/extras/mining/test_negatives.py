@@ -1,0 +1,235 @@
+"""Negatives are what a plain loop over all captions finds; nothing of another split is among them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from mm_utils.data.batches.tokens import caption_key, image_key
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.on_disk import verify
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.evaluation import embeddings
+from mm_utils.evaluation.embeddings import Embeddings, Texts
+from mm_utils.extras.mining import negatives
+from mm_utils.extras.mining.mined_set import REPORT
+from mm_utils.extras.mining.negatives import Mined, MiningArguments, choose
+from scripts import mine_negatives, prepare_data, pretrain
+from tests.extras.search.conftest import with_weights
+from tests.scripts.test_prepare_data import picture
+from tests.scripts.test_pretrain import ROOT, launch
+
+IMAGES, WIDTH = 40, 8
+ARGS = MiningArguments(num_negatives=3, num_candidates=12, relative_margin=0.1)
+
+
+def drawn_split(seed: int = 0) -> tuple[Embeddings, datasets.Dataset]:
+    """Random embeddings of images with one to three captions, some of which are equal, in another order than the rows."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 4, IMAGES)
+    texts = [[f"{'A' if n % 2 else 'a'} text {rng.integers(60)}" for n in range(count)] for count in counts]
+    rows = datasets.Dataset.from_dict(
+        {
+            "id": [str(row) for row in range(IMAGES)],
+            "captions": texts,
+            "caption_keys": [[caption_key(text) for text in each] for each in texts],
+        }
+    )
+    order = rng.permutation(IMAGES)[: IMAGES - 2]  # two cannot be read
+    keys = torch.tensor([image_key(str(row)) for row in order])
+    image_ME, text_TE = (torch.tensor(rng.normal(size=(n, WIDTH)), dtype=torch.float) for n in (len(order), 200))
+    text_TE = text_TE[: counts[order].sum()]
+    owner = torch.arange(len(order)).repeat_interleave(torch.tensor(counts[order]))
+    text_TE = torch.nn.functional.normalize(text_TE + 0.7 * image_ME[owner], dim=1)
+    image_ME = torch.nn.functional.normalize(image_ME, dim=1)
+    none = torch.zeros(len(owner), 1, dtype=torch.long)
+    return Embeddings(image_ME, text_TE, keys, keys[owner], torch.tensor(order), Texts(none, none)), rows
+
+
+def by_loops(split: Embeddings, rows: datasets.Dataset, group: list[int], args: MiningArguments, judge: Any) -> Mined:
+    """The same by loops over images and captions."""
+    captions = [(m, text) for m, row in enumerate(split.rows_M.tolist()) for text in rows[row]["captions"]]
+    cosine_MT = (split.image_ME @ split.text_TE.T).numpy()
+    found, left_out = [[] for _ in range(len(rows))], dict.fromkeys(negatives.REASONS, 0)
+    for m, row in enumerate(split.rows_M.tolist()):
+        own = [t for t, (owner, _) in enumerate(captions) if owner == m]
+        best = max(cosine_MT[m, t] for t in own)
+        others = [t for t in np.argsort(-cosine_MT[m], kind="stable") if t not in own][: args.num_candidates]
+        kept = []
+        for t in others:
+            owner, text = captions[t]
+            if text.lower() in {captions[one][1].lower() for one in own}:
+                left_out["same_text"] += 1
+            elif group[split.rows_M[owner]] == group[row]:
+                left_out["same_image"] += 1
+            elif cosine_MT[m, t] > (1 - args.relative_margin) * best:
+                left_out["too_close"] += 1
+            else:
+                kept.append(t)
+        if judge is not None:
+            judged = kept[: negatives.JUDGED * args.num_negatives]
+            kept = [t for t in judged if judge(m, t) < judge(captions[t][0], t)]
+            left_out["fits_as_well"] += len(judged) - len(kept)
+        taken = {captions[t][1].lower(): captions[t][1] for t in reversed(kept)}
+        first = dict.fromkeys(captions[t][1].lower() for t in kept)
+        found[row] = [taken[text] for text in first][: args.num_negatives]
+    return Mined(found, left_out)
+
+
+@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_negatives_are_those_of_plain_loops(seed: int, judged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    split, rows = drawn_split(seed)
+    group = [row // 2 * 2 for row in range(IMAGES)]
+    table = torch.tensor(np.random.default_rng(seed).normal(size=(IMAGES, 200)), dtype=torch.float)
+    judge = (lambda image_P, caption_P: table[image_P, caption_P]) if judged else None
+    expected = by_loops(split, rows, group, ARGS, (lambda m, t: table[m, t]) if judged else None)
+    found = choose(split, rows, torch.tensor(group), ARGS, judge)
+    assert found.negatives == expected.negatives
+    assert found.left_out == expected.left_out
+    assert min(found.left_out[name] for name in negatives.REASONS[: 4 if judged else 3]) > 0
+    assert sum(map(len, found.negatives)) > IMAGES
+    monkeypatch.setattr(embeddings, "TILE", 3 * len(split.text_TE))
+    assert choose(split, rows, torch.tensor(group), ARGS, judge).negatives == expected.negatives
+
+
+def test_examples_show_what_was_left_out() -> None:
+    split, rows = drawn_split()
+    found = choose(split, rows, torch.arange(IMAGES), ARGS)
+    assert found.examples
+    for each in found.examples:
+        assert each["captions"] == rows[each["row"]]["captions"]
+        assert each["negatives"] == found.negatives[each["row"]]
+
+
+def test_without_a_margin_more_is_taken() -> None:
+    split, rows = drawn_split()
+    counts = [
+        sum(map(len, choose(split, rows, torch.arange(IMAGES), replace(ARGS, relative_margin=margin)).negatives))
+        for margin in (0.0, 0.3, 0.6)
+    ]
+    assert counts[0] > counts[1] > counts[2] > 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_negatives": 0}, {"num_negatives": 9, "num_candidates": 8}, {"relative_margin": 1.0}]
+)
+def test_mistakes_in_the_flags(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"--{next(iter(given))} is"):
+        MiningArguments(**given)
+
+
+# -- the script ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a few steps whose head counts."""
+    folder = tmp_path_factory.mktemp("miner") / "run"
+    pretrain.main([*tiny_flags, "--output_dir", str(folder)])
+    return with_weights(folder, folder.parent / "weighted", {"match": 1.0})
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty images, of which the last two look alike, in three splits."""
+    folder, rows = tmp_path_factory.mktemp("pairs"), []
+    for number in range(30):
+        picture(min(number, 28)).save(folder / f"{number}.jpg", quality=95 - 20 * (number == 29))
+        split = "train" if number < 20 or number > 27 else "validation" if number < 24 else "test"
+        captions = [f"picture {number}", f"a {split} image, number {number}", "an image"][: 2 + number % 2]
+        rows.append({"image": f"{number}.jpg", "captions": captions, "split": split})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--image_size", "32", "--num_proc", "1"]
+    prepare_data.main(["--sources", str(folder / "pairs.jsonl"), "--output_dir", str(folder / "data"), *words])
+    return folder / "data"
+
+
+def flags(model: Path, data: Path, output: Path) -> list[str]:
+    names = ("--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(output))
+    return [*names, "--dataloader_num_workers", "0", "--relative_margin", "0", "--num_candidates", "12"]
+
+
+@pytest.fixture(scope="module")
+def mined(model: Path, prepared: Path) -> Path:
+    folder = prepared.parent / "mined"
+    mine_negatives.main(flags(model, prepared, folder))
+    return folder
+
+
+def test_the_set_is_the_same_with_a_column_more(prepared: Path, mined: Path) -> None:
+    old, new = (datasets.load_from_disk(str(folder)) for folder in (prepared, mined))
+    assert old.keys() == new.keys() == {"train", "validation", "test"}
+    for split, rows in new.items():
+        assert rows.remove_columns("negatives").data.equals(old[split].data)
+    assert sum(map(len, new["train"]["negatives"])) > 10
+    assert not any(new["validation"]["negatives"]) and not any(new["test"]["negatives"])  # noqa: PT018
+    assert verify(str(mined)) == verify(str(prepared)) == 30
+    assert load_pairs(DataArguments(dataset_name=str(mined)))["train"].column_names[-1] == "negatives"
+    assert old["train"]._fingerprint != new["train"]._fingerprint
+
+
+def test_no_negative_is_true_or_of_another_split(mined: Path) -> None:
+    train = datasets.load_from_disk(str(mined))["train"]
+    texts = {caption for captions in train["captions"] for caption in captions}
+    captions = {row["id"]: set(row["captions"]) for row in train}
+    for row in train:
+        assert set(row["negatives"]) <= texts - set(row["captions"])
+        assert len(set(row["negatives"])) == len(row["negatives"]) <= 5
+    alike = [name for name in captions if {"picture 28", "picture 29"} & captions[name]]
+    assert len(alike) == 2
+    for row in train:
+        if row["id"] in alike:
+            assert not set(row["negatives"]) & {"picture 28", "picture 29"}
+
+
+def test_the_report_counts(mined: Path) -> None:
+    said, train = json.loads((mined / REPORT).read_text()), datasets.load_from_disk(str(mined))["train"]
+    assert said["images"] == 22
+    assert said["negatives"] == sum(map(len, train["negatives"]))
+    assert said["images_without"] == sum(not each for each in train["negatives"])
+    assert said["left_out"]["same_text"] > 0
+    assert said["left_out"]["same_image"] > 0
+    assert said["settings"]["num_candidates"] == 12
+    assert json.loads((mined / "report.json").read_text())["mined_from"].endswith("data")
+
+
+def test_the_column_may_be_mined_again(model: Path, mined: Path, tmp_path: Path) -> None:
+    mine_negatives.main(flags(model, mined, tmp_path / "again"))
+    old, new = (datasets.load_from_disk(str(folder))["train"] for folder in (mined, tmp_path / "again"))
+    assert new["negatives"][:] == old["negatives"][:]
+    assert new.column_names == old.column_names
+
+
+def test_a_dry_run_writes_nothing(
+    model: Path, prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "scripts.mine_negatives")
+    assert mine_negatives.main([*flags(model, prepared, tmp_path / "none"), "--dry_run"])["images"] == 22
+    assert "Nothing was written" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_that_are_refused(model: Path, prepared: Path, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it was not prepared"):
+        mine_negatives.main(flags(model, corpus.parent, tmp_path / "new"))
+    with pytest.raises(ValueError, match="it exists"):
+        mine_negatives.main(flags(model, prepared, tmp_path))
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same(model: Path, prepared: Path, mined: Path, tmp_path: Path) -> None:
+    words = [str(ROOT / "scripts/mine_negatives.py"), *flags(model, prepared, tmp_path / "two")]
+    config = str(ROOT / "accelerate_configs/two_processes.yaml")
+    done = launch(["--config_file", config, *words], tmp_path, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stderr + done.stdout
+    one, two = (json.loads((folder / REPORT).read_text()) for folder in (mined, tmp_path / "two"))
+    assert two["left_out"] == one["left_out"]
+    train = [datasets.load_from_disk(str(folder))["train"]["negatives"][:] for folder in (mined, tmp_path / "two")]
+    assert train[0] == train[1]

@@ -1,0 +1,107 @@
+"""What is placed how, and what is refused, with the reason."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.utils import DistributedType
+from torch import nn
+
+from mm_utils import distributed
+from mm_utils.data.streams.stream import Stream
+from mm_utils.extras.placement import preparation
+from mm_utils.extras.placement.cost import Costs, Encoder, Link, Prediction
+from mm_utils.extras.placement.preparation import choose_split
+from mm_utils.extras.placement.split import Split
+from mm_utils.objectives import Objective
+from mm_utils.training.arguments import TrainingArguments
+from tests.objectives.test_joint import tiny_model, tiny_objective
+
+DATA = SimpleNamespace(order=None, features=None, train_batches=lambda first, stop: iter([{}]))
+MACHINES = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, scaler=None)
+
+
+def split(placement: str, objective: Objective | None = None, data: Any = DATA, machines: Any = MACHINES, **args: Any):
+    given = TrainingArguments(placement=placement, **args)
+    return choose_split(given, machines, objective or tiny_objective("contrastive"), data)
+
+
+@pytest.fixture(autouse=True)
+def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+
+
+@pytest.mark.parametrize("wrong", ["", "apart:0", "apart:", "auto:2", "together:1", "apart:two", "elsewhere"])
+def test_another_placement_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"--placement is {wrong}; give together, apart, auto, or apart:N"):
+        TrainingArguments(placement=wrong)
+
+
+def test_a_given_split_is_taken_and_both_sides_have_a_process() -> None:
+    assert split("apart:3") == Split(3, 1)
+    assert split("together", data=None) is None
+    with pytest.raises(ValueError, match=r"of 4 processes that leaves none for the texts\. Give at most apart:3"):
+        split("apart:4")
+
+
+def test_one_process_has_both_encoders(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: 1)
+    caplog.set_level(logging.INFO, logger="mm_utils")
+    assert split("apart") is split("auto") is split("apart:2") is None
+    assert "there is one" in caplog.text
+
+
+def several_media() -> Objective:
+    objective = tiny_objective("contrastive")
+    objective.model.media = nn.ModuleDict({"sound": nn.Identity()})
+    return objective
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "captioning": ("captioning, which needs an image and its text on one process", {"objective": "captioning"}),
+    "matching": ("matching, which needs an image", {"objective": "contrastive_matching"}),
+    "regions": ("regions, which needs an image", {"objective": "regions"}),
+    "self_distillation": ("self_distillation, which needs further embeddings", {"objective": "self_distillation"}),
+    "distillation": ("distillation, which needs further embeddings", {"objective": "distillation"}),
+    "own": ("Uniformity, which needs further embeddings", {"objective": "own"}),
+    "classifier": ("a Objective does not train two encoders", {"objective": lambda: Objective(tiny_model())}),
+    "media": ("several media", {"objective": several_media}),
+    "fsdp": ("FSDP2 divides", {"machines": SimpleNamespace(distributed_type=DistributedType.FSDP, scaler=None)}),
+    "deepspeed": ("DeepSpeed div", {"machines": SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, scaler=None)}),
+    "fp16": ("Use bf16", {"machines": SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, scaler=object())}),
+    "stream": ("--streaming gives", {"data": SimpleNamespace(order=object.__new__(Stream), features=None)}),
+    "features": ("--cache_features has run", {"data": SimpleNamespace(order=None, features=object())}),
+    "balance": ("--balance deals images and texts together", {"balance": True}),
+    "auto": ("--micro_batch_size auto tries", {"micro_batch_size": "auto"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_apart_is_refused_and_auto_leaves_it_together(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason, given = REFUSED[case]
+    if "objective" in given:
+        made = given["objective"]
+        given = given | {"objective": made() if callable(made) else tiny_objective(made)}
+    with pytest.raises(ValueError, match=f"--placement is apart; .*{reason}.*[Tt]ogether|{reason}.*Give a number"):
+        split("apart", **given)
+    caplog.set_level(logging.INFO, logger="mm_utils")
+    assert split("auto", **given) is None
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize(("bandwidth", "chosen"), [(1e12, None), (1e6, Split(2, 2))])
+def test_auto_takes_what_is_predicted_to_be_faster_and_says_both(
+    bandwidth: float, chosen: Split | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = Encoder(0.0, 0.01, 10**7)
+    costs = Costs(encoder, encoder, Link(0.0, bandwidth), 4, 64, 32, None)
+    monkeypatch.setattr(preparation, "predict", lambda *given: Prediction(64, costs, (costs,) * 7))
+    caplog.set_level(logging.INFO, logger="mm_utils")
+    assert split("auto") == chosen
+    assert split("apart") == Split(2, 2)
+    said = f"{costs.together(64):.3g} s together, and {costs.apart(64, 2):.3g} s apart, with images on 2 of 4"
+    assert caplog.text.count(said) == 2
+    assert ("both encoders stay on each process: apart is slower" in caplog.text) is (chosen is None)

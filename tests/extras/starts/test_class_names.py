@@ -1,0 +1,87 @@
+"""The classes that a backbone knows by name, beside the stock classifier."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+
+from mm_utils.extras.starts.class_names import TEMPERATURE, read_classes
+
+NAMES = {0: "tench, Tinca tinca", 1: "great white shark", 2: "cock"}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 32,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "mobilenet_v2": {"image_size": 32, "depth_multiplier": 0.25},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "vit": {**SMALL, "patch_size": 8},
+    "dinov2": {**SMALL, "patch_size": 8},
+    "swin": {
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [1, 2],
+        "window_size": 4,
+    },
+}
+
+
+def classifier(kind: str, folder: Path, names: dict[int, str] = NAMES) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, **KINDS[kind], id2label=names, label2id={name: at for at, name in names.items()}
+    )
+    model = AutoModelForImageClassification.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_probabilities_are_those_of_the_stock_classifier(kind: str, tmp_path: Path) -> None:
+    stock = classifier(kind, tmp_path)
+    tower = AutoModel.from_pretrained(tmp_path).eval()
+    runs: list[None] = []
+    tower.register_forward_hook(lambda *_: runs.append(None))
+    images = torch.randn(3, 3, 32, 32)
+    with read_classes(str(tmp_path), tower) as (names, reader):
+        assert names == list(NAMES.values())
+        assert reader is not None
+        for part in images.split(2):
+            tower(part, output_hidden_states=True)
+            torch.testing.assert_close(reader(part), (stock(part).logits / TEMPERATURE).softmax(-1), rtol=0, atol=1e-6)
+    assert len(runs) == 2
+    assert len(tower._forward_hooks) == 1
+
+
+def test_a_classifier_of_another_kind_is_not_read(tmp_path: Path) -> None:
+    """Its head would be random, or read what the tower does not give."""
+    classifier("vit", tmp_path)
+    other = AutoModel.from_config(AutoConfig.for_model("dinov2", **KINDS["dinov2"]))
+    with read_classes(str(tmp_path), other) as (names, reader):
+        assert (names, reader) == ([], None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["DeiTForImageClassificationWithTeacher"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path)) as (names, reader):
+        assert (names, reader) == ([], None)
+
+
+@pytest.mark.parametrize("names", [{0: "LABEL_0", 1: "LABEL_1"}, None])
+def test_a_backbone_without_named_classes_has_no_reader(names: dict[int, str] | None, tmp_path: Path) -> None:
+    if names is None:
+        AutoModel.from_config(AutoConfig.for_model("vit", **KINDS["vit"], id2label=NAMES)).save_pretrained(tmp_path)
+    else:
+        classifier("vit", tmp_path, names)
+    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path)) as (found, reader):
+        assert found == []
+        assert reader is None

@@ -1,0 +1,184 @@
+"""The weights between the start and the end of training: which they are, which are chosen, and what a run writes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import VisionTextDualEncoderModel
+
+from mm_utils.extras.starts.interpolation import (
+    TENTHS,
+    InterpolationArguments,
+    choose_between,
+    copy_weights,
+    interpolate,
+)
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives import ObjectiveArguments, build_objective
+from scripts import pretrain
+from tests.data.numbered_rows import new_tokenizer
+from tests.scripts.test_pretrain import rows_of, weights
+
+START = {"vision.weight": torch.zeros(2), "steps": torch.tensor(3)}
+END = {"vision.weight": torch.ones(2), "steps": torch.tensor(9), "classifier.weight": torch.full((2,), 5.0)}
+ALONE: Any = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+
+
+class Model:
+    """Holds a state dict."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {name: value.clone() for name, value in END.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def load_state_dict(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def save_pretrained(self, folder: Path) -> None:
+        torch.save(self.weights, folder / "weights")
+
+
+def best_at(peak: float) -> Any:
+    """An evaluation whose best alpha is `peak`."""
+    return lambda model, loader, accelerator: {
+        "accuracy": 1 - abs(float(model.weights["vision.weight"][0]) - peak),
+        "loss": 0.5,
+    }
+
+
+def chosen(tmp_path: Path, peak: float, **flags: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
+    model: Any = Model()
+    args = InterpolationArguments(wise_ft=True, **flags)
+    found = choose_between(args, START, model, best_at(peak), [], ALONE, "accuracy", tmp_path, TENTHS)
+    assert all(torch.equal(value, model.weights[name]) for name, value in torch.load(tmp_path / "weights").items())
+    return found, model.weights
+
+
+def test_weights_are_interpolated_where_there_are_two() -> None:
+    found = interpolate(START, {**END, "new.weight": torch.full((1,), 4.0)}, 0.25)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "vision.weight": [0.25, 0.25],
+        "steps": 9,
+        "classifier.weight": [5.0, 5.0],
+        "new.weight": [4.0],
+    }
+    assert torch.equal(interpolate(START, END, 1.0)["vision.weight"], END["vision.weight"])
+
+
+def test_the_best_weights_are_saved_and_reported(tmp_path: Path) -> None:
+    found, weights = chosen(tmp_path, 0.3)
+    assert found == {"accuracy": pytest.approx(1.0), "loss": 0.5, "wise_ft_alpha": 0.3}
+    assert weights["vision.weight"].tolist() == pytest.approx([0.3, 0.3])
+    report = json.loads((tmp_path / "wise_ft.json").read_text())
+    assert (report["metric"], report["best_alpha"], report["saved_alpha"]) == ("accuracy", 0.3, 0.3)
+    assert [row["alpha"] for row in report["measured"]] == [step / 10 for step in range(11)]
+    assert (tmp_path / "wise_ft.png").stat().st_size > 1000
+
+
+def test_a_given_alpha_is_saved_even_if_another_is_better(tmp_path: Path) -> None:
+    found, weights = chosen(tmp_path, 1.0, wise_ft_alpha=0.55)
+    assert found["wise_ft_alpha"] == 0.55
+    assert weights["vision.weight"].tolist() == pytest.approx([0.55, 0.55])
+    report = json.loads((tmp_path / "wise_ft.json").read_text())
+    assert (report["best_alpha"], report["saved_alpha"], len(report["measured"])) == (1.0, 0.55, 12)
+
+
+def test_errors_name_the_flag() -> None:
+    with pytest.raises(ValueError, match=r"--wise_ft_alpha is 2.0; give a number in \[0, 1\]"):
+        InterpolationArguments(wise_ft=True, wise_ft_alpha=2.0)
+    with pytest.raises(ValueError, match=r"--wise_ft_alpha is 0.5; it goes with --wise_ft"):
+        InterpolationArguments(wise_ft_alpha=0.5)
+
+
+def tiny(**fields: Any) -> FusionDualEncoderModel:
+    return build_model(ModelArguments(image_size=16, **fields), new_tokenizer())
+
+
+def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
+    args, new = InterpolationArguments(wise_ft=True), tiny(fusion_layers=1)
+    assert {name.split(".")[0] for name in args.known_weights(new)} == {
+        *("vision_model", "text_model", "visual_projection", "text_projection", "logit_scale"),
+    }
+    build_objective(new, ObjectiveArguments("contrastive:1,captioning:1"), 0)
+    assert {name.split(".")[0] for name in args.known_weights(new)} >= {"fusion", "caption_adapter"}
+    assert InterpolationArguments().known_weights(new) == set()
+
+
+def test_a_copy_does_not_follow_training() -> None:
+    model = tiny(fusion_layers=0)
+    start = copy_weights(model, {"logit_scale", "visual_projection.weight", "gone"})
+    before = model.visual_projection.weight.detach().clone()
+    with torch.no_grad():
+        model.visual_projection.weight += 1
+    assert start.keys() == {"logit_scale", "visual_projection.weight"}
+    assert torch.equal(start["visual_projection.weight"], before)
+
+
+@pytest.mark.parametrize(
+    ("model", "has_closed_form", "refused"),
+    [
+        ({}, True, True),
+        ({"vision_model_name_or_path": "a"}, True, True),
+        ({"vision_model_name_or_path": "a", "text_model_name_or_path": "b"}, False, True),
+        ({"vision_model_name_or_path": "a", "text_model_name_or_path": "b"}, True, False),
+        ({"model_name_or_path": "a"}, False, False),
+    ],
+)
+def test_a_run_that_starts_from_no_model_is_refused(
+    model: dict[str, str], has_closed_form: bool, refused: bool
+) -> None:
+    InterpolationArguments().check(ModelArguments(**model), has_closed_form)  # type: ignore[arg-type]
+    args = InterpolationArguments(wise_ft=True)
+    if not refused:
+        return args.check(ModelArguments(**model), has_closed_form)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"--wise_ft is set; the run does not start from a model.*Give --model_name_or_path"
+    ):
+        args.check(ModelArguments(**model), has_closed_form)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def started(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start") / "out"
+    pretrain.main([*tiny_flags, "--learning_rate", "3e-3", "--output_dir", str(folder)])
+    return folder
+
+
+def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
+    started: Path, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    run = [*tiny_flags, "--model_name_or_path", str(started), "--learning_rate", "1e-2", "--save_steps", "2"]
+    pretrain.main([*run, "--eval_steps", "0", "--output_dir", str(tmp_path / "plain")])
+    flags = [*run, "--wise_ft", "--wise_ft_alpha", "0.25", "--eval_steps", "0"]
+    metrics = pretrain.main([*flags, "--output_dir", str(tmp_path / "wise")])
+    start, end, found = (weights(folder) for folder in (started, tmp_path / "plain", tmp_path / "wise"))
+    for name, value in interpolate(start, end, 0.25).items():
+        torch.testing.assert_close(found[name], value, msg=name)
+    report = json.loads((tmp_path / "wise/wise_ft.json").read_text())
+    assert [row["alpha"] for row in report["measured"]] == [0, 0.25, 0.5, 0.75, 1]
+    recalls = [row["mean_recall"] for row in report["measured"]]
+    assert recalls[0] == rows_of(started)[-1]["eval_mean_recall"]
+    assert recalls[-1] == rows_of(tmp_path / "plain")[-1]["eval_mean_recall"]
+    assert metrics["eval_mean_recall"] == recalls[1]
+    assert recalls[int(4 * report["best_alpha"])] == max(recalls)
+    stock = VisionTextDualEncoderModel.from_pretrained(tmp_path / "wise/dual_encoder").state_dict()
+    assert torch.equal(stock["visual_projection.weight"], found["visual_projection.weight"])
+    assert "wise_ft.png" in (tmp_path / "wise/README.md").read_text()
+    resume = ["--resume_from_checkpoint", str(tmp_path / "wise/checkpoint-2")]
+    assert pretrain.main([*flags, *resume, "--output_dir", str(tmp_path / "again")]) == metrics
+
+
+def test_the_start_is_measured_once_and_the_end_is_of_a_later_step(
+    started: Path, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    flags = [*tiny_flags, "--model_name_or_path", str(started), "--learning_rate", "1e-2", "--wise_ft"]
+    pretrain.main([*flags, "--output_dir", str(tmp_path)])
+    evaluated = [row["step"] for row in rows_of(tmp_path) if "eval_mean_recall" in row]
+    assert evaluated == [1, 2, 3, 4]

@@ -1,0 +1,174 @@
+"""Runs that start from a closed form: what is written, on any number of processes, and that nothing ends below it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, AutoTokenizer, ViTImageProcessor
+
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.extras.starts import projection_start
+from mm_utils.extras.starts.closed_form import Features
+from mm_utils.extras.starts.projection_start import ProjectionStartArguments, paired_features, start_projections
+from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import train_tokenizer
+from scripts import pretrain
+from tests.conftest import COLOURS, SHAPES
+from tests.data.numbered_rows import rows_of
+from tests.test_distributed import run_on_ranks
+
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of a vision backbone that knows named classes, and of a text backbone."""
+    root = tmp_path_factory.mktemp("towers")
+    torch.manual_seed(0)
+    names = dict(enumerate([*COLOURS, *SHAPES]))
+    vision = AutoConfig.for_model("vit", **TOWER, image_size=32, patch_size=8, id2label=names)
+    AutoModelForImageClassification.from_config(vision).save_pretrained(root / "vision")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(root / "vision")
+    tokenizer = train_tokenizer([f"a {colour} {shape}, number one" for colour in COLOURS for shape in SHAPES], 200)
+    text = AutoConfig.for_model("bert", **TOWER, vocab_size=len(tokenizer))
+    AutoModel.from_config(text).save_pretrained(root / "text")
+    tokenizer.save_pretrained(root / "text")
+    return {f"{name}_model_name_or_path": str(root / name) for name in ("vision", "text")}
+
+
+def joined(towers: dict[str, str]) -> FusionDualEncoderModel:
+    torch.manual_seed(0)
+    args = ModelArguments(**towers, fusion_layers=0)  # type: ignore[arg-type]
+    return build_model(args, train_tokenizer(["a"], 100))
+
+
+def training_data(towers: dict[str, str], batch_size: int = 4) -> TrainingData:
+    """12 images of which two cannot be decoded, each with 1 to 4 captions."""
+
+    processor: Any = Accelerator  # stands for an object with attributes
+    processor = type(
+        "Processor", (), {"tokenizer": AutoTokenizer.from_pretrained(towers["text_model_name_or_path"])}
+    )()
+    rows: Dataset = tokenize_captions(rows_of(12, broken=[2, 7]), processor.tokenizer, 16)
+    arguments = LoaderArguments(16, dataloader_num_workers="0")
+    loaders = Loaders(arguments, Accelerator().device, 0, 32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    order = GlobalOrder(len(rows), BatchSizes((0,), (2,)), seed=0)
+    return TrainingData(DatasetDict(train=rows), processor, loaders, order, {}, batch_size)
+
+
+def start(towers: dict[str, str], images: int = 100, batch_size: int = 4) -> tuple[FusionDualEncoderModel, Features]:
+    Accelerator(cpu=True)
+    data, model, args = training_data(towers, batch_size), joined(towers), ModelArguments(**towers)  # type: ignore[arg-type]
+    start_projections(ProjectionStartArguments(images), args, data, model, Accelerator())
+    features = paired_features(model, data.splits["train"], data, Accelerator(), towers["vision_model_name_or_path"])
+    return model, features
+
+
+def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    model, features = start(towers)
+    weights = [
+        model.visual_projection.weight.detach(),
+        model.text_projection.weight.detach(),
+        model.logit_scale.detach(),
+    ]
+    return weights, [features.image_MA, features.text_TB, features.owner_T, features.names_MB]
+
+
+def assert_equal_fits(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    """Compare what the maps give: single directions of nearly equal strength may turn into each other."""
+    torch.manual_seed(1)
+    image, text = torch.randn(50, 32), torch.randn(50, 32)
+    scores = [(image @ weights[0].T) @ (text @ weights[1].T).T for weights in (first, second)]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-4)
+    assert torch.equal(first[2], second[2])
+
+
+def test_the_start_is_the_same_on_any_number_of_processes(towers: dict[str, str]) -> None:
+    alone, features = start_on_rank(towers)
+    assert features[0] is not None
+    assert features[3] is not None
+    assert len(features[0]) == len(features[3]) == 10
+    for weights, found in run_on_ranks(3, start_on_rank, towers):
+        assert_equal_fits(alone, weights)
+        for one, other in zip(features, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_owners_follow_the_images_that_can_be_decoded(towers: dict[str, str]) -> None:
+    _, features = start(towers, batch_size=3)
+    data = training_data(towers)
+    captions = [len(row) for number, row in enumerate(data.splits["train"]["input_ids"]) if number not in (2, 7)]
+    assert features.owner_T.bincount().tolist() == captions
+
+
+def test_a_sample_and_none(towers: dict[str, str]) -> None:
+    fresh, (half, _), (none, _) = joined(towers), start(towers, 9), start(towers, 0)
+    assert torch.equal(none.visual_projection.weight, fresh.visual_projection.weight)
+    assert not torch.equal(half.visual_projection.weight, fresh.visual_projection.weight)
+    torch.testing.assert_close(half.visual_projection.weight.norm(), fresh.visual_projection.weight.norm())
+
+
+def test_captions_that_are_all_alike_leave_the_projections(
+    towers: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def alike(*args: Any) -> Features:
+        found = paired_features(*args)
+        return dataclasses.replace(found, text_TB=torch.ones_like(found.text_TB))
+
+    monkeypatch.setattr(projection_start, "paired_features", alike)
+    model, _ = start(towers)
+    assert torch.equal(model.visual_projection.weight, joined(towers).visual_projection.weight)
+    assert "embedded all alike" in caplog.text
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------------
+
+
+def flags_of(towers: dict[str, str], tiny_flags: list[str], folder: Path, *more: str) -> list[str]:
+    paths = [word for name, value in towers.items() for word in (f"--{name}", value)]
+    return [*tiny_flags, *paths, "--output_dir", str(folder), "--learning_rate", "0.5", *more]
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["eval_mean_recall"] for row in rows if "eval_mean_recall" in row}
+
+
+def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
+    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path
+) -> None:
+    """The learning rate destroys the towers, and what is saved is the start."""
+    metrics = pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run"))
+    found = evaluations(tmp_path / "run")
+    assert list(found) == [0, 1, 2, 3, 4]
+    assert metrics["eval_mean_recall"] == max(found.values()) == found[0]
+    saved = FusionDualEncoderModel.from_pretrained(tmp_path / "run").state_dict()
+    first = FusionDualEncoderModel.from_pretrained(tmp_path / "run" / "checkpoint-0").state_dict()
+    assert all(torch.equal(saved[name], first[name]) for name in first)
+    shown = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert shown["step"] == 4  # the evaluation behind the pictures is not logged twice
+
+
+def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:
+    flags = flags_of(towers, tiny_flags, tmp_path / "run")
+    metrics = pretrain.main(flags)
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}", ignore_errors=True)
+    again = pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
+    assert again == metrics
+    assert list(evaluations(tmp_path / "run")) == [0, 1, 2, 3, 4]
+
+
+def test_random_projections_have_no_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:
+    pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run", "--closed_form_images", "0"))
+    assert list(evaluations(tmp_path / "run")) == [4]

@@ -8,7 +8,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mm_utils"
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 FLOORS = [
-    {"communication", "copies", "distributed", "embedding_codes", "files", "gradient_average", "roll_call", "text"},
+    {
+        "communication",
+        "copies",
+        "distributed",
+        "doors",
+        "embedding_codes",
+        "files",
+        "gradient_average",
+        "roll_call",
+        "text",
+    },
     {"arguments"},
     {"data", "model"},
     {"objectives", "reliability"},

@@ -23,6 +23,7 @@ from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.timed_media import medium_of
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
+from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
@@ -66,6 +67,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     loaders = make_loaders(loader_args, accelerator.device, processor)
     counts = f"{len(images.rows):,}", loaders.medium, f"{len(images.classes):,}"
     logger.info("%s: %s %ss, %s classes", images.split, *counts)
+    if SPLIT_NAMES.get(images.split.lower()) == "train":
+        logger.warning(
+            "The split is %s; of a model that was trained on these %ss, the accuracy says nothing about others. Set --split, or "
+            "name other data, if it was.",
+            *(images.split, loaders.medium),
+        )
 
     # 3. Model.
     model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())

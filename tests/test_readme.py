@@ -230,6 +230,28 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         assert not heading or heading in anchors(target), link
 
 
+def test_figures_of_the_readme_are_those_of_the_section_that_they_link_to():
+    """A recall names its split and its interval, and stands, of the same split, in the section that is linked."""
+    numbers = README.partition("## Three numbers\n")[2].partition("\n## ")[0]
+    rows = [line for line in numbers.splitlines() if "](docs/" in line and line.startswith("|")]
+    quoted = [*rows, re.sub(r"\s+", " ", numbers.split("|\n\n")[-1])]
+    assert len(quoted) == 4
+    for text in quoted:
+        page, heading = re.findall(r"\]\((docs/\w+\.md)#([\w-]+)\)", text)[-1]
+        titles = re.split(r"^#+ (?=.+$)", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        [section] = [
+            each
+            for each in titles
+            if re.sub(r"[^\w\- ]", "", each.partition("\n")[0].lower()).replace(" ", "-") == heading
+        ]
+        if "R@1" in text:
+            assert "±" in text
+            assert re.search(r"\b(validation|test)\b", text)
+            measured = [float(figure) for figure in re.findall(r"\b0\.\d+", section)]
+            for figure in re.findall(r"(?<!± )\b0\.\d+", text):
+                assert float(figure) in [round(each, len(figure) - 2) for each in measured], figure
+
+
 @pytest.mark.parametrize("path", [*PAGES, *CONFIGS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_and_modules_that_are_named_exist(path):
     text = path.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
 from mm_utils.data.media import COLUMNS
+from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.extras.sets import is_embedded
 from mm_utils.files import write_atomic
 from mm_utils.text import one_line, printable, redact
@@ -105,10 +106,11 @@ def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix:
 
 
 def zero_shot_results(metrics: Mapping[str, float], data: EvaluatedData) -> list[EvalResult]:
-    """Return the accuracies of zero-shot classification."""
+    """Return the accuracies of zero-shot classification; the titles of those of a split for training say so."""
     task = f"zero-shot-{COLUMNS[data.medium]}-classification"
+    note = ", on a split for training" if SPLIT_NAMES.get(data.split.lower()) == "train" else ""
     return [
-        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}")
+        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}{note}")
         for stage in STAGES
         for measure, title in ACCURACIES.items()
         if (name := f"{stage}{measure}") in metrics

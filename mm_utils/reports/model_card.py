@@ -143,7 +143,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         ),
         "## Limitations",
         "The model knows only what its training pairs show, their language and their biases included. Its scores rank "
-        "candidates; they are no probabilities. Measure it on your own data before relying on it.",
+        "candidates; they are not probabilities. Measure it on your own data before relying on it.",
     ]
     path = output_dir / "README.md"
     path.write_text(redact("\n\n".join(parts)) + "\n", encoding="utf-8")

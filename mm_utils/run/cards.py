@@ -72,8 +72,8 @@ def retrieval_card(
         medium=medium,
         glance=_retrieval_glance(shown, split, images, medium),
         table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, images, medium)),
-        table_note=f"Measured on the {images:,} {medium}s of the validation split and their captions; in brackets 95 % "
-        f"intervals, as of one query {an(medium)}. {describe_weights(model)}".rstrip(),
+        table_note=f"Measured on the {images:,} {medium}s of the validation split and their captions; 95 % intervals in "
+        f"brackets, counting one query per {medium}. {chosen_on_validation(run, metrics, model)}{describe_weights(model)}".rstrip(),
         results=retrieval_results(
             shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium), "eval_"
         ),
@@ -87,6 +87,23 @@ def retrieval_card(
         dual_encoder=_class_in(run.output_dir / "dual_encoder"),
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
+
+
+def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDualEncoderModel | None = None) -> str:
+    """Return a sentence on what the validation split has chosen, ending in a space; "" if it has chosen nothing.
+
+    Args:
+        model: a model of retrieval, whose re-ranking may have been fitted; None for a classifier.
+    """
+    chosen = [
+        *(["the checkpoint"] if run.args.keeps_best else []),
+        *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
+        *(["alpha"] if "eval_wise_ft_alpha" in metrics and run.settings.get("wise_ft_alpha") is None else []),
+    ]
+    if not chosen:
+        return ""
+    named = " and ".join([*filter(None, [", ".join(chosen[:-1])]), chosen[-1]])
+    return f"The validation split also chose {named}, so its figures are slightly too high; those of a test split are not. "
 
 
 def _retrieval_rows(
@@ -235,6 +252,7 @@ def classification_card(
         metrics,
         argv,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
+        table_note=chosen_on_validation(run, metrics).rstrip(),
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
         glance=glance,

@@ -17,7 +17,14 @@ from mm_utils.extras.several_media.per_medium import metrics_of, note_of_others,
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reports.model_card import write_model_card
 from mm_utils.reports.plots import draw_confusion, plot_training
-from mm_utils.run.cards import DIRECTIONS, MEASURED, classification_card, classifier_input, retrieval_card
+from mm_utils.run.cards import (
+    DIRECTIONS,
+    MEASURED,
+    chosen_on_validation,
+    classification_card,
+    classifier_input,
+    retrieval_card,
+)
 from mm_utils.run.commands import commands_after_training, evaluation_command, longer_command, search_commands
 from mm_utils.run.start import Run
 from mm_utils.text import no_formula, printable
@@ -141,7 +148,7 @@ def _retrieval_summary(
     for medium in data.media:
         lines += [
             "",
-            f"Retrieval on {medium}s that were not trained on:",
+            f"Retrieval on the {medium}s of the validation split, which were not trained on:",
             *_recalls(metrics_of(metrics, data, medium), medium),
         ]
     lines += [f"  {name.removeprefix('eval_')}: {value:.3f}" for name, value in metrics.items() if "_between_" in name]
@@ -149,7 +156,7 @@ def _retrieval_summary(
     if "eval_moment_iou0.5" in metrics:
         share, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
         lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{share:.3f}   the best fixed span: {fixed:.3f}")
-    lines += _alpha(metrics)
+    lines += _choices(run, metrics, model)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "dual_encoder": "the two towers for stock transformers",
@@ -206,7 +213,7 @@ def _classification_summary(
             if "roc_auc" in found:
                 line += f"   ROC AUC {found['roc_auc']:.3f}"
             lines.append(f"{line}   most frequent class {found['majority']:.3f}")
-    lines += _alpha(metrics)
+    lines += _choices(run, metrics)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "README.md": "the model card, with code to use the model",
@@ -221,9 +228,10 @@ def _classification_summary(
     return [*lines, *_listing(run.output_dir, contents, pushed), "", "Next:", f"  {longer}"]
 
 
-def _alpha(metrics: dict[str, float]) -> list[str]:
-    alpha = metrics.get("eval_wise_ft_alpha")
-    return [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
+def _choices(run: Run, metrics: dict[str, float], model: FusionDualEncoderModel | None = None) -> list[str]:
+    alpha, sentence = metrics.get("eval_wise_ft_alpha"), chosen_on_validation(run, metrics, model)
+    lines = [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
+    return [*lines, f"  {sentence.rstrip()}"] if sentence else lines
 
 
 def _listing(folder: Path, contents: dict[str, str], pushed: str | None) -> list[str]:

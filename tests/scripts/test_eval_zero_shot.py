@@ -114,13 +114,17 @@ def test_two_processes_find_what_one_finds(trained: str, flags: list[str], tmp_p
     assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(one)
 
 
-def test_figures_are_added_to_the_card_of_the_run(flags: list[str], started: str) -> None:
+def test_figures_are_added_to_the_card_of_the_run(
+    flags: list[str], started: str, caplog: pytest.LogCaptureFixture
+) -> None:
     found = eval_zero_shot.main(flags)
+    assert "The split is train; of a model that was trained on these images" in caplog.text
     results = ModelCard.load(Path(started, "README.md")).data.eval_results
     own = [each for each in results if each.task_type == "zero-shot-image-classification"]
     assert {each.metric_name.partition(",")[0] for each in own} == {
         "accuracy", "accuracy@5", "mean accuracy of the classes"
     }  # fmt: skip
+    assert all(each.metric_name.endswith(", on a split for training") for each in own)
     assert own[0].metric_value == round(found["accuracy@1"], 4)
     assert own[0].dataset_args == {"images": 24, "classes": 8}
     eval_zero_shot.main(flags)

@@ -81,6 +81,7 @@ def test_everything_is_left_behind(finished: tuple[Path, dict[str, float]]) -> N
     card = (folder / "README.md").read_text()
     assert "AutoModelForSequenceClassification.from_pretrained" in card
     assert "It classifies into 2 classes" in card
+    assert "The validation split also chose the checkpoint, so" in card
     assert not (folder / "dual_encoder").exists()
 
 

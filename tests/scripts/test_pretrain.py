@@ -67,6 +67,7 @@ def test_everything_is_left_behind(finished):
     recall = f"{metrics['eval_text_to_image_recall@1']:.3f} ("
     assert f"| text to image, encoders alone | {recall}" in card
     assert f"| finds the image of a text first | {recall}" in card
+    assert "The validation split also chose the checkpoint" in card
     results = ModelCard.load(folder / "README.md").data.eval_results
     assert {each.metric_type for each in results} == {"recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10"}
     assert {each.metric_value for each in results} <= {round(value, 4) for value in metrics.values()}

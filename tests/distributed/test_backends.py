@@ -13,10 +13,10 @@ from accelerate.utils import DistributedType
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.training import fsdp_deepspeed
 from scripts import finetune, pretrain
-from tests.objectives.test_joint import tiny_objective
+from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
+from tests.kit.objectives import tiny_objective
 from tests.scripts.test_finetune import flags as finetuning_flags  # noqa: F401
 from tests.scripts.test_finetune import questions, started  # noqa: F401
-from tests.scripts.test_pretrain import ROOT, ROUNDED, launch, losses, rows_of, weights
 
 
 def run(script: str, flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:

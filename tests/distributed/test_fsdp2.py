@@ -1,4 +1,4 @@
-"""A step of sharded weights is a step of whole ones: two processes, `fully_shard` on towers, the head's layers and the objective."""
+"""A step_in_parts of sharded weights is a step_in_parts of whole ones: two processes, `fully_shard` on towers, the head's layers and the objective."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from mm_utils import distributed
 from mm_utils.distributed import full_tensor
-from mm_utils.objectives import JointObjective
 from mm_utils.objectives.grad_cache import backward
-from mm_utils.training.fsdp_deepspeed import initialise_fsdp_root, make_shardable
-from tests.objectives.test_grad_cache import assert_same, step
-from tests.objectives.test_joint import global_batch, share_of, tiny_objective
-from tests.test_distributed import run_on_ranks
+from tests.kit.objectives import assert_same, global_batch, share_of, step_in_parts, tiny_objective
+from tests.kit.ranks import run_on_ranks
+from tests.kit.training_runs import sharded
 
 KINDS = ("altered", "sigmoid_matching")
 
@@ -41,18 +38,6 @@ SHARDED = SimpleNamespace(
     autocast=nullcontext,
     distributed_type=DistributedType.FSDP,
 )
-
-
-def sharded(objective: JointObjective) -> JointObjective:
-    make_shardable(objective)
-    objective.is_wrapped, objective.groups_texts = False, False
-    mesh = init_device_mesh("cpu", (distributed.world_size(),))
-    model = objective.model
-    layers = model.fusion.layers if model.fusion is not None else ()
-    for part in (model.vision_model, model.text_model, *layers, objective):
-        fully_shard(part, mesh=mesh)
-    initialise_fsdp_root(objective)
-    return objective
 
 
 def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -78,7 +63,7 @@ def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 def test_sharded_gradients_are_those_of_one_process(sizes: tuple[int, ...]) -> None:
     for found in run_on_ranks(2, steps_on_this_rank, sizes):
         for case in found:
-            right = step(tiny_objective(case["kind"]), global_batch(), None)
+            right = step_in_parts(tiny_objective(case["kind"]), global_batch(), None)
             case["gradients"] = {
                 name: gradient.view(right["gradients"][name].shape) for name, gradient in case["gradients"].items()
             }

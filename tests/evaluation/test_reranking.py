@@ -16,7 +16,7 @@ from mm_utils.evaluation.embeddings import embed_split, image_shares
 from mm_utils.evaluation.reranking import PairScores, numbers_of_candidates
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionHead
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
 from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, lists_by_sorting, ranks_by_sorting
 
 DIRECTIONS = ("text_to_image", "image_to_text")

@@ -22,7 +22,7 @@ from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, order_probes
 from mm_utils.extras.altered.probes import Probes
 from mm_utils.model.processor import train_tokenizer
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
 from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, in_languages, lists_by_sorting, split_of
 
 DIRECTIONS = ("text_to_image", "image_to_text")

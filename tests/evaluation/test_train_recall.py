@@ -21,9 +21,9 @@ from mm_utils.extras.several_media import evaluators as per_medium
 from mm_utils.model.build import ModelArguments, build_model
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, rows_of
-from tests.scripts.test_pretrain import rows_of as log_of
-from tests.scripts.test_pretrain import weights
-from tests.test_distributed import run_on_ranks
+from tests.kit.launches import rows_of as log_of
+from tests.kit.launches import weights
+from tests.kit.ranks import run_on_ranks
 
 
 def opened(train: int = 12, validation: int = 5) -> TrainingData:

@@ -24,7 +24,7 @@ from mm_utils.evaluation.zero_shot import (
     report_classes,
 )
 from mm_utils.model.processor import train_tokenizer
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
 from tests.truthful_model import MAIN_PROCESS, evaluation_batches
 
 CLASSES = ["cat", "dog", "sea lion", "owl", "goat", "ant", "bee"]

@@ -14,7 +14,7 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import newest_checkpoint, step_of
 from tests.faults.conftest import Record
 from tests.faults.tiny_run import STEPS, TinyRun, alone, digest, losses, train
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
 
 
 class Signalled:

@@ -28,8 +28,8 @@ from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.throughput import Throughput
 from mm_utils.training.trainer import Trainer
-from tests.objectives.test_joint import tiny_objective
-from tests.test_distributed import PRELOADED, let_accelerate_find_ranks
+from tests.kit.objectives import tiny_objective
+from tests.kit.ranks import PRELOADED, let_accelerate_find_ranks
 
 ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10; with 18 rows, with steps 3, 6 and 9
 Strike = Callable[[str, int], None]

@@ -15,8 +15,8 @@ from mm_utils.model.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
 from mm_utils.objectives.classification import ClassificationObjective, weigh_classes
-from tests.objectives.test_grad_cache import step
-from tests.test_distributed import run_on_ranks
+from tests.kit.objectives import step_in_parts
+from tests.kit.ranks import run_on_ranks
 
 CLASSES = ["no", "perhaps", "yes"]
 ROWS = 7
@@ -160,7 +160,7 @@ def test_the_loss_is_torchs_weighted_mean_for_any_micro_batch(
     expected.backward()
     right = {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
     objective = ClassificationObjective(build(folder, inputs).double(), LABELS, WEIGHTS)
-    found = step(objective, batch, micro_batch_size)
+    found = step_in_parts(objective, batch, micro_batch_size)
     assert found["report"]["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert 0 <= found["report"]["train_accuracy"] <= 1
     for name, gradient in found["gradients"].items():
@@ -171,7 +171,7 @@ def test_the_loss_is_torchs_weighted_mean_for_any_micro_batch(
 def on_this_rank(folder: str, sizes: list[int], micro_batch_size: int | None) -> dict[str, Any]:
     low = sum(sizes[: distributed.rank()])
     objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
-    found = step(objective, share_of(whole_batch(), low, low + sizes[distributed.rank()]), micro_batch_size)
+    found = step_in_parts(objective, share_of(whole_batch(), low, low + sizes[distributed.rank()]), micro_batch_size)
     if micro_batch_size is None:
         objective.gradient_average().receive()
         found["gradients"] = {
@@ -184,7 +184,7 @@ def on_this_rank(folder: str, sizes: list[int], micro_batch_size: int | None) ->
 def test_two_ranks_do_what_one_does(folder: str, sizes: list[int], micro_batch_size: int | None) -> None:
     objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
     assert any(isinstance(module, RowDropout) for module in objective.modules())
-    alone = step(objective, whole_batch(), None)
+    alone = step_in_parts(objective, whole_batch(), None)
     largest = max(gradient.abs().max().item() for gradient in alone["gradients"].values())
     for found in run_on_ranks(2, on_this_rank, folder, sizes, micro_batch_size):
         assert found["report"] == pytest.approx(alone["report"], rel=1e-5)

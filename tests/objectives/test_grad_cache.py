@@ -1,6 +1,5 @@
 """Cutting the batch into parts changes memory and time, never the gradient."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,46 +13,28 @@ from mm_utils import distributed
 from mm_utils.gradient_average import GradientAverage
 from mm_utils.objectives import JointObjective, Objective
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts
-from tests.objectives.test_joint import KINDS, PAIRS, global_batch, share_of, tiny_objective
-from tests.test_distributed import run_on_ranks
-
-ALONE = SimpleNamespace(
-    device=torch.device("cpu"),
-    backward=lambda loss: loss.backward(),
-    no_sync=lambda model: nullcontext(),
-    unwrap_model=lambda model: model,
-    autocast=nullcontext,
-    distributed_type=None,
+from tests.kit.objectives import (
+    ALONE,
+    KINDS,
+    PAIRS,
+    assert_same,
+    global_batch,
+    measured,
+    share_of,
+    step_in_parts,
+    tiny_objective,
 )
+from tests.kit.ranks import run_on_ranks
+
 COUNTED = {"masked_lm", "captioning", "captioning_on_resting_towers", "regions", "moments", "everything"}
 SPLITS = [(5, 4), (8, 1), (9, 0)]
-
-
-def step(objective: Objective, batch: dict[str, Any], micro_batch_size: int | None, seed: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    return measured(objective, backward(ALONE, objective, batch, 5, micro_batch_size))
-
-
-def measured(objective: Objective, report: dict[str, torch.Tensor]) -> dict[str, Any]:
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in objective.named_parameters()
-    }
-    return {"report": {name: value.item() for name, value in report.items()}, "gradients": gradients}
-
-
-def assert_same(found: dict[str, Any], right: dict[str, Any]) -> None:
-    assert found["report"] == pytest.approx(right["report"], rel=1e-6, abs=3e-7)
-    largest = max(gradient.abs().max() for gradient in right["gradients"].values())
-    for name, gradient in right["gradients"].items():
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-6, atol=1e-8 * float(largest))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 5, 8])
 def test_parts_give_the_gradient_of_the_whole(kind, micro_batch_size):
-    whole = step(tiny_objective(kind), global_batch(kind), None)
-    assert_same(step(tiny_objective(kind), global_batch(kind), micro_batch_size), whole)
+    whole = step_in_parts(tiny_objective(kind), global_batch(kind), None)
+    assert_same(step_in_parts(tiny_objective(kind), global_batch(kind), micro_batch_size), whole)
     assert whole["gradients"]["model.logit_scale"].abs() > 1e-4
 
 
@@ -63,7 +44,7 @@ def on_this_rank(micro_batch_size: int) -> list[dict[str, Any]]:
         for sizes in SPLITS:
             low = sum(sizes[: distributed.rank()])
             mine = share_of(global_batch(kind), low, low + sizes[distributed.rank()])
-            found.append({"kind": kind, **step(tiny_objective(kind), mine, micro_batch_size)})
+            found.append({"kind": kind, **step_in_parts(tiny_objective(kind), mine, micro_batch_size)})
     return found
 
 
@@ -72,7 +53,7 @@ def test_parts_on_two_ranks_give_the_gradient_of_one_process():
     by_rank = run_on_ranks(2, on_this_rank, 2)
     for cases in zip(*by_rank, strict=True):
         for case in cases:
-            assert_same(case, step(tiny_objective(case["kind"]), global_batch(case["kind"]), None))
+            assert_same(case, step_in_parts(tiny_objective(case["kind"]), global_batch(case["kind"]), None))
 
 
 def test_the_second_pass_drops_out_what_the_first_did():
@@ -83,7 +64,7 @@ def test_the_second_pass_drops_out_what_the_first_did():
         lambda module, given, out: seen.append(out == 0)
     )
     objective.train()
-    step(objective, global_batch(), 5)
+    step_in_parts(objective, global_batch(), 5)
     first, kept, again = seen  # parts of 4 and 5 rows: the second is embedded once
     assert not torch.equal(first[:4, :3], kept[:4, :3])
     assert torch.equal(first, again)
@@ -98,7 +79,7 @@ def test_no_activation_outlives_its_part():
             sizes.append(len(out.last_hidden_state))
 
     objective.model.vision_model.register_forward_hook(note)
-    step(objective, global_batch(), 2)
+    step_in_parts(objective, global_batch(), 2)
     assert max(sizes) == 2
     assert sum(sizes) == PAIRS
 
@@ -126,7 +107,7 @@ def test_a_part_is_padded_to_its_own_longest_caption():
     }
     batch["lengths"].sort(reverse=True)
     batch["attention_mask"] = (torch.arange(16) < torch.tensor(batch["lengths"])[:, None]).long()
-    step(objective, batch, 3)
+    step_in_parts(objective, batch, 3)
     assert batch["lengths"] == [11, 10, 9, 7, 6, 5, 4, 3, 3]
     assert widths == [(3, 11), (3, 7), (3, 4), (3, 11), (3, 7)]
 
@@ -143,7 +124,7 @@ def with_batch_norm() -> JointObjective:
 def test_batch_norms_count_every_part_once():
     objective, batch = with_batch_norm(), global_batch()
     norm = objective.model.vision_model.norm
-    step(objective, batch, 5)
+    step_in_parts(objective, batch, 5)
     once = nn.BatchNorm2d(3, dtype=torch.double)
     for part in (batch["pixel_values"][4:], batch["pixel_values"][:4]):  # the last part is embedded first to stay
         once(part)
@@ -153,7 +134,7 @@ def test_batch_norms_count_every_part_once():
 
 
 def counted_gathers(kind: str, sizes: tuple[int, ...]) -> tuple[list[tuple[int, int]], dict[str, int]]:
-    """How many collectives a step takes, and the bytes of what they bring here, by the parts' size; reads of a whole one."""
+    """How many collectives a step_in_parts takes, and the bytes of what they bring here, by the parts' size; reads of a whole one."""
     found = []
     low = sum(sizes[: distributed.rank()])
     mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
@@ -166,7 +147,7 @@ def counted_gathers(kind: str, sizes: tuple[int, ...]) -> tuple[list[tuple[int, 
             gather(into, *given)
 
         distributed._all_gather = counting
-        step(tiny_objective(kind), mine, micro_batch_size)
+        step_in_parts(tiny_objective(kind), mine, micro_batch_size)
         found.append((len(brought), sum(brought)))
     distributed._all_gather = gather
     objective = tiny_objective(kind)
@@ -213,7 +194,7 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     Full(objective, 2, fails)
     found = until_it_fits(objective, global_batch(), 4)
     assert found["size"] == 2
-    assert_same(found, step(tiny_objective(kind), global_batch(), None))
+    assert_same(found, step_in_parts(tiny_objective(kind), global_batch(), None))
 
 
 def one_rank_is_full(sizes: tuple[int, ...], fails: int) -> dict[str, Any]:
@@ -229,7 +210,7 @@ def test_one_rank_without_memory_makes_all_repeat_the_step(fails):
     found = run_on_ranks(2, one_rank_is_full, (5, 4), fails)
     assert [case["size"] for case in found] == [2, 1]
     for case in found:
-        assert_same(case, step(tiny_objective("contrastive_matching"), global_batch(), None))
+        assert_same(case, step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None))
 
 
 WRAPPED = SimpleNamespace(**vars(ALONE))  # the accelerator of an objective that DDP wraps
@@ -287,7 +268,7 @@ def test_gradients_are_averaged_while_the_last_part_is_computed(full):
         assert buckets > 10
         assert complete != (full and rank == 1)
         assert early > buckets / 2 or not complete
-        assert_same(case["found"], step(tiny_objective("contrastive_matching"), global_batch(), None))
+        assert_same(case["found"], step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None))
         if not full:
             assert case["found"]["report"] == case["plain"]["report"]
             for name, gradient in case["plain"]["gradients"].items():
@@ -298,7 +279,7 @@ def test_other_errors_stay_what_they_are():
     objective = tiny_objective("contrastive")
     objective.encode = lambda *given: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        step(objective, global_batch(), 4)
+        step_in_parts(objective, global_batch(), 4)
 
 
 def test_parts_under_autocast_equal_the_whole_under_autocast():

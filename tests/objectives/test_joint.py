@@ -6,194 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
-from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from mm_utils import distributed
-from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
-from mm_utils.objectives.contrastive import Altered, Distillation, InfoNCE
+from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.contrastive import Altered, InfoNCE
 from mm_utils.objectives.language import MaskedLanguageModelling, continuations
-from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
+from mm_utils.objectives.losses import gather_batch, info_nce, same_pair
 from mm_utils.objectives.matching import Matching, Pairs
 from mm_utils.objectives.terms import LossInputs
-from tests.objectives.test_losses import dense_info_nce, dense_sigmoid
-from tests.test_distributed import run_on_ranks
+from tests.kit.objectives import (
+    KINDS,
+    PAIRS,
+    SPLITS,
+    altered_tokens,
+    dense_info_nce,
+    dense_sigmoid,
+    global_batch,
+    share_of,
+    step,
+    tiny_model,
+    tiny_objective,
+    tiny_tokenizer,
+)
+from tests.kit.ranks import run_on_ranks
 
-PAIRS = 9
-SPLITS = {2: [(5, 4), (8, 1), (9, 0)], 3: [(3, 3, 3), (2, 6, 1), (0, 5, 4)]}
 WEIGHTS = {"contrastive": 1.0, "matching": 0.7}
-TERMS = {
-    "contrastive": "contrastive:1",
-    "contrastive_matching": "contrastive:1,matching:0.7",
-    "sigmoid": "sigmoid:1",
-    "sigmoid_matching": "sigmoid:1,matching:0.7",
-    "contrastive_of_widths": "contrastive:1",
-    "sigmoid_of_widths": "sigmoid:1,matching:0.7",
-    "matching_with_negatives": "contrastive:1,matching:0.7",
-    "altered": "contrastive:1,altered:0.5",
-    "masked_lm": "contrastive:1,masked_lm:0.5",
-    "captioning": "contrastive:1,captioning:0.5",
-    "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
-    "regions": "contrastive:1,regions:0.5",
-    "moments": "contrastive:1,moments:0.5",
-    "self_distillation": "contrastive:0.6,self_distillation:0.4",
-    "distillation": "contrastive:1,distillation:0.5",
-    "own": "contrastive:1,tests.objectives.test_joint.Uniformity:0.3",
-    "everything": "sigmoid:1,altered:0.5,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
-}
-KINDS = tuple(TERMS)
-
-
-def tiny_model(fusion_layers: int = 2) -> FusionDualEncoderModel:
-    """A ConvNeXt and a BERT of a few channels, in fp64, without dropout; the same one in every process."""
-    torch.manual_seed(0)
-    vision = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 16}
-    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = FusionDualEncoderModel.from_backbones(
-        AutoModel.from_config(AutoConfig.for_model("convnext", **vision)),
-        AutoModel.from_config(AutoConfig.for_model("bert", **text, **dropout, vocab_size=50)),
-        fusion_layers=fusion_layers,
-    )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too, so that each has something to say
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model.double().train()
-
-
-class Uniformity(EmbeddingTerm):
-    """The example of the README (arXiv 2005.10242)."""
-
-    def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
-        return torch.pdist(image_NE).square().mul(-2).exp().mean().log() + 0.1 * scale.log()
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"{'##' if number % 3 == 0 else ''}w{number}": number for number in range(5, 50)}
-    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, **words}
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, mask_token="[MASK]")
-
-
-def tiny_objective(kind: str) -> JointObjective:
-    teacher = "larger" if "distillation" in TERMS[kind].replace("self_distillation", "") else None
-    widths = "3,8" if "widths" in kind else None
-    args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
-    model = tiny_model(
-        fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions", "moments"} else 0
-    )
-    objective = build_objective(model, args, 3, tiny_tokenizer())
-    model.double()
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        if model.logit_bias is not None:
-            model.logit_bias.fill_(-2.0)  # at -10, the gradient of most pairs is too small to be compared
-            model.logit_scale.fill_(tiny_model().logit_scale)
-        for name, parameter in model.named_parameters():
-            if name.startswith(("token_head", "caption_adapter", "region_head")):
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
-    for term in objective.weights:
-        if isinstance(term, Distillation):
-            term.scale = 4.0
-        if isinstance(term, Altered):
-            term.alter = altered_tokens
-    if kind == "captioning_on_resting_towers":
-        objective.tower_steps, model.towers_rest = 0, True
-    if objective.needs_teacher:
-        objective.teacher = WeightAverage(model, 0.9)
-        for value in objective.teacher.values.values():
-            value += 0.05 * torch.randn(value.shape, generator=generator)
-    return objective
-
-
-def global_batch(kind: str = "") -> dict[str, Any]:
-    """Captions of 3 to 11 tokens; two pairs share an image, two others a caption. Negatives for the kind that has them."""
-    generator = torch.Generator().manual_seed(2)
-    lengths = torch.tensor([3, 11, 4, 5, 9, 3, 7, 6, 10])
-    mask = (torch.arange(16) < lengths[:, None]).long()
-    ids = torch.arange(2 * PAIRS).view(PAIRS, 2)
-    ids[7, 0], ids[6, 1] = ids[1, 0], ids[3, 1]
-    return {
-        "pixel_values": torch.randn(PAIRS, 3, 16, 16, generator=generator, dtype=torch.double),
-        "input_ids": torch.randint(1, 50, (PAIRS, 16), generator=generator) * mask,
-        "attention_mask": mask,
-        "ids": ids,
-        "lengths": lengths.tolist(),
-        **regions(),
-        **teacher(),
-        **all_captions(generator, torch.where(mask.bool(), 1, 0)),
-        **(negatives() if "negatives" in kind else {}),
-    }
-
-
-def altered_tokens(ids: tuple[int, ...]) -> list[list[int]]:
-    """None to three texts, of other lengths."""
-    return [[*reversed(ids)], [*ids[2:]], [*ids[1:]]][: len(ids) % 4]
-
-
-def negatives() -> dict[str, Tensor]:
-    """Texts of 1 to 13 tokens; two images have none."""
-    generator = torch.Generator().manual_seed(7)
-    mask = (torch.arange(13) < torch.tensor([4, 0, 13, 1, 2, 9, 5, 0, 6])[:, None]).long()
-    ids = torch.randint(1, 50, mask.shape, generator=generator) * mask
-    return {"negative_input_ids": ids, "negative_attention_mask": mask}
-
-
-def all_captions(generator: torch.Generator, mask: Tensor) -> dict[str, Tensor]:
-    """Up to three captions an image, the places of missing ones empty."""
-    masks = torch.stack([mask, mask.roll(1, 0), mask.roll(2, 0)], 1)
-    masks[::2, 1:], masks[3, 2] = 0, 0
-    return {
-        "all_input_ids": torch.randint(1, 50, masks.shape, generator=generator) * masks,
-        "all_attention_mask": masks,
-    }
-
-
-def regions() -> dict[str, Tensor]:
-    """Images have two regions, one has none."""
-    generator = torch.Generator().manual_seed(5)
-    mask = (torch.arange(4) < torch.randint(1, 5, (PAIRS, 3, 1), generator=generator)).long()
-    mask[2], mask[:, 2] = 0, 0
-    return {
-        "region_boxes": torch.rand(PAIRS, 3, 2, 2, generator=generator).sort(2).values.flatten(2),
-        "region_input_ids": torch.randint(1, 50, (PAIRS, 3, 4), generator=generator) * mask,
-        "region_attention_mask": mask,
-        "region_keys": torch.arange(3 * PAIRS).view(PAIRS, 3),
-    }
-
-
-def teacher() -> dict[str, Tensor]:
-    """Unit embeddings of another width."""
-    generator = torch.Generator().manual_seed(6)
-    shape = {"generator": generator, "dtype": torch.double}
-    return {f"teacher_{side}": normalize(torch.randn(PAIRS, 7, **shape), dim=1) for side in ("image", "text")}  # type: ignore[call-overload]
-
-
-def share_of(batch: dict[str, Any], low: int, high: int) -> dict[str, Any]:
-    """Rows `low` to `high`, cut to their own longest caption, as a rank's collator would."""
-    mine = {name: value[low:high] for name, value in batch.items()}
-    longest = max(mine["lengths"], default=1)
-    return mine | {name: mine[name][:, :longest] for name in ("input_ids", "attention_mask")}
-
-
-def step(objective: Objective, batch: dict[str, Tensor], number: int) -> dict[str, Any]:
-    """Reported values and gradients of one step, as plain lists."""
-    objective.zero_grad(set_to_none=True)
-    report = objective(batch, number)
-    report["loss"].backward()
-    return {
-        "report": {name: value.item() for name, value in report.items()},
-        "gradients": {
-            name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).tolist()
-            for name, parameter in objective.named_parameters()
-        },
-    }
 
 
 def steps_on_this_rank(splits: list[tuple[int, ...]]) -> list[dict[str, Any]]:

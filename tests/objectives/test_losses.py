@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize, softplus
+from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils import distributed
@@ -23,20 +23,10 @@ from mm_utils.objectives.losses import (
     sigmoid_loss,
 )
 from mm_utils.objectives.matching import hard_negatives
-from tests.test_distributed import run_on_ranks
+from tests.kit.objectives import dense_info_nce, dense_sigmoid, other_positives_of
+from tests.kit.ranks import run_on_ranks
 
 UNEVEN = {2: [(4, 4), (3, 5), (8, 0)], 3: [(3, 3, 2), (1, 5, 2), (4, 0, 4), (0, 0, 8)]}
-
-
-def other_positives_of(ids: Tensor) -> Tensor:
-    return (ids[:, None] == ids).any(-1).fill_diagonal_(False)
-
-
-def dense_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
-    """The definition, with every matrix in memory."""
-    logits = (scale * image @ text.T).masked_fill(other_positives_of(ids), -torch.inf)
-    target = torch.arange(len(logits))
-    return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
 
 
 def tiled_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, tile: Tile | None = None) -> Tensor:
@@ -247,13 +237,6 @@ def test_default_tiles_do_not_depend_on_the_batch() -> None:
 
 
 # -- sigmoid, one process -----------------------------------------------------------------------------------------------
-
-
-def dense_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
-    """The definition, with every matrix in memory."""
-    signs = 2 * torch.eye(len(ids), dtype=image.dtype) - 1
-    losses = softplus(-signs * (scale * image @ text.T + bias), threshold=40)
-    return losses.masked_fill(other_positives_of(ids), 0).sum() / len(ids)
 
 
 def tiled_sigmoid(

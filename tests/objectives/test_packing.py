@@ -19,7 +19,7 @@ from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives import packing as packing_module
 from mm_utils.objectives.packing import PackedTower, encode_packed, knows_padding, pack_captions, packs
 from mm_utils.objectives.padding import PASS_TOKENS, computed_tokens, encode_in_groups
-from tests.objectives.test_joint import global_batch, tiny_objective
+from tests.kit.objectives import global_batch, tiny_objective
 
 WIDTHS = {
     "vocab_size": 50,

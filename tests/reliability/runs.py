@@ -24,7 +24,7 @@ from mm_utils import distributed
 from mm_utils.reliability import failures
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator, run_script, set_up_logging
-from tests.test_distributed import PRELOADED, let_accelerate_find_ranks
+from tests.kit.ranks import PRELOADED, let_accelerate_find_ranks
 
 LONG = 60.0  # seconds after which a test's process ends whatever happens
 Script = Callable[[], None]

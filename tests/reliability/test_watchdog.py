@@ -15,6 +15,7 @@ from mm_utils import distributed
 from mm_utils.reliability import failures, watchdog
 from mm_utils.reliability.failures import Status
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection, laggards, slow_ranks
+from tests.kit.ranks import run_on_ranks
 from tests.reliability.runs import (
     LONG,
     Ended,
@@ -27,7 +28,6 @@ from tests.reliability.runs import (
     steps,
     use_ranks,
 )
-from tests.test_distributed import run_on_ranks
 
 
 def healthy() -> None:

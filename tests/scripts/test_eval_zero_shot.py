@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from scripts import eval_zero_shot, pretrain
 from tests.conftest import COLOURS, SHAPES, draw
 from tests.data.rows.reading import write_tar
-from tests.scripts.test_pretrain import ROOT, launch
+from tests.kit.launches import ROOT, launch
 
 
 @pytest.fixture(scope="module")

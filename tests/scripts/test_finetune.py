@@ -13,8 +13,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 from scripts import finetune, pretrain
 from tests.conftest import COLOURS, SHAPES, draw
 from tests.hub_server import HubServer
+from tests.kit.launches import ROOT, launch
 from tests.reports.test_hub import server  # noqa: F401
-from tests.scripts.test_pretrain import ROOT, launch
 
 FIGURES = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "roc_auc", "majority"}
 

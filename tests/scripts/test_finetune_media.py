@@ -13,8 +13,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 from scripts import eval_zero_shot, finetune
 from tests.data.media_files import clip, tone
 from tests.extras.search.test_media import save_model
+from tests.kit.launches import ROOT, launch
 from tests.scripts.test_finetune import losses, weights
-from tests.scripts.test_pretrain import ROOT, launch
 
 SHORT = ["--global_batch_size", "6", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
 PITCHES = {"low": 250, "high": 2500}

@@ -3,9 +3,6 @@
 import hashlib
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +22,12 @@ from transformers import (
 from mm_utils.data import training_data
 from mm_utils.distributed import RunError
 from mm_utils.extras.several_media.evaluators import evaluate_media
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import JointObjective
 from scripts import eval_retrieval, pretrain
 from tests.conftest import breaking_images, draw, write_corpus
 from tests.data.streams.numbered_shards import write_shards
+from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
 from tests.reports.test_hub import server  # noqa: F401
-
-ROUNDED = 5e-5  # a key's bias has no gradient but rounding, of which Adam makes whole steps
-ROOT = Path(__file__).parents[2]
-
-
-def rows_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in rows_of(folder) if "loss" in row}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return FusionDualEncoderModel.from_pretrained(folder).state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -569,18 +551,6 @@ def test_an_output_folder_that_cannot_be_written(tiny_flags, tmp_path):
 
 
 # -- real launches ------------------------------------------------------------------------------------------------------
-
-
-def launch(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
-    return subprocess.run(
-        [*accelerate, *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mm_utils.training import memory
 from mm_utils.training.memory import HEADROOM, find_micro_batch_size, largest_that_fits, peak_bytes, reset_peak
-from tests.objectives.test_grad_cache import ALONE
-from tests.objectives.test_joint import global_batch, tiny_objective
+from tests.kit.objectives import ALONE, global_batch, tiny_objective
 
 
 def test_trials_have_regions_where_batches_do() -> None:

@@ -22,7 +22,7 @@ from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.trainer import Trainer
 from tests.faults.test_interruption import Signalled
 from tests.faults.tiny_run import TinyRun, build
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
 
 QUIET = {"max_steps": 8, "eval_steps": 100, "save_steps": 0, "logging_steps": 100}
 

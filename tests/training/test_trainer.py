@@ -1,6 +1,5 @@
 """The loop: what is due when, with the trainer itself on a tiny model."""
 
-import json
 import signal
 import time
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from mm_utils.checkpointing.files import checkpoint_folders, step_of
 from mm_utils.training import trainer
 from tests.faults.test_interruption import Signalled, exiting
 from tests.faults.tiny_run import TinyRun, alone, train
+from tests.kit.launches import logged
 
 
 @dataclass
@@ -26,11 +26,6 @@ class Hurrying:
             self.ahead += 70
             clock: Any = SimpleNamespace(monotonic=lambda: time.monotonic() + self.ahead)
             trainer.time = clock
-
-
-def rows_of(folder: Path, name: str) -> dict[int, float]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row[name] for row in rows if name in row}
 
 
 def test_checkpoints_are_saved_by_the_clock_and_at_the_end(tmp_path: Path) -> None:
@@ -54,7 +49,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up_for(tmp_path: Path) ->
     assert alone(train, TinyRun(tmp_path / "straight", arguments=best))[0] == 0
     strike = Signalled("forward", 4, signal.SIGTERM)  # after whose step an evaluation is due
     assert alone(exiting, TinyRun(tmp_path / "run", strike=strike, arguments=best))[0] == 143
-    assert rows_of(tmp_path / "run", "eval_score") == {}
+    assert logged(tmp_path / "run", "eval_score") == {}
     assert alone(train, TinyRun(tmp_path / "run", arguments=best))[0] == 0
-    assert rows_of(tmp_path / "run", "eval_score") == rows_of(tmp_path / "straight", "eval_score")
-    assert list(rows_of(tmp_path / "run", "eval_score")) == [4, 8, 10]
+    assert logged(tmp_path / "run", "eval_score") == logged(tmp_path / "straight", "eval_score")
+    assert list(logged(tmp_path / "run", "eval_score")) == [4, 8, 10]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import balance
-from tests.distributed.test_signature import accelerator_of_this_rank
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
+from tests.kit.training_runs import accelerator_of_this_rank
 
 
 def settings_on_this_rank(argv: list[str]) -> list[dict[str, Any]]:

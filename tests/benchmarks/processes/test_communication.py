@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.processes import communication
 from benchmarks.processes.communication import TRIED, StepSize, predict
-from tests.distributed.test_signature import TEXT, VISION, accelerator_of_this_rank
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
+from tests.kit.training_runs import TEXT, VISION, accelerator_of_this_rank
 
 
 def steps_on_this_rank(argv: list[str]) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from benchmarks.processes import placement
 from mm_utils import distributed
 from mm_utils.extras.placement.split import Split
 from mm_utils.model.build import ModelArguments
-from tests.distributed.test_signature import accelerator_of_this_rank
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
+from tests.kit.training_runs import accelerator_of_this_rank
 
 SIZES = {"vision_config": "tiny", "text_config": "tiny", "image_size": 32, "vocab_size": 100}
 

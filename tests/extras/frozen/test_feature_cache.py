@@ -32,10 +32,9 @@ from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, png, rows_of
 from tests.extras.several_media.small_media import small_media
-from tests.objectives.test_grad_cache import step as step_in_parts
-from tests.objectives.test_joint import KINDS, SPLITS, TERMS, global_batch, share_of, step, tiny_objective
-from tests.scripts.test_pretrain import ROOT, launch, losses, weights
-from tests.test_distributed import run_on_ranks
+from tests.kit.launches import losses, on_two_processes, weights
+from tests.kit.objectives import KINDS, SPLITS, TERMS, global_batch, share_of, step, step_in_parts, tiny_objective
+from tests.kit.ranks import run_on_ranks
 
 SIZE = 16
 TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}
@@ -597,13 +596,6 @@ def test_what_is_given_up_is_said(tiny_flags: list[str], tmp_path: Path, caplog:
 def test_the_flags_that_are_missing_are_named(tiny_flags: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--freeze_vision or --freeze_text"):
         pretrain.main([*tiny_flags, "--cache_features", "--output_dir", str(tmp_path)])
-
-
-def on_two_processes(flags: list[str], cache: Path) -> None:
-    config, script = str(ROOT / "accelerate_configs/two_processes.yaml"), str(ROOT / "scripts/pretrain.py")
-    variables = {"ACCELERATE_USE_CPU": "true", "HF_DATASETS_CACHE": str(cache)}
-    two = launch(["--config_file", config, script, *flags], cache, **variables)
-    assert two.returncode == 0, two.stderr
 
 
 @pytest.mark.slow

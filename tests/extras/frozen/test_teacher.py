@@ -24,10 +24,9 @@ from mm_utils.objectives import JointObjective, ObjectiveArguments, build_object
 from mm_utils.objectives.contrastive import Distillation
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, rows_of
-from tests.extras.frozen.test_feature_cache import on_two_processes
 from tests.extras.several_media.small_media import split_of
+from tests.kit.launches import losses, on_two_processes, weights
 from tests.model.stock_folders import write_clap, write_stock
-from tests.scripts.test_pretrain import losses, weights
 
 SIZE, BROKEN = 16, (2, 7)
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -30,7 +30,7 @@ from mm_utils.objectives import ObjectiveArguments
 from mm_utils.objectives.contrastive import MomentCovering, RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
 from tests.extras.grounding.test_pointing import IMAGES, GridModel, batches, measured, whole_batch
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
 from tests.truthful_model import ACCELERATOR, MAIN_PROCESS
 
 CELLS = 4

@@ -21,8 +21,8 @@ from mm_utils.extras.mining.mined_set import REPORT
 from mm_utils.extras.mining.negatives import Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data, pretrain
 from tests.extras.search.conftest import with_weights
+from tests.kit.launches import ROOT, launch
 from tests.scripts.test_prepare_data import picture
-from tests.scripts.test_pretrain import ROOT, launch
 
 IMAGES, WIDTH = 40, 8
 ARGS = MiningArguments(num_negatives=3, num_candidates=12, relative_margin=0.1)

@@ -12,10 +12,9 @@ from mm_utils.extras.placement.apart import ApartObjective
 from mm_utils.extras.placement.split import Split, loss_rows
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry
-from tests.distributed.test_signature import accelerator_of_this_rank
-from tests.objectives.test_grad_cache import ALONE
-from tests.objectives.test_joint import PAIRS, global_batch, share_of, tiny_objective
-from tests.test_distributed import run_on_ranks
+from tests.kit.objectives import ALONE, PAIRS, global_batch, share_of, tiny_objective
+from tests.kit.ranks import run_on_ranks
+from tests.kit.training_runs import accelerator_of_this_rank
 
 CASES = {
     2: [("contrastive", (9,), PAIRS), ("contrastive", (9,), 2), ("sigmoid", (9,), 4), ("sigmoid_of_widths", (9,), 9)],

@@ -25,11 +25,9 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.throughput import Communication
 from scripts import pretrain
 from tests.faults.tiny_run import TinyRun, batch_of, build
-from tests.objectives.test_grad_cache import ALONE
-from tests.objectives.test_joint import global_batch, tiny_objective
-from tests.scripts.test_pretrain import ROOT, launch, losses
-from tests.test_distributed import run_on_ranks
-from tests.training.test_trainer import rows_of
+from tests.kit.launches import ROOT, launch, logged, losses
+from tests.kit.objectives import ALONE, global_batch, tiny_objective
+from tests.kit.ranks import run_on_ranks
 
 STEPS, BATCH = 4, 9
 TERMS = (["contrastive"], ["contrastive", "matching"])
@@ -121,7 +119,7 @@ def train(
     metering = Communication(trainer.accelerator.distributed_type)
     trainer.callbacks.callbacks = [hangs, Balance(trainer.accelerator, unwrapped), metering, *others]
     trainer.train()
-    exchanged = list(rows_of(folder, "comm_mib").values()) if distributed.rank() == 0 else []
+    exchanged = list(logged(folder, "comm_mib").values()) if distributed.rank() == 0 else []
     parameters = sum(weight.numel() for weight in unwrapped.parameters() if weight.requires_grad)
     return data.loaders.division.weights, seen[-STEPS:], parameters, exchanged
 
@@ -211,8 +209,8 @@ def test_pretrain_deals_by_speed_and_learns_what_one_process_learns(tiny_flags: 
     assert "--balance: of 8 pairs, process 1 2 (300 ms a pair), process 0 6 (100 ms a pair)" in two.stderr
     pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "one")])
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
-    assert min(rows_of(tmp_path / "two", "comm_mib").values()) > 0
-    assert not rows_of(tmp_path / "one", "comm_mib")
+    assert min(logged(tmp_path / "two", "comm_mib").values()) > 0
+    assert not logged(tmp_path / "one", "comm_mib")
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from mm_utils.extras.placement.cost import Costs, Encoder, Link, Prediction, pre
 from mm_utils.extras.placement.split import PARTS, parameters_of
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.training.arguments import TrainingArguments
-from tests.objectives.test_grad_cache import ALONE
-from tests.objectives.test_joint import global_batch, tiny_objective
+from tests.kit.objectives import ALONE, global_batch, tiny_objective
 
 FREE = Link(0.0, math.inf)
 ENCODERS = st.builds(Encoder, st.floats(0, 1), st.floats(1e-4, 1), st.integers(0, 2**30))

@@ -15,7 +15,8 @@ from mm_utils.data.batches.loaders import make_loaders
 from mm_utils.extras.placement.apart import ApartObjective
 from mm_utils.model.build import ModelArguments
 from mm_utils.training.arguments import TrainingArguments
-from tests.distributed.test_signature import (
+from tests.kit.ranks import run_on_ranks
+from tests.kit.training_runs import (
     BATCH,
     NO_WORKERS,
     STEPS,
@@ -29,7 +30,6 @@ from tests.distributed.test_signature import (
     weights_of,
     without_negatives,
 )
-from tests.test_distributed import run_on_ranks
 
 
 class Case(NamedTuple):

@@ -16,7 +16,7 @@ from mm_utils.extras.placement.preparation import choose_split
 from mm_utils.extras.placement.split import Split
 from mm_utils.objectives import Objective
 from mm_utils.training.arguments import TrainingArguments
-from tests.objectives.test_joint import tiny_model, tiny_objective
+from tests.kit.objectives import tiny_model, tiny_objective
 
 DATA = SimpleNamespace(order=None, features=None, train_batches=lambda first, stop: iter([{}]))
 MACHINES = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, scaler=None)

@@ -27,7 +27,7 @@ from mm_utils.extras.search.reading import Reader
 from mm_utils.extras.search.updating import try_out, update_index
 from scripts import embed
 from tests.extras.search.conftest import make_embedder, update, write_photos
-from tests.scripts.test_pretrain import ROOT, launch
+from tests.kit.launches import ROOT, launch
 
 
 def contents(index: Path) -> dict[str, dict]:

@@ -32,7 +32,7 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from scripts import pretrain
 from tests.extras.several_media.small_media import small_media
-from tests.test_distributed import let_accelerate_find_ranks, run_on_ranks
+from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 
 ADAM = OptimizerArguments(adam_epsilon=1e-3, learning_rate=5e-3)  # a tiny epsilon makes steps of rounding
 STEPS, STOP = 6, 3

@@ -22,7 +22,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer
-from tests.scripts.test_pretrain import rows_of, weights
+from tests.kit.launches import rows_of, weights
 
 START = {"vision.weight": torch.zeros(2), "steps": torch.tensor(3)}
 END = {"vision.weight": torch.ones(2), "steps": torch.tensor(9), "classifier.weight": torch.full((2,), 5.0)}

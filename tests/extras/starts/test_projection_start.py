@@ -25,7 +25,7 @@ from mm_utils.model.processor import train_tokenizer
 from scripts import pretrain
 from tests.conftest import COLOURS, SHAPES
 from tests.data.numbered_rows import rows_of
-from tests.test_distributed import run_on_ranks
+from tests.kit.ranks import run_on_ranks
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 

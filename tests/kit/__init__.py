@@ -1,0 +1,1 @@
+"""What the tests share, by subject: models, objectives, media files, corpora, launches, servers."""

@@ -252,7 +252,7 @@ def test_scrolling_loads_more(visit: Visit) -> None:
 
 def test_mistakes_are_said(visit: Visit) -> None:
     visit.hand_over("drop", b"", "")
-    visit.finds("That is no file. Drop, paste or choose the file of an image.")
+    visit.finds("That is not a file. Drop, paste or choose the file of an image.")
     asked = len(visit.asked)
     visit.hand_over("drop", b"", "large.png", 20 * 2**20 + 1)
     visit.finds("The image has more than 20 MB. Shrink it.")

@@ -1,5 +1,6 @@
 """Read regular files, write atomically, retry, and keep JSON-lines logs for resumed runs."""
 
+import ctypes
 import errno
 import json
 import logging
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536  # the limit that a run asks for; data workers and shards use most of it
 _Result = TypeVar("_Result")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what only writing meets
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN)
 _failed: set[Path] = set()
 
@@ -56,7 +58,7 @@ def is_passing(error: BaseException) -> bool:
 
 @contextmanager
 def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file for reading, and give it with its size in bytes.
+    """Open a file for reading, and yield it with its size in bytes.
 
     The file is judged once it is open, so that nothing can take its place between the check and the reading.
 
@@ -110,9 +112,53 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise
 
 
+def is_about(error: OSError, *folders: Path) -> bool:
+    """Return whether an error is that of a full or read-only disk, or names something in one of `folders`."""
+    named = f"{error.filename or ''} {error.filename2 or ''} {error}"
+    return error.errno in FULL or any(str(folder) in named for folder in folders)
+
+
+def replace_folder(new: Path, final: Path) -> None:
+    """Put the folder `new` in the place of `final`, and remove what was there: readers see the old one or the new.
+
+    Both lie on one file system. Where it cannot exchange two names at once, `final` is missing for a moment; after a crash
+    in that moment `restore_folder` brings the old one back.
+    """
+    if not final.exists():
+        new.rename(final)
+        return
+    if not _exchange(new, final):
+        aside = _aside(final)
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+        new.rename(final)
+        new = aside
+    shutil.rmtree(new)
+
+
+def restore_folder(final: Path) -> None:
+    """Bring back a folder whose `replace_folder` was killed between two renames."""
+    if not final.exists() and _aside(final).is_dir():
+        _aside(final).rename(final)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
+
+
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """Give a hidden folder; rename it to `final` at the end, remove it if the block fails.
+    """Yield a hidden folder; rename it to `final` at the end, remove it if the block fails.
 
     If another process has made `final` meanwhile, that one stays.
     """

@@ -17,6 +17,7 @@ FLOORS = [
         "files",
         "gradient_average",
         "roll_call",
+        "stored",
         "text",
     },
     {"arguments"},

@@ -14,6 +14,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
 
-from mm_utils.files import atomic_folder
+from mm_utils.stored import stored
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +145,9 @@ def load_scenes(
     for name, value, least in (("image_size", image_size, 64), ("num_train", num_train, 1), ("num_eval", num_eval, 1)):
         if value < least:
             raise ValueError(f"{name} is {value}; the least that works is {least}. Pass {least} or more.")
-    root = Path(cache_dir if cache_dir is not None else datasets.config.HF_DATASETS_CACHE) / "tandem_scenes"
-    folder = root / f"v{GENERATOR_VERSION}-size{image_size}-train{num_train}-eval{num_eval}-seed{seed}"
-    if not folder.is_dir():
-        _generate_into(folder, {"train": num_train, "validation": num_eval, "test": num_eval}, image_size, seed)
+    key = f"v{GENERATOR_VERSION}-size{image_size}-train{num_train}-eval{num_eval}-seed{seed}"
+    counts = {"train": num_train, "validation": num_eval, "test": num_eval}
+    folder = stored("scenes", key, partial(_generate_into, counts=counts, image_size=image_size, seed=seed), cache_dir)
     return datasets.DatasetDict.load_from_disk(str(folder))
 
 
@@ -163,14 +163,13 @@ def order_pairs(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
 
 
 def _generate_into(folder: Path, counts: dict[str, int], image_size: int, seed: int) -> None:
-    logger.info("Generating %d scenes of %d pixels into %s", sum(counts.values()), image_size, folder)
-    with atomic_folder(folder) as scratch:
-        splits = datasets.DatasetDict()
-        for split, scenes in _draw_contents(counts, seed).items():
-            numbered = enumerate(tqdm(scenes, desc=f"Generating {split} scenes", unit="scene"))
-            rows = [_row(scene, split, index, image_size, seed) for index, scene in numbered]
-            splits[split] = datasets.Dataset.from_list(rows, features=datasets.Features(_FEATURES))
-        splits.save_to_disk(str(scratch))
+    logger.info("Generating %d scenes of %d pixels into %s", sum(counts.values()), image_size, folder.parent)
+    splits = datasets.DatasetDict()
+    for split, scenes in _draw_contents(counts, seed).items():
+        numbered = enumerate(tqdm(scenes, desc=f"Generating {split} scenes", unit="scene"))
+        rows = [_row(scene, split, index, image_size, seed) for index, scene in numbered]
+        splits[split] = datasets.Dataset.from_list(rows, features=datasets.Features(_FEATURES))
+    splits.save_to_disk(str(folder))
 
 
 def _draw_contents(counts: dict[str, int], seed: int) -> dict[str, list[_Scene]]:

@@ -4,16 +4,13 @@ The same captions give the same tokenizer. A feature extractor carries `window_s
 That is all that the tower hears, where this is fixed, so that its time axis is that of the window.
 """
 
-import hashlib
 import itertools
 import logging
 import math
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -37,15 +34,16 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mm_utils.files import atomic_folder
 from mm_utils.model.build import ModelArguments, check_reads, vision_preset
 from mm_utils.model.pretrained import explained, load_config
 from mm_utils.model.stock import complete
+from mm_utils.stored import key_of, stored, version_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
 SAMPLE = 1_000_000  # captions that a tokenizer is trained on
+_TOKENIZER_VERSION = 1  # part of its key in the cache; raise it with every change of what is learnt
 ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -300,11 +298,8 @@ def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedToken
 def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer once per captions and size, and keep it in the datasets cache."""
     captions = list(itertools.islice(captions, SAMPLE))
-    digest = hashlib.blake2b("\n".join([str(vocab_size), *captions]).encode(), digest_size=8).hexdigest()
-    folder = Path(datasets.config.HF_DATASETS_CACHE, "tandem_tokenizers", digest)
-    if not folder.is_dir():
-        with atomic_folder(folder) as temporary:
-            train_tokenizer(captions, vocab_size).save_pretrained(temporary)
+    key = key_of(_TOKENIZER_VERSION, version_of("tokenizers"), vocab_size, captions)
+    folder = stored("tokenizers", key, lambda work: train_tokenizer(captions, vocab_size).save_pretrained(work))
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 

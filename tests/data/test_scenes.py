@@ -338,37 +338,6 @@ def test_default_cache_is_that_of_datasets(tmp_path: Path, monkeypatch: pytest.M
     assert [folder.name for folder in tmp_path.iterdir()] == ["tandem_scenes"]
 
 
-def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_row = scenes_module._row
-
-    def failing_row(scene: Any, split: str, index: int, *rest: int) -> dict[str, Any]:
-        if split == "validation":
-            raise KeyboardInterrupt
-        return real_row(scene, split, index, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(scenes_module, "_row", failing_row)
-        with pytest.raises(KeyboardInterrupt):
-            load_scenes(**TINY, cache_dir=tmp_path)
-    assert not list((tmp_path / "tandem_scenes").iterdir())
-    assert len(load_scenes(**TINY, cache_dir=tmp_path)["train"]) == 12
-
-
-def test_the_slower_of_two_processes_uses_the_result_of_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_draw = scenes_module._draw_contents
-
-    def overtaken(counts: dict[str, int], seed: int) -> Any:
-        monkeypatch.setattr(scenes_module, "_draw_contents", real_draw)
-        load_scenes(**TINY, cache_dir=tmp_path)
-        return real_draw(counts, seed)
-
-    monkeypatch.setattr(scenes_module, "_draw_contents", overtaken)
-    assert len(load_scenes(**TINY, cache_dir=tmp_path)["train"]) == 12
-    assert len(list((tmp_path / "tandem_scenes").iterdir())) == 1
-
-
 @pytest.mark.parametrize(("name", "value"), [("image_size", 32), ("num_train", 0), ("num_eval", -1)])
 def test_numbers_out_of_range(name: str, value: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}; "):

@@ -73,18 +73,7 @@ def test_a_tokenizer_is_trained_once_per_captions_and_size(cache, monkeypatch):
     cached_tokenizer(CAPTIONS[1:], 150)
     cached_tokenizer(CAPTIONS, 120)
     assert sizes == [150, 150, 120]
-    assert len(list(cache.rglob("tokenizer.json"))) == len(list(cache.iterdir())) == 3
-
-
-def test_another_process_may_finish_first(cache, monkeypatch):
-    def overtaken(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-        monkeypatch.setattr(tokenizers, "train_tokenizer", train_tokenizer)
-        cached_tokenizer(captions, vocab_size)
-        return train_tokenizer(captions, vocab_size)
-
-    monkeypatch.setattr(tokenizers, "train_tokenizer", overtaken)
-    assert cached_tokenizer(CAPTIONS, 100).get_vocab() == train_tokenizer(CAPTIONS, 100).get_vocab()
-    assert len(list(cache.iterdir())) == 1
+    assert len(list(cache.rglob("tokenizer.json"))) == 3
 
 
 def test_two_languages_are_tokenised(tokenizer):

@@ -1,8 +1,5 @@
 """Columns beside the rows of a data set: computed once, cached on disk, read without copies.
 
-A file of check sums lies beside each computed result: `datasets` notices no flipped bit, and a truncated file ends in an
-error that names neither path nor remedy. A damaged result, or one whose writer was killed, is computed again.
-
 Features are written by `mm_utils.training.features` and read in the tower's place (C channels, N tokens of an image, L of a
 caption, E embedding width):
 
@@ -22,9 +19,6 @@ Values become tensors straight from the memory-mapped file, without a Python obj
 """
 
 import hashlib
-import json
-import logging
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,18 +28,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from filelock import FileLock
 from torch import Tensor
 
-from mm_utils.files import write_atomic
-
-logger = logging.getLogger(__name__)
+from mm_utils.stored import open_rows, stamp, stored
 
 Columns = dict[str, list]
 FEATURES = ("vision_pooled", "vision_taps_", "text_pooled", "text_states", "teacher_")  # beginnings of columns
 _PER_CAPTION = ("text_", "teacher_text")
 SKIPPED = "vision_skipped"
-_BLOCK = 1 << 24  # bytes; checking takes a third of a second per GB of token ids
 
 
 def add_columns(
@@ -73,31 +63,29 @@ def add_columns(
         features: types of the new columns, if the first rows may not show them.
     """
     table, picked = rows.data, _picked(rows)
+    if not table.num_rows:
+        return rows
     whole = datasets.Dataset(table, info=rows.info.copy(), split=rows.split, fingerprint=fingerprint_of(rows))
     is_wanted = None
     if picked is not None:
         is_wanted = np.zeros(table.num_rows, bool)
         is_wanted[picked.to_numpy()] = True
-    # Tables read from text files live in memory, and without a file name `map` would keep its result there too.
-    cache = Path(datasets.config.HF_DATASETS_CACHE, "tandem_tokens")
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{name}.lock"):  # wait for another run that computes the same, and read its result
-        _remove_damaged(cache, name)
-        added = whole.select_columns(list(columns)).map(
+
+    def make(folder: Path) -> None:
+        whole.select_columns(list(columns)).map(
             _compute,
             batched=True,
             with_indices=True,
             num_proc=num_proc,
             remove_columns=list(columns),
             fn_kwargs={"compute": compute, "is_wanted": is_wanted},
-            cache_file_name=str(cache / f"{name}.arrow"),
+            cache_file_name=str(folder / "columns.arrow"),
             new_fingerprint=name,
             features=features,
             desc=title,
         )
-        sums = cache / f"{name}.sums"
-        if not sums.exists():
-            write_atomic(sums, json.dumps(_check_sums(sorted(cache.glob(f"{name}*.arrow")))))
+
+    added = open_rows(stored("tokens", name, make))
     both = datasets.concatenate_datasets([whole, added], axis=1)
     return _pick_same(rows, both, name)
 
@@ -109,32 +97,6 @@ def _compute(
     is_wanted: np.ndarray | None,
 ) -> Columns:
     return compute(rows, None if is_wanted is None else is_wanted[indices])
-
-
-def _remove_damaged(cache: Path, name: str) -> None:
-    """Remove a result that was damaged; a process that has it mapped can still read it."""
-    sums, files = cache / f"{name}.sums", sorted(cache.glob(f"{name}*.arrow"))
-    try:
-        known = json.loads(sums.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = None  # its writer was killed
-    if not files or known == _check_sums(files):
-        return
-    if known is not None:
-        logger.warning("%s is damaged; it is computed anew. Check the disk.", cache / f"{name}.arrow")
-    for file in (sums, *files):
-        file.unlink(missing_ok=True)
-
-
-def _check_sums(files: Sequence[Path]) -> dict[str, int]:
-    """Return the CRC-32 of each file by name."""
-    found = {}
-    for path in files:
-        found[path.name] = 0
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                found[path.name] = zlib.crc32(block, found[path.name])
-    return found
 
 
 # -- features of a frozen tower -----------------------------------------------------------------------------------------
@@ -207,7 +169,7 @@ def image_digest(rows: datasets.Dataset) -> str:
     # Not by `arrow_batches`, which would bring all images of picked rows into memory.
     for batch in rows.select_columns(["image"]).with_format("arrow").iter(1000):
         for image in _image_views(batch["image"]):
-            digest.update(f"{_sample(image) or _stamp(image['path'])} ".encode())
+            digest.update(f"{_sample(image) or stamp(image['path'] or '')} ".encode())
     return digest.hexdigest()
 
 
@@ -228,14 +190,6 @@ def _sample(image: dict[str, Any]) -> str:
     starts = {0, max(0, size // 2 - block // 2), max(0, size - block)}
     parts = b"".join(content.slice(start, min(block, size - start)).to_pybytes() for start in sorted(starts))
     return f"{size}:{hashlib.blake2b(parts, digest_size=8).hexdigest()}"
-
-
-def _stamp(path: str | None) -> str:
-    try:
-        found = Path(path or "").stat()
-    except OSError as error:
-        return type(error).__name__
-    return f"{found.st_size}:{found.st_mtime_ns}"
 
 
 def token_digest(rows: datasets.Dataset) -> str:

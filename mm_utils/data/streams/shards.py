@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
-import datasets
 import fsspec
 import pyarrow as pa
 
 from mm_utils.data.paths import expand_braces
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams.rows import Row, count_rows, read_rows, shard_kind
-from mm_utils.files import is_passing, retry, write_atomic
+from mm_utils.files import is_passing, retry
+from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -72,30 +72,23 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
     Raises:
         ValueError: if a file does not exist or cannot be reached, or if more than half of them are damaged.
     """
-    cache = Path(datasets.config.HF_DATASETS_CACHE, "tandem_shards")
-    cache.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(16) as pool:
-        counts = list(pool.map(lambda url: _cached_count(url, cache), urls))
+        counts = list(pool.map(_cached_count, urls))
     damaged = sum(found is None for found in counts)
     if 2 * damaged > len(urls):
         raise ValueError(f"{urls[0]}; {damaged} of {len(urls)} shards cannot be read. Write them anew.")
     return [Shard(url, 0, *found) for url, found in zip(urls, counts, strict=True) if found and found[0]]
 
 
-def _cached_count(url: str, cache: Path) -> tuple[int, str] | None:
+def _cached_count(url: str) -> tuple[int, str] | None:
     """Return the number of rows, and a hash of the content; None for a damaged file."""
-    stamp = _stamp(url)
-    kept = cache / hashlib.blake2b(f"{_VERSION} {stamp}".encode(), digest_size=16).hexdigest()
-    if kept.is_file():
-        number, _, content = kept.read_text().partition(" ")
-        return int(number), content
+    key = key_of(_VERSION, pa.__version__, _stamp(url))
     try:
-        count, content = _patiently(count_rows, url), _patiently(_content, url)
+        count, content = stored_value("shards", key, lambda: [_patiently(count_rows, url), _patiently(_content, url)])
     except DAMAGE as error:
         _stamp(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
         return None
-    write_atomic(kept, f"{count} {content}")
     return count, content
 
 

@@ -5,18 +5,15 @@ under a fingerprint of everything it depends on: weights and config of the tower
 the number of processes or the batch size. A later run with the same tower and data reads it. A step then runs only what is
 trained, and decodes no image. The price is cropping: every epoch sees the centre square of an image, as evaluation does.
 
-A store is written beside its final name and renamed when it is complete; `mm_utils.data.batches.column_cache` describes its
-columns.
+`mm_utils.stored` describes the store, `mm_utils.data.batches.column_cache` its columns. Two runs that begin at once both compute
+it, as none may keep its ranks waiting for another's; the first that ends wins.
 """
 
 import hashlib
 import logging
-import shutil
-import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,7 @@ from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
 from mm_utils.objectives import Objective
+from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,6 @@ Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
 DTYPES = (torch.float16, torch.float32)
 """Features are stored in the first of these types that holds all of them."""
 ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
-ABANDONED = 24 * 3600  # seconds without a write after which an unfinished store is removed
 
 
 @dataclass
@@ -132,49 +129,28 @@ class Source(ABC):
 
     def open_or_compute(self) -> datasets.Dataset:
         """Return the stored features, one row per training row; compute them if there is no store."""
-        folder, temporary = self._places()
-        # All ranks look only now: a network file system may remember for a while that a folder was missing.
-        if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
-            raise ValueError(
-                f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another one "
-                f"writes, and {self.flag} shares the work. Set it to a folder that all machines see."
-            )
-        if temporary is not None:
-            try:
+        with ExitStack() as writing:
+            folder = temporary = None
+            if self.accelerator.is_main_process:
+                parts = (weights_digest(self.tower), self.accelerator.mixed_precision, DTYPES, self.depends_on())
+                folder = place_of("features", key_of(self.name, *parts))
+                if not is_whole(folder):
+                    discard(folder)
+                    temporary = writing.enter_context(storing(folder))
+            folder, temporary = broadcast_object_list([folder, temporary])
+            # All ranks look only now: a network file system may remember for a while that a folder was missing.
+            if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
+                raise ValueError(
+                    f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another "
+                    f"one writes, and {self.flag} shares the work. Set it to a folder that all machines see."
+                )
+            if temporary is not None:
                 self._compute(temporary)
                 self.accelerator.wait_for_everyone()
-                if self.accelerator.is_main_process:
-                    _rename(temporary, folder)
-                self.accelerator.wait_for_everyone()
-            finally:
-                if self.accelerator.is_main_process:
-                    shutil.rmtree(temporary, ignore_errors=True)
-        shards = [datasets.Dataset.from_file(str(path)) for path in sorted(folder.glob("*.arrow"))]
-        features = datasets.concatenate_datasets(shards)
+        self.accelerator.wait_for_everyone()
         size = sum(path.stat().st_size for path in folder.iterdir())
         logger.info("%s features: %.2f GB in %s", self.name.capitalize(), size / 1e9, folder)
-        return features
-
-    def _places(self) -> tuple[Path, Path | None]:
-        """Return the folder of the store and, if there is none, a folder to write it in."""
-        folder = temporary = None
-        if self.accelerator.is_main_process:
-            parts = (
-                self.name,
-                weights_digest(self.tower),
-                self.accelerator.mixed_precision,
-                DTYPES,
-                self.depends_on(),
-            )
-            digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-            parent = Path(datasets.config.HF_DATASETS_CACHE, "tandem_features")
-            folder = parent / digest
-            if not folder.is_dir():
-                parent.mkdir(parents=True, exist_ok=True)
-                _remove_abandoned(parent)
-                temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{digest}-"))
-        folder, temporary = broadcast_object_list([folder, temporary])
-        return folder, temporary
+        return open_rows(folder)
 
     def _compute(self, folder: Path) -> None:
         was_training, home = self.model.training, next(self.tower.parameters()).device
@@ -317,18 +293,3 @@ def weights_digest(tower: nn.Module) -> str:
     digest.update(f"{type(tower).__name__} {kept}".encode())
     add_weights(digest, tower.state_dict())
     return digest.hexdigest()
-
-
-def _rename(temporary: Path, folder: Path) -> None:
-    try:
-        temporary.rename(folder)
-    except OSError:  # another run was faster
-        if not folder.is_dir():
-            raise
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(".*"):
-        with suppress(OSError):  # its run may be renaming it
-            if time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) > ABANDONED:
-                shutil.rmtree(folder)

@@ -20,7 +20,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from mm_utils.data.media import FEATURES
-from mm_utils.files import atomic_folder
+from mm_utils.stored import stored
 
 logger = logging.getLogger(__name__)
 
@@ -108,19 +108,19 @@ def load_sequences(
     for name, value in (("num_train", num_train), ("num_eval", num_eval)):
         if value < 1:
             raise ValueError(f"{name} is {value}; the least that works is 1. Pass 1 or more.")
-    root = Path(cache_dir if cache_dir is not None else datasets.config.HF_DATASETS_CACHE) / f"tandem_{recipe.name}"
-    folder = root / f"v{recipe.version}-train{num_train}-eval{num_eval}-seed{seed}"
-    if not folder.is_dir():
-        logger.info("Generating %d %s into %s", num_train + 2 * num_eval, recipe.name, folder)
-        with atomic_folder(folder) as scratch:
-            splits = datasets.DatasetDict()
-            counts = {"train": num_train, "validation": num_eval, "test": num_eval}
-            for split, contents in draw_contents(recipe, counts, seed).items():
-                bar = tqdm(contents, desc=f"Generating {split} {recipe.name}", unit=recipe.kind)
-                rows = [_row(recipe, content, split, index, seed) for index, content in enumerate(bar)]
-                splits[split] = _dataset(rows, recipe.kind)
-            splits.save_to_disk(str(scratch))
-    return datasets.DatasetDict.load_from_disk(str(folder))
+
+    def generate(folder: Path) -> None:
+        logger.info("Generating %d %s into %s", num_train + 2 * num_eval, recipe.name, folder.parent)
+        splits = datasets.DatasetDict()
+        counts = {"train": num_train, "validation": num_eval, "test": num_eval}
+        for split, contents in draw_contents(recipe, counts, seed).items():
+            bar = tqdm(contents, desc=f"Generating {split} {recipe.name}", unit=recipe.kind)
+            rows = [_row(recipe, content, split, index, seed) for index, content in enumerate(bar)]
+            splits[split] = _dataset(rows, recipe.kind)
+        splits.save_to_disk(str(folder))
+
+    key = f"v{recipe.version}-train{num_train}-eval{num_eval}-seed{seed}"
+    return datasets.DatasetDict.load_from_disk(str(stored(recipe.name, key, generate, cache_dir)))
 
 
 def draw_contents(recipe: Recipe, counts: dict[str, int], seed: int) -> dict[str, list[Content]]:

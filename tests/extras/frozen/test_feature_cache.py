@@ -19,6 +19,7 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 
 from mm_utils import distributed
+from mm_utils import stored as stored_results
 from mm_utils.data.batches.column_cache import empty_features, feature_tensors, to_arrow, to_tensor
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
@@ -380,7 +381,7 @@ def test_an_interrupted_computation_is_not_taken_for_a_store(
     assert len(leftovers(own_cache)) == killed  # it could be another run's, at work
     for folder in leftovers(own_cache):
         for path in (*folder.iterdir(), folder):
-            os.utime(path, (time.time() - 2 * feature_cache.ABANDONED,) * 2)
+            os.utime(path, (time.time() - 2 * stored_results.ABANDONED,) * 2)
     cached(rows, frozen(vision=False))
     assert not leftovers(own_cache)
 
@@ -604,7 +605,7 @@ def test_two_processes_share_the_work_and_learn_what_one_learns(
 ) -> None:
     flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--max_train_samples", "15", "--global_batch_size", "7"]
     on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
-    shards = sorted(path.name for path in own_cache.glob("tandem_features/*/*"))
+    shards = sorted(path.name for path in own_cache.glob("tandem_features/*/*.arrow"))
     assert shards == ["00000.arrow"] * 2 + ["00001.arrow"] * 2
     assert not leftovers(own_cache)
     with monkeypatch.context() as patch:

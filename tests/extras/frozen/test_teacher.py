@@ -139,7 +139,7 @@ def test_two_processes_share_the_work_and_learn_what_one_learns(
     run = [*tiny_flags, "--objectives", "contrastive:1", "--fusion_layers", "0", "--teacher_name_or_path", teacher]
     flags = [*run, "--max_train_samples", "15", "--global_batch_size", "7"]
     on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
-    assert sorted(path.name for path in own_cache.glob("tandem_features/*/*")) == ["00000.arrow", "00001.arrow"]
+    assert sorted(path.name for path in own_cache.glob("tandem_features/*/*.arrow")) == ["00000.arrow", "00001.arrow"]
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other")
     pretrain.main([*flags, "--output_dir", str(tmp_path / "alone")])
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -113,21 +112,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(
     assert other["train"]["captions"] != loaded["train"][:2]["captions"]
     monkeypatch.setattr(sequences, "_row", None)
     assert load_sequences(recipe, 2, 1, 1, tmp_path)["train"].to_dict() == other["train"].to_dict()
-    assert len(list((tmp_path / f"tandem_{recipe.name}").iterdir())) == 2
-
-
-def test_interrupted_generation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_row = sequences._row
-
-    def failing_row(recipe: Recipe, content: Any, split: str, *rest: int) -> dict[str, Any]:
-        if split == "validation":
-            raise KeyboardInterrupt
-        return real_row(recipe, content, split, *rest)
-
-    monkeypatch.setattr(sequences, "_row", failing_row)
-    with pytest.raises(KeyboardInterrupt):
-        load_sounds(num_train=2, num_eval=1, cache_dir=tmp_path)
-    assert not list((tmp_path / "tandem_sounds").iterdir())
+    assert len(list(tmp_path.glob(f"tandem_{recipe.name}/v*"))) == 2
 
 
 @pytest.mark.parametrize("name", ["num_train", "num_eval"])

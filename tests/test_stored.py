@@ -1,0 +1,137 @@
+"""Stored results: made once, by one process; damaged ones are made anew, whatever of them is damaged."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mm_utils import files
+from mm_utils.files import replace_folder, restore_folder
+from mm_utils.stored import key_of, place_of, stamp, stored, stored_value, version_of
+
+KEY = key_of("settings", 1)
+
+
+def make(folder: Path) -> None:
+    (folder / "part").mkdir()
+    (folder / "rows").write_bytes(b"rows" * 100)
+    (folder / "part/more").write_bytes(b"more")
+
+
+def content(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("rows", "part/more")]
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda folder: (folder / "rows").write_bytes(b"rowt" + b"rows" * 99),
+    "a cut file": lambda folder: os.truncate(folder / "rows", 7),
+    "an empty file": lambda folder: os.truncate(folder / "part/more", 0),
+    "a lost file": lambda folder: (folder / "part/more").unlink(),
+    "a foreign file": lambda folder: (folder / "part/rows.arrow").touch(),
+    "no checksums": lambda folder: (folder / ".checksums").unlink(),
+    "broken checksums": lambda folder: (folder / ".checksums").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_result_is_made_anew(how: str, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = stored("things", KEY, make)
+    wanted = content(folder)
+    DAMAGE[how](folder)
+    assert content(stored("things", KEY, make)) == wanted
+    assert ("is damaged; it is made anew" in caplog.text) == (how != "no checksums")
+    caplog.clear()
+    assert stored("things", KEY, lambda _: pytest.fail("made again")) == folder
+    assert not caplog.text
+
+
+def test_a_result_that_fails_leaves_nothing(own_cache: Path) -> None:
+    def fail(folder: Path) -> None:
+        make(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stored("things", KEY, fail)
+    assert [path.suffix for path in (own_cache / "tandem_things").iterdir()] == [".lock"]
+
+
+def test_of_several_processes_one_works_and_a_killed_one_holds_nobody_up(own_cache: Path, tmp_path: Path) -> None:
+    def slowly(folder: Path) -> None:
+        (tmp_path / f"made by {os.getpid()}").touch()
+        make(folder)
+        time.sleep(0.3 if (tmp_path / "killed").exists() else 60)
+
+    def child() -> int:
+        if not (number := os.fork()):
+            signal.alarm(30)
+            try:
+                stored("things", KEY, slowly)
+            finally:
+                os._exit(0 if place_of("things", KEY).is_dir() else 1)
+        return number
+
+    first = child()
+    while not list(tmp_path.glob("made by *")):
+        time.sleep(0.01)
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    (tmp_path / "killed").touch()
+    assert [os.waitpid(number, 0)[1] for number in [child(), child(), child()]] == [0] * 3
+    assert len(list(tmp_path.glob("made by *"))) == 2
+    assert not [path for path in (own_cache / "tandem_things").iterdir() if path.name[0] == "." and path.is_dir()]
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file.* cannot be written: .* set HF_DATASETS_CACHE to another folder"):
+        stored("things", KEY, make, tmp_path / "file")
+
+    def unreadable(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", "/somewhere/else")
+
+    with pytest.raises(PermissionError):
+        stored("things", KEY, unreadable, tmp_path)
+
+
+def test_a_key_changes_with_every_part_and_every_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    stamps = [stamp(path)]
+    for text in ("one", "other"):
+        path.write_text(text)
+        stamps.append(stamp(path))
+    os.utime(path, ns=(0, 0))
+    stamps.append(stamp(path))
+    keys = [key_of(1, each) for each in stamps] + [
+        key_of(2, stamps[0]),
+        key_of(1, stamps[0], version_of("PIL", "pillow")),
+    ]
+    assert len(set(keys)) == 6
+    assert version_of("no_such_module") is None
+
+
+def test_a_small_value_is_kept_until_it_is_damaged(own_cache: Path) -> None:
+    assert [stored_value("numbers", KEY, lambda value=value: [value, "x"]) for value in (1, 2)] == [[1, "x"]] * 2
+    for text in ("", "{}", '{"value": [3, "x"], "check": "0"}'):
+        place_of("numbers", KEY).write_text(text)
+        assert stored_value("numbers", KEY, lambda: [4, "x"]) == [4, "x"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_readers_see_the_old_folder_or_the_new(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    final, new = tmp_path / "final", tmp_path / "new"
+    for number in range(3):
+        new.mkdir()
+        (new / "number").write_text(str(number))
+        replace_folder(new, final)
+        assert (final / "number").read_text() == str(number)
+        assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    final.rename(tmp_path / ".final.replaced")  # where a process was killed between two renames
+    restore_folder(final)
+    assert (final / "number").read_text() == "2"

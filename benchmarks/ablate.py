@@ -4,7 +4,7 @@
 
 Every variant is trained by scripts/pretrain.py with every seed, one run after the other, each in a process and a folder of
 its own. A run that fails says why and stops no other; started again, it goes on with what is not finished. More seeds
-later add to those that are there. What is measured is the validation split, never the test split.
+later add to those that exist. What is measured is the validation split, never the test split.
 
 On several GPUs, each run by all of them:
     python -m benchmarks.ablate --grid benchmarks/ablations/fusion.yaml \\
@@ -43,7 +43,7 @@ class AblationArguments:
     grid: str | None = arg(
         None, "A YAML file of flags: common ones, and those of each variant, e.g. benchmarks/ablations/fusion.yaml."
     )
-    seeds: int = arg(3, "Runs of each variant; one gives no interval.")
+    seeds: int = arg(3, "Runs of each variant; with one there is no interval.")
     output_dir: str = arg("outputs/ablation", "A folder for each run, and the tables.")
     max_steps: int | None = arg(None, "Steps of every run, in place of the grid's budget.")
     num_train_epochs: float | None = arg(None, "Passes of every run over its images, in place of the grid's budget.")

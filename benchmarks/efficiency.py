@@ -47,7 +47,7 @@ class EfficiencyArguments:
         str(ROOT / "benchmarks/ablations/efficiency.yaml"), "Flags of the variants, as for benchmarks.ablate."
     )
     flags: str = arg("", "Flags of every run, e.g. 'train_file=pairs.jsonl image_size=96'.")
-    seeds: int = arg(3, "Runs of each variant; one gives no interval.")
+    seeds: int = arg(3, "Runs of each variant; with one there is no interval.")
     output_dir: str = arg("outputs/efficiency", "A folder for each run.")
     output_file: str = arg("efficiency.jsonl", "A line a run; the table is put beside it (.md).")
     launcher: str = arg("python", "What starts a run: python, or accelerate launch with its own flags.")

@@ -39,7 +39,7 @@ class HostReads(TorchDispatchMode):
     def __enter__(self) -> "HostReads":
         tolist = self._tolist = torch.Tensor.tolist
 
-        def counted(tensor: torch.Tensor) -> Any:  # of a CPU's tensor, it is no operation
+        def counted(tensor: torch.Tensor) -> Any:  # of a CPU's tensor, it is not an operation
             self._count()
             return tolist(tensor)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.learning --train_file photos_en/captions.jsonl --minutes 4 --output_file learning.jsonl \\
         --vision_model_name_or_path mobilenet_v2_1.0_224 --text_model_name_or_path all-MiniLM-L6-v2
 
-What the contestants do is said in `benchmarks/rivals/learners.py`. Each is a process of its own, one after the other, with every
+What the contestants do is described in `benchmarks/rivals/learners.py`. Each is a process of its own, one after the other, with every
 seed (closed forms, which draw nothing at random, once). Results are added to the file as they come; started again, it goes on
 with what is missing. Only evaluation, reading the encoders and, but for this project, reading the data cost no time.
 
@@ -77,7 +77,7 @@ def plan(args: LearningArguments) -> list[tuple[str, int]]:
 
 
 def read_results(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results that are there already.
+    """Return the results that the file already has.
 
     Raises:
         ValueError: if they were found with other settings.

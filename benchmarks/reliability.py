@@ -5,11 +5,11 @@ All faults, all contestants, in about half an hour on two cores:
 Some of them, all figures and what went wrong to a file, the table beside it:
     python -m benchmarks.reliability --parts resume,damage --contestants tandem,plain_accelerate --output_file faults.json
 
-What is done to each, and what counts as right, is said with the parts in `benchmarks/rivals/reliability/process.py`, the
+What is done to each, and what counts as right, is described with the parts in `benchmarks/rivals/reliability/process.py`, the
 contestants beside it. A figure is in how many of how many trials all was right:
 
 - resume: 21 ways to train on two processes, interrupted once; right is the uninterrupted run's weights, bit for bit. What
-  stands for a way of Accelerate's in this project is in the list of the file. Nothing where it cannot be told to train so.
+  stands for a way of Accelerate's in this project is in the list of the file. Nothing where it has no setting to train so.
 - kill: SIGKILL at evenly spread instants of a save; right is a restart by itself from a right state.
 - kill_often: the same at random, `--kills` times in one run that saves after every step; right is that the newest checkpoint
   found is of the last acknowledged step or a later one.
@@ -66,7 +66,7 @@ class ReliabilityBenchmarkArguments:
 
     parts: str = arg(",".join(TRIALS), "What is done.")
     contestants: str = arg(CONTESTANTS, "Who takes part; ratios of costs are to the first.")
-    trials: int = arg(100, "At most so many trials of a part, which is then less than its whole.")
+    trials: int = arg(100, "At most N trials of each part.")
     kills: int = arg(200, "Kills of kill_often.")
     output_file: str | None = arg(None, "Write all figures to this JSON file, and the tables beside it (.md).")
 

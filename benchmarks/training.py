@@ -9,7 +9,7 @@ The model's own ceiling on a GPU, without a loader:
     accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.training --synthetic \\
         --vision_config base --text_config base --vocab_size 30522 --caption_lengths 32 --batch_sizes 1024 --peak_tflops 989
 
-What the contestants do, and what is equal for all, is said in `benchmarks/rivals/contestants.py`. Each is a process of its
+What the contestants do, and what is equal for all, is described in `benchmarks/rivals/contestants.py`. Each is a process of its
 own, with its own peak memory (of tensors on a GPU, else of the process without its loader workers). They run in turn,
 `--rounds` times, each time from another one on, so what slows the machine down hits all alike. Between its turns a
 contestant is stopped with its loader workers, so nobody decodes images in another's time, and its allocator's free memory
@@ -17,7 +17,7 @@ is given back. A turn begins with steps that are not counted: they fetch that me
 prefetched batches to where it stays. What free work is left is one queue over all rounds together (4 batches per worker
 here, 2 in the peers' loaders); take more steps than that.
 
-Figures are medians over the rounds, ratios are ratios of medians, tokens are those embedded by those that are no padding.
+Figures are medians over the rounds, ratios are ratios of medians, tokens are those embedded by those that are not padding.
 Utilisation counts the model FLOPs of images and real tokens (`mm_utils.model.flops`), not padding or what is computed twice.
 """
 

@@ -3,7 +3,7 @@
 On a laptop, with the embedded data set, in about four minutes:
     accelerate launch scripts/pretrain.py
 
-Your own pairs, from pretrained encoders, on every GPU that `accelerate config` was told of:
+Your own pairs, from pretrained encoders, on every GPU that `accelerate config` has set up:
     accelerate launch scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine \\
         --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
 

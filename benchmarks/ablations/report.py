@@ -96,7 +96,9 @@ def report(summary: dict[str, Any], metrics: Sequence[str]) -> str:
         ]
     seeds = max(len(of["seeds"]) for of in summary.values())
     if seeds == 1:
-        return "\n".join([*lines, "One seed: there is no interval, and no difference here can be told from chance."])
+        return "\n".join(
+            [*lines, "One seed: there is no interval, and no difference here can be distinguished from chance."]
+        )
     compared = sum(one is not None and one["half_width"] is not None for row in found.values() for one in row)
     lines.append(
         f"Mean and 95 % interval (Student) over up to {seeds} seeds, on the validation split. Of {compared} differences, "

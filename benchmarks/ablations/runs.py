@@ -64,7 +64,7 @@ class Run:
         )
         if other:
             raise ValueError(
-                f"{self.folder} holds a run with other flags, of {', '.join(other)}; it is no part of this grid. Give another "
+                f"{self.folder} holds a run with other flags, of {', '.join(other)}; it is not a part of this grid. Give another "
                 "--output_dir, or remove that folder."
             )
         return record
@@ -74,7 +74,7 @@ def read_grid(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The common flags and, by name, those of each variant.
 
     Raises:
-        ValueError: if the file is no grid, or its variants are not given the same budget.
+        ValueError: if the file is not a grid, or its variants do not have the same budget.
     """
     try:
         grid = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

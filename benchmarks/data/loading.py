@@ -7,7 +7,7 @@ Your own pairs, some of the readers, all figures to a file, the table and a pict
 How much memory the main process needs for the metadata of 10 thousand and of a million pairs:
     python -m benchmarks.data.loading --memory
 
-What the readers do, and what is equal for all, is said in `benchmarks/rivals/readers.py`. Those that read another format
+What the readers do, and what is equal for all, is described in `benchmarks/rivals/readers.py`. Those that read another format
 read what `scripts/prepare_data.py` made of the same files; `webdataset`, `litdata`, `mosaic` (package mosaicml-streaming)
 and `lmdb` take part where they are installed. Each is a process of its own with its workers. First it reads an epoch and is
 checked: every pair once, and the right image. Then all run in turn, `--rounds` times, each time from another one on, and
@@ -56,7 +56,7 @@ class LoadingBenchmarkArguments:
     """What to measure, how often."""
 
     train_file: str | None = arg(None, "Pairs to read, a table that names image files; default: synthetic ones.")
-    images: int = arg(2048, "At most so many pairs are read.")
+    images: int = arg(2048, "At most N pairs are read.")
     contestants: str = arg(CONTESTANTS, "Who takes part; figures are relative to the first.")
     batch_size: int = arg(64, "Pairs per batch.")
     image_size: int = arg(224, "Side of the square in pixels.")
@@ -78,7 +78,7 @@ class LoadingBenchmarkArguments:
         if self.train_file and not Path(self.train_file).is_file():
             raise ValueError(f"--train_file is {self.train_file}; there is no such file. Check the path.")
         if self.images < self.batch_size * max(1, self.num_workers):
-            raise ValueError(f"--images is {self.images}; that is no batch for each worker. Give more.")
+            raise ValueError(f"--images is {self.images}; that is not a batch for each worker. Give more.")
 
     @property
     def folder(self) -> Path:
@@ -136,7 +136,7 @@ def summarise(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def grow(folder: Path) -> list[dict[str, Any]]:
-    """What the main process takes for so many rows, each number in a process of its own.
+    """Return what the main process takes for each number of rows, each in a process of its own.
 
     A process before it writes the rows and their tokens to disk.
     """

@@ -5,7 +5,7 @@
 The devices are made up: after each forward pass of the vision tower a process sleeps `--milliseconds` for each pair, the last
 process as many times longer as `--slower` says. Everything else is real: the measurement at the start, the division of the
 batch, collectives, gradients of a tiny model on random pixels and captions. The time of a step is the median of
-`--steps`. The ideal is that of rows dealt in proportion to speed, without a whole number of rows: N / (sum of the speeds).
+`--steps`. The ideal is that of rows assigned in proportion to speed, without a whole number of rows: N / (sum of the speeds).
 """
 
 import logging

@@ -62,7 +62,7 @@ class PlacementBenchmarkArguments:
 
 
 class Rows:
-    """Random pairs, of which each process reads what its loaders' division gives it."""
+    """Random pairs, of which each process reads those that its loaders' division assigns to it."""
 
     order = features = None
 

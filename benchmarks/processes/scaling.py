@@ -28,7 +28,7 @@ from mm_utils.run.start import run_script
 from mm_utils.text import markdown_table
 
 CHECKPOINT_BYTES = 16  # a parameter, its two moments and its average, fp32
-FIRST = 0.1  # of the towers' time: what takes less is no bottleneck yet
+FIRST = 0.1  # of the towers' time: what takes less is not a bottleneck yet
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The contestants of `benchmarks/training.py`: loops of one model, each a process.
 
-Every contestant is a generator that takes one optimizer step per `next`. The process is told which one it is (`Task`), and
+Every contestant is a generator that takes one optimizer step per `next`. The process reads which one it is (`Task`), and
 answers with what it found; then each question `{"uncounted": u, "counted": n}` makes it take u + n steps and answer with
 the time of the last n. After an answer it is stopped, with its loader workers (`benchmarks.harness.TurnTaker`).
 
@@ -16,7 +16,7 @@ the time of the last n. After an answer it is stopped, with its loader workers (
   area and normalises in fp32, texts are padded to 77 tokens, `ClipLoss`. Where open_clip is installed, its own
   `image_transform` and `ClipLoss` are used, else equivalent lines; the process says which.
 
-What is equal for all is said in `loop_bench.py`.
+What is equal for all is described in `loop_bench.py`.
 """
 
 import itertools

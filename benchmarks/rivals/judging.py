@@ -98,7 +98,7 @@ def stock_towers(bench: Bench, model: Any, pools_by_mean: bool, projects: bool =
 
 
 def mean_of(state_NLC: Tensor, attention_mask_NL: Tensor) -> Tensor:
-    """The mean of the tokens that are no padding."""
+    """Return the mean of the tokens that are not padding."""
     weight_NL1 = attention_mask_NL[..., None].to(state_NLC)
     return (state_NLC * weight_NL1).sum(1) / weight_NL1.sum(1)
 

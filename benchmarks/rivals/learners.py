@@ -12,7 +12,7 @@
 - `sentence_transformers`: its trainer and its symmetric MultipleNegativesRankingLoss (`sentence_pairs.py`).
 
 Schedules of the loops follow the clock, so nobody has to guess a number of steps. All keep the weights that were best on
-validation. The loops begin from random projections of one width; batch norms are trained but where it is said.
+validation. The loops begin from random projections of one width; batch norms are trained unless stated otherwise.
 """
 
 import logging

@@ -225,7 +225,7 @@ def open_clip_batches(bench: Bench) -> Iterator[Batch]:
 
 
 class PillowPairs(Dataset):
-    """Pairs as open_clip's `CsvDataset` gives them, one at a time, with tokens made ahead."""
+    """Pairs as open_clip's `CsvDataset` returns them, one at a time, with tokens made ahead."""
 
     def __init__(
         self, images: list[dict[str, Any]], captions: list[list[int]], transform: Callable, pad_token_id: int

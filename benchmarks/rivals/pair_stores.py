@@ -1,6 +1,6 @@
 """One set of pairs in each format that `benchmarks/data/loading.py` reads, written once.
 
-Every function below gives a folder and makes it if it is not there; a folder is complete or not there at all.
+Every function below returns a folder and makes it if it does not exist; a folder is complete or does not exist.
 """
 
 import importlib.util
@@ -174,7 +174,7 @@ def tar_shards(folder: Path, rows: datasets.Dataset, validation: datasets.Datase
 
 
 def litdata(folder: Path, contents: list[bytes]) -> None:
-    """Chunks of a size that gives about as many as the others have shards."""
+    """Write chunks of a size that makes them about as many as the others have shards."""
     from litdata import optimize
 
     optimize(

@@ -37,7 +37,7 @@ class Task:
         contestant: a name in `READERS`.
         train_file: the source; None for synthetic photographs.
         cache_dir: where they and all stores are made, once.
-        images: at most so many are read, a multiple of `batch_size * num_workers`.
+        images: how many are read at most, a multiple of `batch_size * num_workers`.
         batch_size, num_workers, image_size: of the loader.
     """
 

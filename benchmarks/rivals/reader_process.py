@@ -1,6 +1,6 @@
 """A contestant of `benchmarks/data/loading.py` at work: checked first, timed in turns.
 
-The process is told what to read (`reader_bench.Task`) and says what a pair takes on disk. `{"check": true}` makes it read an
+The process reads what to do (`reader_bench.Task`) and prints what a pair takes on disk. `{"check": true}` makes it read an
 epoch and say what is wrong with it; `{"open": true}`, start a fresh loader and say when its first batch was there; then
 `{"batches": n}`, say what n batches took. `{"metadata_rows": n}` in place of all that concerns memory, see `memory_of`.
 
@@ -66,7 +66,7 @@ class Consumer:
         self.moved += pixels.nbytes
 
     def turn(self, batches: int) -> dict[str, float]:
-        """Wall and CPU seconds of so many batches, after two or more that do not count."""
+        """Return wall and CPU seconds of n batches, after two or more that do not count."""
         measured = Timer("consumer.step()", setup="consumer.begin()", globals={"consumer": self}).timeit(batches)
         cpu = cpu_seconds() - self.cpu
         return {"images": self.images, "moved": self.moved, "seconds": measured.raw_times[0], "cpu_seconds": cpu}

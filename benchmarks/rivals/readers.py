@@ -1,6 +1,6 @@
 """The contestants of `benchmarks/data/loading.py`: readers of one set, each a process.
 
-A contestant builds a fresh loader and gives training batches without end: `pixel_values`, `input_ids`, `attention_mask` and
+A contestant builds a fresh loader and yields training batches without end: `pixel_values`, `input_ids`, `attention_mask` and
 `rows`, the numbers of their pairs.
 
 - `datasets`: the normal way. The `Image` feature of `datasets` decodes the original files, `with_transform` resizes, takes

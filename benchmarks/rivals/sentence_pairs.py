@@ -1,6 +1,6 @@
 """The contestant `sentence_transformers`: two towers as a module of it, and its trainer.
 
-Images are told from texts by their type, as in its own CLIP module. The loss is its `MultipleNegativesRankingLoss` in both
+Images are distinguished from texts by their type, as in its own CLIP module. The loss is its `MultipleNegativesRankingLoss` in both
 directions at its fixed scale of 20; learning rate 1e-4, warm-up and cosine, which follow the clock. Images are prepared as in
 `open_clip`; texts are padded to the longest and pooled by the mean.
 """

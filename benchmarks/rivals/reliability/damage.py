@@ -2,7 +2,7 @@
 
 Two checkpoints stand beside each other, of steps 1 and 2, and the newer one is damaged. Damage counts as detected if loading
 raises, passes over to the older checkpoint, or warns with the file's name; it counts as named if the name of the damaged file
-is in what is said.
+is in what it prints.
 """
 
 import shutil

@@ -30,7 +30,7 @@ def small_disk(folder: Path, size: int) -> Iterator[bool]:
 
 
 class Neighbour(threading.Thread):
-    """Another program that takes every byte it can get on a disk, until it is told to end."""
+    """Another program that takes every byte it can get on a disk, until it is asked to end."""
 
     def __init__(self, folder: Path):
         super().__init__(daemon=True)

@@ -32,7 +32,7 @@ def second_save(work: Work, run: Run, checkpoints: Checkpoints) -> Ranks:
 
 
 def wait_for_checkpoints(checkpoints: Checkpoints, run: Run, ranks: Ranks, count: int) -> None:
-    """Return once there are so many, or the process has ended."""
+    """Return once there are `count` checkpoints, or the process has ended."""
     while len(checkpoints(run.folder)) < count and ranks.processes[0].is_alive():
         time.sleep(0.001)
 

@@ -59,7 +59,7 @@ def newest_step(folder: str | Path) -> int:
 
 
 def verify_newest(run: Run) -> None:
-    """Tell how long it takes to find the newest checkpoint whole, every byte of it read."""
+    """Report how long it takes to find the newest complete checkpoint, with every byte read."""
     start = time.monotonic()
     wrong = verify(checkpoint_folders(Path(run.folder))[-1])
     run.tell("verified", seconds=time.monotonic() - start, wrong=wrong)
@@ -173,7 +173,7 @@ class Ours:
 
 
 class Told:
-    """A loader that tells when the next batch is asked for, and gives NaN once if it is to."""
+    """A loader that reports when the next batch is asked for, and yields NaN once if it is to."""
 
     def __init__(self, run: Run, loader: DeviceLoader, start: int):
         self.run, self.loader, self.start = run, loader, start
@@ -198,17 +198,17 @@ class Telling(TrainerCallback):
         self.run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell what was loaded."""
+        """Report what was loaded."""
         if state.global_step:
             self.run.loaded(state.global_step, kwargs["model"], kwargs["optimizer"].optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell of the step; a checkpoint follows if it is due."""
+        """Report the step; a checkpoint follows if it is due."""
         control.should_save = state.global_step in self.run.saves
         self.run.stepped(state.global_step, kwargs["model"], kwargs["optimizer"].optimizer)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell that a checkpoint stands."""
+        """Report that a checkpoint is complete."""
         self.run.tell("saved", step=step_of(kwargs["checkpoint"]))
 
 

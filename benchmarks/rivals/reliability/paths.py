@@ -47,7 +47,7 @@ def escapes(folder: Path) -> tuple[Path, dict[str, str], ThreadingHTTPServer]:
 
 
 def try_escapes(reads: Callable[[Path, str], bool], run: Run) -> None:
-    """Tell which escapes were refused."""
+    """Report which escapes were refused."""
     inside, paths, server = escapes(Path(run.folder))
     for kind, path in paths.items():
         try:

@@ -31,19 +31,19 @@ class Told(TrainerCallback):
         self.run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell what was loaded."""
+        """Report what was loaded."""
         if state.global_step:
             accumulated = state.global_step * self.run.case.accumulate
             self.run.loaded(accumulated, kwargs["model"], kwargs["optimizer"].optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell of the step; a checkpoint follows if it is due."""
+        """Report the step; a checkpoint follows if it is due."""
         step = state.global_step * self.run.case.accumulate
         control.should_save = step in self.run.saves
         self.run.stepped(step, kwargs["model"], kwargs["optimizer"].optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell that the loop goes on."""
+        """Report that the loop goes on."""
         self.run.went_on(state.global_step * self.run.case.accumulate)
 
 

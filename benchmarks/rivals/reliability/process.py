@@ -46,7 +46,7 @@ class Contestant:
         train: called in each process.
         files: what a checkpoint's files are called.
         checkpoints: of a folder, oldest first.
-        has: whether it can be told to train so.
+        has: whether it has a setting to train so.
     """
 
     train: Callable[..., None]
@@ -143,7 +143,7 @@ def damage(who: Contestant, folder: Path, trials: int) -> Answer:
 
 
 def nan(who: Contestant, folder: Path, trials: int) -> Answer:
-    """Give it a batch of NaN in step 6: are weights and all checkpoints finite in the end?"""
+    """Feed a batch of NaN in step 6: are weights and all checkpoints finite in the end?"""
     [outcome] = train(who.train, Run(str(folder), steps=12, saves=(4, 8, 12), keep=2, nan_at=6))
     left = who.checkpoints(folder)
     finite = [
@@ -226,7 +226,7 @@ def _answer(right: list[bool], notes: list[str], **more: Any) -> Answer:
 
 
 def _copy(folder: Path) -> Path:
-    """Of the checkpoints of a run, in a new folder."""
+    """Copy the checkpoints of a run to a new folder; return it."""
     copy = Path(tempfile.mkdtemp(dir=folder.parent))
     for path in folder.glob("checkpoint*"):
         shutil.copytree(path, copy / path.name)

@@ -81,7 +81,7 @@ def test_one_seed_says_so():
     assert "| a | 0.000 |" in report(summarise([record("a", 0, x=-1e-5)], ["a"], ["x"]), ["x"])
     assert "±" not in text
     assert "**" not in text
-    assert text.endswith("One seed: there is no interval, and no difference here can be told from chance.")
+    assert text.endswith("One seed: there is no interval, and no difference here can be distinguished from chance.")
 
 
 def test_the_picture_has_a_panel_for_each_metric_that_was_measured(tmp_path):

@@ -15,7 +15,8 @@ Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation 
 step in which a kernel runs, matmul the share of matrix products in that, launches and waits are calls of CUDA's runtime, all by
 torch's profiler, which slows a step down; the log has the kernels' names.
 Kernels and reads need no GPU (`benchmarks.host_reads`): operations that are more than a view, and values that the host waits for
-with all that was launched before them; a value that it asked for earlier is none.
+with all that was launched before them; a value that it asked for earlier is none. Compiled rows have neither, because counting
+runs the uncompiled code. A setting that does not fit into memory is a row with its error; the table is written after every row.
 """
 
 import json
@@ -41,6 +42,7 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives.grad_cache import TooManyPairsError
 from mm_utils.objectives.padding import length_groups
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
@@ -176,7 +178,11 @@ def profile(step: Step, device: torch.device, milliseconds: float) -> dict[str, 
     events = profiler.key_averages()
     table = events.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70)
     logger.info("%s", table)
-    kernels = {event.key.lower(): event.self_device_time_total for event in events if event.device_type.name == "CUDA"}
+    kernels = {
+        event.key.lower(): event.self_device_time_total
+        for event in events
+        if event.device_type.name == "CUDA" and not event.is_user_annotation  # a span around kernels that are counted
+    }
     busy = sum(kernels.values()) / 3e3
     products = sum(time for name, time in kernels.items() if any(part in name for part in PRODUCTS)) / 3e3
     count = {
@@ -202,22 +208,23 @@ def measure(
         step(number)
     synchronize(accelerator.device)
     setting["start_seconds"] = time.perf_counter() - begin
-    times = []
+    times, last = [], None
     for _ in range(args.rounds):
         begin = time.perf_counter()
         for number in range(args.steps):
-            step(number)
+            last = step(number)
         synchronize(accelerator.device)
         times.append((time.perf_counter() - begin) / args.steps)
     seconds = median(times)
     setting |= {"milliseconds": 1e3 * seconds, "slowest": 1e3 * max(times), "fastest": 1e3 * min(times)}
     setting |= {"pairs_per_second": setting["pairs"] / seconds, "utilisation": operations / seconds / peak}
     setting |= {"tflop": operations / 1e12, "peak_gib": peak_bytes(accelerator.device) / 2**30}
-    with HostReads() as reads:
-        last = step(args.rounds * args.steps)
     setting["loss"] = float(last if setting["loop"] == "bare" else last["loss"])
-    reads.found.pop("optimizer.py:step", None)  # of AdamW that is not fused, whose counts of steps lie on the host
-    setting |= {"kernels": reads.kernels, "reads": sum(reads.found.values())}
+    if not setting["compiled"]:  # the count would run the graph's source instead
+        with HostReads() as reads:
+            step(args.rounds * args.steps)
+        reads.found.pop("optimizer.py:step", None)  # of AdamW that is not fused, whose counts of steps lie on the host
+        setting |= {"kernels": reads.kernels, "reads": sum(reads.found.values())}
     return setting | (profile(step, accelerator.device, 1e3 * seconds) if args.profiled else {})
 
 
@@ -254,6 +261,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     settings = product(
         args.pairs.split(","), args.objectives_tried.split("/"), args.compiled.split(","), args.loops.split(",")
     )
+    ceiling_text = f"{ceiling['flops'] / 1e12:.0f} TFLOP/s, {ceiling['bytes'] / 1e12:.2f} TB/s"
+    about = machine() | {"device": name, "precision": accelerator.mixed_precision, "ceiling": ceiling_text}
     results: list[dict[str, Any]] = []
     for pairs, objectives, compiled, loop in settings:
         if loop == "bare" and objectives != "contrastive":
@@ -261,25 +270,30 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         setting = {"loop": loop, "objectives": objectives, "pairs": int(pairs), "compiled": compiled == "true"}
         try:
             setting = measure(accelerator, setting, args, model_args, ceiling["flops"])
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, TooManyPairsError) as error:
             setting["error"] = str(error).split(".")[0]
         logger.info("%s", json.dumps(setting))
         results.append(setting)
+        write_table(results, about, args.output_file)
         accelerator.free_memory()
         give_memory_back(accelerator.device)
-
-    ceiling_text = f"{ceiling['flops'] / 1e12:.0f} TFLOP/s, {ceiling['bytes'] / 1e12:.2f} TB/s"
-    said = machine() | {"device": name, "precision": accelerator.mixed_precision, "ceiling": ceiling_text}
-    cells = [[result.get(column) for column in COLUMNS] for result in results]
-    table = markdown_table(list(COLUMNS.values()), cells)
-    text = table + "\n\n" + "; ".join(f"{what}: {value}" for what, value in said.items())
-    sys.stdout.write(text + "\n")
-    if args.output_file:
-        Path(args.output_file).write_text(
-            json.dumps({"about": said, "results": results}, indent=2) + "\n", encoding="utf-8"
-        )
-        Path(args.output_file).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    sys.stdout.write(table_text(results, about))
     return results
+
+
+def table_text(results: list[dict[str, Any]], about: dict[str, str]) -> str:
+    """The table, and the machine that it was measured on."""
+    cells = [[result.get(column) for column in COLUMNS] for result in results]
+    errors = [f"\n- {row['loop']}, {row['pairs']} pairs: {row['error']}" for row in results if "error" in row]
+    table = markdown_table(list(COLUMNS.values()), cells)
+    return f"{table}\n{''.join(errors)}\n{'; '.join(f'{what}: {value}' for what, value in about.items())}\n"
+
+
+def write_table(results: list[dict[str, Any]], about: dict[str, str], file: str | None) -> None:
+    """Write the figures so far to `file` and the table beside it."""
+    if file:
+        Path(file).write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n", encoding="utf-8")
+        Path(file).with_suffix(".md").write_text(table_text(results, about), encoding="utf-8")
 
 
 if __name__ == "__main__":

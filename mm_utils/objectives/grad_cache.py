@@ -52,6 +52,10 @@ class OutOfMemoryError(RuntimeError):
         self.here = here
 
 
+class TooManyPairsError(ValueError):
+    """A batch, or a single pair of it, does not fit into memory."""
+
+
 @dataclass
 class MicroBatch:
     """How many pairs' activations this rank holds, None for all; less if memory runs out."""
@@ -62,12 +66,12 @@ class MicroBatch:
         """Halve the size after step `step`, of `rows` pairs on this rank, ran out of memory.
 
         Raises:
-            ValueError: if a single pair does not fit.
+            TooManyPairsError: if a single pair does not fit.
         """
         held = rows if self.size is None else min(self.size, rows)
         if held < 2:
-            raise ValueError(
-                "memory ran out with a single pair; smaller parts there are none. Set --gradient_checkpointing, a smaller "
+            raise TooManyPairsError(
+                "memory ran out with a single pair, the smallest part. Set --gradient_checkpointing, a smaller "
                 "--image_size or --max_seq_length, or take a smaller model."
             )
         self.size = held // 2
@@ -93,7 +97,7 @@ def backward_with_retry(
         restart: called before each try; it clears gradients and seeds the random numbers of the step.
 
     Raises:
-        ValueError: if the batch, or a single pair where there is a micro-batch size, does not fit into memory.
+        TooManyPairsError: if the batch, or a single pair where there is a micro-batch size, does not fit into memory.
     """
     while True:
         restart()
@@ -102,7 +106,7 @@ def backward_with_retry(
         except OutOfMemoryError as error:
             here = error.here
         except torch.OutOfMemoryError as error:
-            raise ValueError(
+            raise TooManyPairsError(
                 f"memory ran out with {len(batch['rows'])} pairs on this process. Set --micro_batch_size auto, which changes "
                 "nothing that is learnt, or --gradient_checkpointing."
             ) from error

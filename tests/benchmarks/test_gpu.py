@@ -1,5 +1,7 @@
 """The bare loop trains the same model on the same batch, and the table has every setting."""
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from benchmarks import gpu
 from benchmarks.host_reads import HostReads
 from mm_utils.copies import HostCopy
 from mm_utils.model.build import ModelArguments
+from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.step import TrainStep
 
 SIZES = {"vision_config": "tiny", "text_config": "tiny", "image_size": 32, "vocab_size": 100}
@@ -85,6 +88,46 @@ def test_reads_are_counted_where_they_are():
         values.tolist()
     assert reads.found == {"elsewhere": 4}
     assert reads.kernels == 4  # >, index, unique, sum
+
+
+def test_a_setting_that_does_not_fit_is_a_row(tmp_path, monkeypatch):
+    """The table has what was measured before it and after it, and is on the disk when a later setting ends the program."""
+    encode = JointObjective.encode
+
+    def encode_few(self, batch, *args, **named):
+        if len(batch["ids"]) == 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if len(batch["ids"]) == 24:
+            raise KeyboardInterrupt
+        return encode(self, batch, *args, **named)
+
+    monkeypatch.setattr(JointObjective, "encode", encode_few)
+    file, flags = tmp_path / "gpu.json", [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
+    flags += ["--objectives_tried", "contrastive", "--compiled", "false", "--rounds", "1", "--steps", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main([*flags, "--loops", "tandem", "--pairs", "8,16,12,24", "--output_file", str(file)])
+    rows = json.loads(file.read_text())["results"]
+    assert [("error" in row, row["pairs"]) for row in rows] == [(False, 8), (True, 16), (False, 12)]
+    assert "memory ran out with 16 pairs" in file.with_suffix(".md").read_text()
+
+
+def test_annotations_are_not_counted_as_busy(monkeypatch):
+    """A span that torch writes around kernels lasts as long as they do together."""
+
+    def event(key: str, annotation: bool) -> SimpleNamespace:
+        device = SimpleNamespace(name="CUDA")
+        return SimpleNamespace(
+            key=key, device_type=device, self_device_time_total=3000.0, count=1, is_user_annotation=annotation
+        )
+
+    class Events(list):
+        def table(self, **_: Any) -> str:
+            return ""
+
+    events = Events([event("nvjet_gemm", False), event("Optimizer.step#AdamW.step", True)])
+    monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda _: events)
+    figures = gpu.profile(lambda _: None, torch.device("cpu"), 2.0)
+    assert (figures["busy"], figures["products"]) == (0.5, 1.0)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ class AblationArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script; return the means as variant/metric. Tests and notebooks give `argv`."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    [args] = parse_args(AblationArguments, argv=argv, doc=__doc__)
+    args = parse_args(AblationArguments, argv=argv, doc=__doc__)[AblationArguments]
     set_up_logging()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RunError("This starts processes itself. Start it with python, and say how it does that with --launcher.")

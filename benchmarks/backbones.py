@@ -290,7 +290,7 @@ def report(found: list[dict[str, str]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the survey; write it where the arguments say."""
-    [args] = parse_args(SurveyArguments, doc=__doc__, argv=argv)
+    args = parse_args(SurveyArguments, doc=__doc__, argv=argv)[SurveyArguments]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # faster, for models this small
     logging.disable(logging.WARNING)

@@ -139,7 +139,7 @@ def _cell(values: list[float], digits: int) -> str | None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return what each run took; `argv` lets tests and notebooks call it."""
     # 1. Arguments and plan.
-    [args] = parse_args(EfficiencyArguments, argv=argv, doc=__doc__)
+    args = parse_args(EfficiencyArguments, argv=argv, doc=__doc__)[EfficiencyArguments]
     set_up_logging()
     common, variants = read_grid(args.grid)
     runs = plan(common | args.common, variants, args.seeds, args.output_dir)

@@ -251,7 +251,8 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return its results; `argv` lets tests and notebooks call it."""
-    args, model_args = parse_args(GpuBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
+    given = parse_args(GpuBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
+    args, model_args = given[GpuBenchmarkArguments], given[ModelArguments]
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     accelerator = make_accelerator()

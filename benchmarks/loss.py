@@ -128,7 +128,7 @@ def extrapolate(measured: dict[str, Any] | None, pairs: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return its figures, one row a measurement."""
-    [args] = parse_args(LossBenchmarkArguments, argv=argv, doc=__doc__)
+    args = parse_args(LossBenchmarkArguments, argv=argv, doc=__doc__)[LossBenchmarkArguments]
 
     # 1. Measure.
     rows: list[dict[str, Any]] = []

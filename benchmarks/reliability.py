@@ -153,7 +153,7 @@ def report(found: dict[str, dict[str, Any]], names: list[str]) -> str:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script; return how often all was right, as `part/contestant`."""
     # 1. Arguments.
-    [args] = parse_args(ReliabilityBenchmarkArguments, argv=argv, doc=__doc__)
+    args = parse_args(ReliabilityBenchmarkArguments, argv=argv, doc=__doc__)[ReliabilityBenchmarkArguments]
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logger.setLevel(logging.INFO)
 

@@ -117,7 +117,7 @@ def measure(kind: str | None, folder: Path, text_QE: Tensor, expected: list[list
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the benchmark and return its figures."""
-    [args] = parse_args(SearchingBenchmarkArguments, argv=argv, doc=__doc__)
+    args = parse_args(SearchingBenchmarkArguments, argv=argv, doc=__doc__)[SearchingBenchmarkArguments]
     set_up_logging()
     torch.set_num_threads(1)
     figures = []

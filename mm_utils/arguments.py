@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import yaml
 from transformers import HfArgumentParser
@@ -65,17 +65,62 @@ _OF_OTHERS = (
     ("image_column caption_column", "sources", "belongs to a source: --sources pairs.csv,caption_column=NAME"),
 )
 
+_RARE = "--set:"  # stands before the name of a rare setting where argparse asks for the name of a flag
+_YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
 _MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 
 
-def arg(default: T, help: str, **metadata: Any) -> T:
-    """Declare a dataclass field together with its ``--help`` line."""
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+class _RareHelp(str):
+    """The help of a rare setting; argparse gets all else that is in a field's metadata."""
 
 
-def parse_args(
-    *arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None, rest: str = ""
-) -> tuple[Any, ...]:
+def arg(default: T, help: str, rare: bool = False, **metadata: Any) -> T:
+    """Declare a dataclass field together with its ``--help`` line.
+
+    A rare one is no flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file.
+    """
+    return dataclasses.field(default=default, metadata={"help": _RareHelp(help) if rare else help, **metadata})
+
+
+def is_rare(field: dataclasses.Field) -> bool:
+    """Return whether a field of a dataclass is given by ``--set``."""
+    return isinstance(field.metadata.get("help"), _RareHelp)
+
+
+class Parsed:
+    """What was parsed: an instance of each dataclass, found by its class, or the value of a flag, by its name."""
+
+    def __init__(self, parsed: Sequence[Any]):
+        self._parsed = list(parsed)
+
+    @overload
+    def __getitem__(self, key: type[T]) -> T: ...
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    def __getitem__(self, key: type[T] | str) -> T | Any:
+        """Return the instance of a dataclass or of a subclass, or the value of a flag.
+
+        Raises:
+            KeyError: if the script has no such flags.
+        """
+        if isinstance(key, str):
+            return next((getattr(each, key) for each in self._parsed if key in _names(each)), None)
+        for each in self._parsed:
+            if isinstance(each, key):
+                return each
+        raise KeyError(key)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All values by name, as ``--config`` reads them back."""
+        return to_dict(*self._parsed)
+
+
+def _names(parsed: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(parsed)}
+
+
+def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None, rest: str = "") -> Parsed:
     """Parse the command line into one instance of each dataclass.
 
     Any mistake, a ``ValueError`` of a dataclass's ``__post_init__`` included, ends the program with one line and exit
@@ -96,24 +141,26 @@ def parse_args(
         formatter_class=_Help,
     )
     parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
+    if parser.rare:
+        parser.add_argument("--set", metavar="NAME=VALUE", help=f"Rare settings. {' '.join(parser.rare)}")
     path = _take_config(parser, argv)
     if path is not None:
         _set_defaults(parser, path)
     try:
         *parsed, unknown = parser.parse_args_into_dataclasses(
-            argv, return_remaining_strings=True, look_for_args_file=False
+            _explicit(parser, argv), return_remaining_strings=True, look_for_args_file=False
         )
     except ValueError as error:
         parser.error(str(error))
+    parsed = parsed[: len(arg_classes)]
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         given = {rest: " ".join(unknown)}
-        filled = (dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed)
-        return tuple(filled)[: len(arg_classes)]
+        return Parsed([dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed])
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
-    return tuple(parsed[: len(arg_classes)])
+    return Parsed(parsed)
 
 
 def to_dict(*parsed: Any) -> dict[str, Any]:
@@ -133,6 +180,9 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
     for each in dataclasses.fields(arg_class):
         value = settings.get(each.name)
         if value is not None and value != each.default and each.name not in leave_out:
+            if is_rare(each):
+                words += ["--set", f"{each.name}={value}"]
+                continue
             words += [f"--{each.name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return words
 
@@ -163,10 +213,32 @@ def launch_command(script: str, words: Sequence[str], launcher: str = "accelerat
 
 
 class _Parser(HfArgumentParser):
-    """Report a mistake in one line, without secrets and without the list of all flags."""
+    """Report a mistake in one line, without secrets and without the list of all flags.
+
+    Attributes:
+        rare: a line about each rare setting, for the help of ``--set``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.rare: list[str] = []
+        super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace(_RARE, "--set ")
         self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
+
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        super()._add_dataclass_arguments(dtype)
+        for field in filter(is_rare, dataclasses.fields(dtype)):
+            action, *others = [each for each in self._actions if each.dest == field.name]
+            for option in [option for each in (action, *others) for option in each.option_strings]:
+                del self._option_string_actions[option]
+            for other in others:  # of `--no_NAME`
+                self._actions.remove(other)
+                self._action_groups[-1]._group_actions.remove(other)
+            action.option_strings, action.help = [f"{_RARE}{field.name}"], argparse.SUPPRESS
+            self._option_string_actions[action.option_strings[0]] = action
+            self.rare.append(f"{field.name}: {field.metadata['help']} (default: {field.default})")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -194,17 +266,48 @@ def _titled(arg_class: Any) -> Any:
 
 
 def _take_config(parser: HfArgumentParser, argv: list[str]) -> str | None:
-    for at, word in enumerate(argv):
-        if word.startswith("--config="):
-            del argv[at]
-            return word.partition("=")[2]
-        if word == "--config":
-            if at + 1 == len(argv):
-                parser.error("--config needs a path, e.g. --config recipes/tiny.yaml")
-            path = argv[at + 1]
-            del argv[at : at + 2]
-            return path
-    return None
+    """Take ``--config`` out of the words; return its file."""
+    found: list[str] = []
+    while (at := next((at for at, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)) is not None:
+        _, joined, path = argv.pop(at).partition("=")
+        if not joined and at == len(argv):
+            parser.error("--config needs a path, e.g. --config recipes/tiny.yaml")
+        found.append(path if joined else argv.pop(at))
+    if len(found) > 1:
+        parser.error(
+            f"--config is {' and '.join(found)}; one file is read. Join them, or give the others' lines as flags."
+        )
+    return found[0] if found else None
+
+
+def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
+    """Return the words with ``--flag`` of yes or no as ``--flag=true``, and with ``--set name=value`` as argparse knows it.
+
+    Otherwise argparse would take the word behind a flag of yes or no for its value, whatever it is.
+    """
+    words, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        action = parser._option_string_actions.get(word)
+        if word.startswith("--set="):
+            word, rest = "--set", [word.partition("=")[2], *rest]
+        if word == "--set" and parser.rare:
+            if not rest or "=" not in rest[0]:
+                parser.error(
+                    f"--set {rest[0] if rest else ''} has no value; write --set name=value, e.g. --set adam_beta2=0.95."
+                )
+            while rest and "=" in rest[0] and not rest[0].startswith("-"):
+                name = rest[0].partition("=")[0]
+                if f"{_RARE}{name}" not in parser._option_string_actions:
+                    known = [each.partition(":")[0] for each in parser.rare]
+                    flag = f" It is a flag: --{name}." if f"--{name}" in parser._option_string_actions else ""
+                    parser.error(f"--set has {name!r}; there is no such setting.{flag} Choose of {', '.join(known)}.")
+                words.append(_RARE + rest.pop(0))
+        elif action is not None and action.nargs == "?" and action.const is True:
+            words.append(f"{word}={rest.pop(0) if rest and rest[0].lower() in _YES_OR_NO else 'true'}")
+        else:
+            words.append(word)
+    return words
 
 
 def _set_defaults(parser: HfArgumentParser, path: str) -> None:
@@ -247,6 +350,8 @@ def _advice(word: str, known: dict[str, Any]) -> str:
     for names, needed, advice in _OF_OTHERS:
         if name in names.split() and (not needed or needed in known):
             return f": it {advice}."
+    if name in known and known[name].option_strings[0].startswith(_RARE):
+        return f": it is --set {name}=VALUE here."
     return _did_you_mean(word, known)
 
 

@@ -67,7 +67,8 @@ class EmbedArguments:
 def main(argv: list[str] | None = None) -> dict[str, int]:
     """Run the script and return the numbers of images; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    args, data_args = parse_args(EmbedArguments, DataArguments, argv=argv, doc=__doc__)
+    given = parse_args(EmbedArguments, DataArguments, argv=argv, doc=__doc__)
+    args, data_args = given[EmbedArguments], given[DataArguments]
     source = data_args.dataset_name or data_args.train_file or data_args.dataset_dir
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")

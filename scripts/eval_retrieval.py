@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (EvalRetrievalArguments, EvaluationArguments, DataArguments, LoaderArguments)
-    args, eval_args, data_args, loader_args = parse_args(*groups, argv=argv, doc=__doc__)
+    given = parse_args(*groups, argv=argv, doc=__doc__)
+    args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
+    data_args, loader_args = given[DataArguments], given[LoaderArguments]
     check_model(args.model_name_or_path)
     accelerator = make_accelerator()
 

@@ -54,7 +54,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (EvalZeroShotArguments, LabelledArguments, ZeroShotArguments, LoaderArguments)
-    args, data_args, zero_shot_args, loader_args = parse_args(*groups, argv=argv, doc=__doc__)
+    given = parse_args(*groups, argv=argv, doc=__doc__)
+    args, data_args = given[EvalZeroShotArguments], given[LabelledArguments]
+    zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
     check_model(args.model_name_or_path)
     accelerator = make_accelerator()
 

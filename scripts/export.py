@@ -71,7 +71,8 @@ class ExportArguments:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the script and return the figures by precision; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    args, data_args = parse_args(ExportArguments, DataArguments, argv=argv, doc=__doc__)
+    given = parse_args(ExportArguments, DataArguments, argv=argv, doc=__doc__)
+    args, data_args = given[ExportArguments], given[DataArguments]
     check_packages()
     from mm_utils.extras.export.comparison import add_recall, compare, table
     from mm_utils.extras.export.folder import write_graphs, write_report

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from transformers import TrainerCallback
 
-from mm_utils.arguments import parse_args, to_dict
+from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.tasks import TaskArguments
@@ -53,18 +53,19 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, float]:
     """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    parsed = parse_args(
+    given = parse_args(
         *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments),
         *(FinetuningArguments, InterpolationArguments, HubArguments, RunArguments),
         argv=argv,
         doc=__doc__,
     )
-    task_args, loader_args, classifier_args, lora_args, optimizer_args, *others = parsed
-    args, interpolation_args, hub_args, run_args = others
+    task_args, loader_args, classifier_args = given[TaskArguments], given[LoaderArguments], given[ClassifierArguments]
+    lora_args, optimizer_args, args = given[LoraArguments], given[OptimizerArguments], given[FinetuningArguments]
+    interpolation_args, hub_args, run_args = given[InterpolationArguments], given[HubArguments], given[RunArguments]
     check_model(classifier_args.model_name_or_path)
     if run_args.dry_run:
-        return dry_run(main, "finetune", argv, args, to_dict(*parsed))
-    run = start_run("finetune", args, run_args, hub_args, to_dict(*parsed))
+        return dry_run(main, "finetune", argv, args, given.settings)
+    run = start_run("finetune", args, run_args, hub_args, given.settings)
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)

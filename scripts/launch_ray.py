@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Launch the script and return its metrics, those of the best trial of a sweep."""
     # 1. Arguments: the launcher's, the script, the script's.
     own, script, words = split_words(sys.argv[1:] if argv is None else argv)
-    [args] = parse_args(LaunchArguments, argv=own, doc=__doc__)
+    args = parse_args(LaunchArguments, argv=own, doc=__doc__)[LaunchArguments]
     command = read_command(args, script, words)
     set_up_logging()
 

@@ -55,7 +55,8 @@ class MineArguments:
 def main(argv: list[str] | None = None) -> dict[str, int]:
     """Run the script and return how many negatives were found; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    args, mining = parse_args(MineArguments, MiningArguments, argv=argv, doc=__doc__)
+    given = parse_args(MineArguments, MiningArguments, argv=argv, doc=__doc__)
+    args, mining = given[MineArguments], given[MiningArguments]
     if not is_prepared(args.dataset_name):
         raise ValueError(
             f"--dataset_name is {args.dataset_name}; it was not prepared. Give it to scripts/prepare_data.py."

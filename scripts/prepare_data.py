@@ -31,7 +31,7 @@ An interrupted run continues where it stopped when the same command is given aga
 import logging
 import time
 
-from mm_utils.arguments import parse_args, to_dict
+from mm_utils.arguments import parse_args
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
@@ -51,8 +51,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments, DatasetHubArguments)
-    parsed = parse_args(*groups, argv=argv, doc=__doc__)
-    args, checks, timed, reconcile_args, paths, hub_args = parsed
+    given = parse_args(*groups, argv=argv, doc=__doc__)
+    args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
+    reconcile_args, paths, hub_args = given[ReconcileArguments], given[PathArguments], given[DatasetHubArguments]
     set_up_logging()
     if args.verify:
         rows = verify(args.verify)
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
         # 4. Write the data set, and the report on it.
         pairs = write_pairs(found, ingested.parts, work / "result")
-        summary = summarize(args, to_dict(*parsed), ingested, found, pairs)
+        summary = summarize(args, given.settings, ingested, found, pairs)
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))

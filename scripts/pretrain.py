@@ -22,7 +22,7 @@ from functools import partial
 
 from transformers import TrainerCallback
 
-from mm_utils.arguments import parse_args, to_dict
+from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.loaders import LoaderArguments
@@ -59,25 +59,31 @@ from mm_utils.training.trainer import Trainer
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, float]:
     """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    parsed = parse_args(
+    given = parse_args(
         *(DataArguments, MediaArguments, StreamingArguments, LoaderArguments, FeatureCacheArguments),
         *(ModelArguments, LoraArguments, ProjectionStartArguments, ObjectiveArguments, OptimizerArguments),
         *(TrainingArguments, EvaluationArguments, InterpolationArguments, HubArguments, RunArguments),
         argv=argv,
         doc=__doc__,
     )
-    data_args, media_args, stream_args, loader_args, cache_args, *others = parsed
-    model_args, lora_args, start_args, objective_args, optimizer_args, *others = others
-    args, eval_args, interpolation_args, hub_args, run_args = others
-    media_args.check(to_dict(*parsed))
+    data_args, media_args, stream_args = given[DataArguments], given[MediaArguments], given[StreamingArguments]
+    loader_args, cache_args, model_args = given[LoaderArguments], given[FeatureCacheArguments], given[ModelArguments]
+    lora_args, start_args, objective_args = (
+        given[LoraArguments],
+        given[ProjectionStartArguments],
+        given[ObjectiveArguments],
+    )
+    optimizer_args, args, eval_args = given[OptimizerArguments], given[TrainingArguments], given[EvaluationArguments]
+    interpolation_args, hub_args, run_args = given[InterpolationArguments], given[HubArguments], given[RunArguments]
+    media_args.check(given.settings)
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features, args.balance)
     objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
     interpolation_args.check(model_args, bool(start_args.closed_form_images) and not stream_args.streaming)
     check_model(model_args.model_name_or_path)
     check_model(objective_args.teacher_name_or_path, "--teacher_name_or_path")
     if run_args.dry_run:
-        return dry_run(main, "pretrain", argv, args, to_dict(*parsed))
-    run = start_run("pretrain", args, run_args, hub_args, to_dict(*parsed))
+        return dry_run(main, "pretrain", argv, args, given.settings)
+    run = start_run("pretrain", args, run_args, hub_args, given.settings)
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
     regions, make_processor = objective_args.reads_regions, partial(load_processor, model_args)

@@ -55,7 +55,7 @@ class SearchArguments:
 def main(argv: list[str] | None = None) -> None:
     """Run the script; `argv` lets tests and notebooks call it."""
     # 1. Arguments.
-    [args] = parse_args(SearchArguments, argv=argv, doc=__doc__, rest="query")
+    args = parse_args(SearchArguments, argv=argv, doc=__doc__, rest="query")[SearchArguments]
     set_up_logging()
     given = [name for name in ("query", "image", "serve") if getattr(args, name)]
     if len(given) != 1:

@@ -29,7 +29,7 @@ class VerifyArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return the number of checkpoints; raise RunError if one is damaged."""
     # 1. Arguments.
-    [args] = parse_args(VerifyArguments, argv=argv, doc=__doc__)
+    args = parse_args(VerifyArguments, argv=argv, doc=__doc__)[VerifyArguments]
     set_up_logging()
     folders = checkpoint_folders(Path(args.output_dir))
     if not folders:

@@ -38,6 +38,8 @@ class First:
     name: str | None = arg(None, "A name.")
     shuffle: bool = arg(True, "On by default.")
     verbose: bool = arg(False, "Off by default.")
+    rate_of_old: float = arg(0.9, "A rare one.", rare=True)
+    careful: bool = arg(True, "A rare one of yes or no.", rare=True)
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Second:
 
 
 def parse(*argv: str) -> tuple[First, Second]:
-    return parse_args(First, Second, argv=argv, doc="What it does.\n\n    a command")
+    given = parse_args(First, Second, argv=argv, doc="What it does.\n\n    a command")
+    return given[First], given[Second]
 
 
 def config(folder: Path, text: str) -> str:
@@ -118,6 +121,16 @@ def test_booleans(argv: list[str], shuffle: bool, verbose: bool) -> None:
     assert (first.shuffle, first.verbose) == (shuffle, verbose)
 
 
+def test_rare_settings_are_set_by_name(tmp_path: Path) -> None:
+    first, _ = parse("--set", "rate_of_old=0.5", "careful=no", "--name", "x")
+    assert (first.rate_of_old, first.careful, first.name) == (0.5, False, "x")
+    assert parse(*to_words(First, to_dict(first)))[0] == first
+    path = config(
+        tmp_path, "rate_of_old: 0.7\ncareful: false"
+    )  # as earlier versions, where they were flags, wrote them
+    assert parse("--config", path, "--set=rate_of_old=0.8")[0] == First(rate_of_old=0.8, careful=False)
+
+
 def test_a_key_twice_on_one_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("{seed: 1, seed: 2}\n")
@@ -144,6 +157,15 @@ def test_command_line_turns_yamls_false_on_again(tmp_path: Path) -> None:
         (["--batch_size", "1.5"], "argument --batch_size/--batch-size: invalid int value: '1.5'"),
         (["--batch_size", "0"], "--batch_size is 0; give at least 1."),
         (["--config"], "--config needs a path"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is a.yaml and b.yaml; one file is read."),
+        (["--verbose", "maybe"], "unknown argument maybe"),
+        (["--rate_of_old", "1"], "unknown argument --rate_of_old: it is --set rate_of_old=VALUE here."),
+        (["--set", "rate_of_old"], "--set rate_of_old has no value"),
+        (
+            ["--set", "name=x"],
+            "--set has 'name'; there is no such setting. It is a flag: --name. Choose of rate_of_old,",
+        ),
+        (["--set", "rate_of_old=high"], "argument --set rate_of_old: invalid float value: 'high'"),
         (["--config", "nowhere.yaml"], "--config is nowhere.yaml; there is no such file"),
     ],
 )
@@ -203,7 +225,8 @@ def test_flags_of_other_trainers_are_answered_in_one_line(
 
 
 def test_both_spellings_of_a_flag_are_read() -> None:
-    assert parse_args(*ALL, argv=["--learning-rate", "0.25"]) == parse_args(*ALL, argv=["--learning_rate", "0.25"])
+    one, other = (parse_args(*ALL, argv=[f"--learning{mark}rate", "0.25"]).settings for mark in "-_")
+    assert one == other
 
 
 def test_advice_names_no_flag_that_the_script_lacks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +254,14 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit.value.code == 0
     text = capsys.readouterr().out
     assert "What it does.\n\n    a command" in text
-    for shown in ("A rate. ", "(default: 0.5)", "(default: 8)", "--config FILE", "--no_shuffle"):
+    for shown in (
+        "rate_of_old: A rare one. (default: 0.9)",
+        "A rate. ",
+        "(default: 0.5)",
+        "(default: 8)",
+        "--config FILE",
+        "--no_shuffle",
+    ):
         assert shown in " ".join(text.split()) or shown in text
     assert "default: None" not in text
 
@@ -247,9 +277,9 @@ def test_help_of_all_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 def test_to_dict_reads_back(tmp_path: Path) -> None:
     flags = ["--learning_rate", "2e-4", "--no_greater_is_better", "--freeze_text", "--vision_pooling", "cls"]
     parsed = parse_args(*ALL, argv=flags)
-    assert not parsed[5].greater_is_better
-    path = config(tmp_path, yaml.safe_dump(to_dict(*parsed)))
-    assert parse_args(*ALL, argv=["--config", path]) == parsed
+    assert parsed[OptimizerArguments].learning_rate == parsed["learning_rate"] == 2e-4
+    path = config(tmp_path, yaml.safe_dump(parsed.settings))
+    assert parse_args(*ALL, argv=["--config", path]).settings == parsed.settings
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -279,7 +309,9 @@ def test_wrong_values_of_the_real_flags(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_words_beside_the_flags_fill_the_one_that_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = parse_args(First, Second, argv=["a", "--limit", "2", "b c"], rest="name")
+    given = parse_args(First, Second, argv=["a", "--limit", "2", "--verbose", "b c"], rest="name")
+    first, second = given[First], given[Second]
+    assert first.verbose  # a flag of yes or no takes no other word
     assert (first.name, first.learning_rate, second.limit) == ("a b c", 0.5, 2)
     for argv, rest in ((["a", "--unknown"], "name"), (["a"], "")):
         with pytest.raises(SystemExit):

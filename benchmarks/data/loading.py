@@ -155,7 +155,7 @@ def grow(folder: Path) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the script and return its figures; `argv` lets tests and notebooks call it."""
     # 1. Arguments.
-    [args] = parse_args(LoadingBenchmarkArguments, argv=argv, doc=__doc__)
+    args = parse_args(LoadingBenchmarkArguments, argv=argv, doc=__doc__)[LoadingBenchmarkArguments]
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     args.folder.mkdir(parents=True, exist_ok=True)

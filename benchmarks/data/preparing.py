@@ -79,7 +79,7 @@ def pillow(paths: list[Path], folder: Path, short_side: int) -> None:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script; return milliseconds of CPU an image. Tests and notebooks give `argv`."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    [args] = parse_args(PreparingBenchmarkArguments, argv=argv, doc=__doc__)
+    args = parse_args(PreparingBenchmarkArguments, argv=argv, doc=__doc__)[PreparingBenchmarkArguments]
     set_up_logging()
     torch.set_num_threads(1)
 

@@ -87,7 +87,8 @@ def timed_run(
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return its figures, a row for each setting."""
-    args, model_args = parse_args(BalanceBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
+    given = parse_args(BalanceBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
+    args, model_args = given[BalanceBenchmarkArguments], given[ModelArguments]
     logging.basicConfig(level=logging.WARNING)
     accelerator, results = make_accelerator(), []
     for slower in map(float, args.slower.split(",")):

@@ -145,7 +145,8 @@ def batch_of_this_rank(pairs: int, negative_tokens: int, vocabulary: int, device
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return its figures, a row for each step."""
-    args, model_args = parse_args(CommunicationArguments, ModelArguments, argv=argv, doc=__doc__)
+    given = parse_args(CommunicationArguments, ModelArguments, argv=argv, doc=__doc__)
+    args, model_args = given[CommunicationArguments], given[ModelArguments]
     logging.basicConfig(level=logging.WARNING)
     accelerator, results = make_accelerator(), []
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)

@@ -152,7 +152,7 @@ def measure(rank: int, world: int, folder: str, args: AblationArguments) -> None
 
 def main(argv: list[str] | None = None) -> dict[str, dict[int, dict[str, float]]]:
     """Run the script and return the table by recipe, number of processes and column."""
-    [args] = parse_args(AblationArguments, argv=argv, doc=__doc__)
+    args = parse_args(AblationArguments, argv=argv, doc=__doc__)[AblationArguments]
 
     # 1. Measure. All processes are forked from one that has imported everything.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["accelerate", "mm_utils.objectives.losses"])

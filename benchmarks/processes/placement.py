@@ -139,7 +139,8 @@ def measure(
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return its results; `argv` lets tests and notebooks call it."""
-    args, model_args = parse_args(PlacementBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
+    given = parse_args(PlacementBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
+    args, model_args = given[PlacementBenchmarkArguments], given[ModelArguments]
     accelerator = make_accelerator()
     if distributed.world_size() < 2:
         raise ValueError("there is one process, which has both encoders. Start two or more with torchrun.")

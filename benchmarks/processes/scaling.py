@@ -146,7 +146,8 @@ def report(results: list[dict[str, Any]], parameters: int, gflops: float, args: 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return its figures, a row for each number of GPUs and batch."""
-    args, model_args = parse_args(ScalingArguments, ScaledModelArguments, argv=argv, doc=__doc__)
+    given = parse_args(ScalingArguments, ScaledModelArguments, argv=argv, doc=__doc__)
+    args, model_args = given[ScalingArguments], given[ScaledModelArguments]
     logging.basicConfig(level=logging.WARNING)
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
     model = build_model(model_args, processor.tokenizer)

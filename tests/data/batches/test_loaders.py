@@ -81,7 +81,7 @@ def test_ranks_share_the_batches(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 8)
     assert LoaderArguments(dataloader_num_workers="3").num_workers == 3
-    [parsed] = parse_args(LoaderArguments, argv=["--dataloader_num_workers", "5"])
+    parsed = parse_args(LoaderArguments, argv=["--dataloader_num_workers", "5"])[LoaderArguments]
     assert parsed.num_workers == 5
     for local_ranks, expected in (("1", 7), ("2", 3), ("8", 0), ("64", 0)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)

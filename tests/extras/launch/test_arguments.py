@@ -131,7 +131,7 @@ def test_the_launcher_of_a_command_is_told_again(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["scripts/launch_ray.py"])
-    [args] = parse_args(LaunchArguments, argv=own)
+    args = parse_args(LaunchArguments, argv=own)[LaunchArguments]
     words = ["--output_dir", str(tmp_path)]
     found = read_command(args, "scripts/pretrain.py", words).launcher
     assert found == f"python scripts/launch_ray.py{launcher}"

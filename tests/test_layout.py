@@ -196,7 +196,7 @@ def test_functions_and_constructors_stay_small() -> None:
 def test_scripts_are_stories() -> None:
     for path in SCRIPTS:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert lines(path) <= 125
+        assert lines(path) <= 140
         assert ast.get_docstring(tree)
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
         assert [node.name for node in functions] == ["main"], f"{path} defines more than main"

@@ -31,6 +31,8 @@ REASONS = {
     "download_failed": "The image could not be downloaded. Check the address, and run again to retry.",
     "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
     "truncated_archive": "The archive ends too early. Copy it again.",
+    "compressed_archive": "The archive is compressed, which its name does not say. Decompress it.",
+    "linked_folder": "The folder is a link and is not entered. Give its target as a source of its own, or copy it.",
     # images
     "image_empty": "The image has 0 bytes. Fetch it again.",
     "image_truncated": "The image ends too early. Fetch it again.",

@@ -9,7 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pyarrow as pa
 import pyarrow.parquet as pq
+
+from mm_utils.data.faults import Fault
 
 _GROWTH, _ALLOWED = 100, 64 << 20  # the most decoded bytes per byte of the file, besides those that any file may have
 _ROWS_ALLOWED = 20_000  # besides one row per byte of the file
@@ -56,8 +59,8 @@ class ParquetRows:
 
     def cells(
         self, columns: Sequence[str], batch_rows: int, first: int = 0
-    ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Read some columns from row `first` on; give the row group, the row in it, and the cells.
+    ) -> Iterator[tuple[int, int, dict[str, Any] | Fault]]:
+        """Read some columns from row `first` on; yield the row group, the row in it, and its cells, or why it has none.
 
         One row group is read after the other, so that batches are the same wherever the reading began.
         """
@@ -72,7 +75,7 @@ class ParquetRows:
                 decoded += batch.nbytes
                 self._check_decoded(decoded)
                 start = min(max(0, skipped - row), len(batch))
-                for place, values in enumerate(batch.slice(start).to_pylist(), row + start):
+                for place, values in enumerate(cells_of(batch.slice(start)), row + start):
                     yield group, place, values
                 row += len(batch)
 
@@ -81,6 +84,24 @@ class ParquetRows:
             raise ValueError(
                 f"{self.name} decodes to more than {self._most:,} bytes, {_GROWTH} times its size and more. Write it anew."
             )
+
+
+def cells_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Fault]:
+    """Return the rows of a batch; bad_encoding in place of one with a text that is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [_cells_of_row(batch, row) for row in range(len(batch))]
+
+
+def _cells_of_row(batch: pa.RecordBatch, row: int) -> dict[str, Any] | Fault:
+    values: dict[str, Any] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            values[name] = column[row].as_py()
+        except UnicodeDecodeError as error:
+            return Fault("bad_encoding", f"column {name} is not UTF-8 text: byte {error.start + 1}")
+    return values
 
 
 def check_files(paths: Sequence[str]) -> None:

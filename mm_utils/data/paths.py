@@ -1,18 +1,24 @@
 """Paths that data name: limits of reading, and a jail that no path leaves unnoticed."""
 
 import errno
+import glob
+import itertools
+import math
 import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import fsspec
+
 from mm_utils.data.faults import REASONS, Fault
 from mm_utils.files import is_passing, read_regular_file, retry
 
+MOST_FILES = 1_000_000  # that a pattern stands for
 LONGEST_NAME = 255  # bytes of one file name, on every usual file system
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://|(pipe|data):")
 _MOST_HINTS = 10  # missing files whose folder is searched for a similar name: a long listing takes a second
@@ -73,7 +79,7 @@ class Jail:
                 self._check_place(path, name, follow=True)
                 mode = os.stat(path).st_mode
         except OSError as error:
-            hint = self._similar_name(path) if isinstance(error, FileNotFoundError) else ""
+            hint = self._similar_name(path, name) if isinstance(error, FileNotFoundError) else ""
             raise file_fault(error, path, hint) from error
         if not stat.S_ISREG(mode):
             raise Fault("not_a_file", f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}")
@@ -95,8 +101,11 @@ class Jail:
         if not any(f"{real}{os.sep}".startswith(root) for root in self._real_roots):
             raise Fault("outside_root", f"{name} leads to {real}, outside {self.root}")
 
-    def _similar_name(self, path: str) -> str:
-        """Return a hint at a file whose name differs only in case or Unicode form."""
+    def _similar_name(self, path: str, written: str) -> str:
+        """Return a hint at a file whose name differs only in case, Unicode form, or the slashes of Windows."""
+        slashed = written.replace("\\", "/")
+        if slashed != written and os.path.exists(os.path.join(self.root, slashed)):
+            return f"; there is {slashed}, and a path has slashes"
         folder, name = os.path.split(path)
         self._hints += 1
         if self._hints > _MOST_HINTS or not os.path.isdir(folder):
@@ -119,6 +128,25 @@ def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, ti
         Jail(str(folder), allow_outside).resolve(os.path.abspath(path))
     except Fault as fault:
         raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
+
+
+def walk(folder: str, unread: list[Fault] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Walk the folders below `folder` in order; yield each with the sorted names of its files.
+
+    A folder that is a link is not entered, nor is one that cannot be listed; their faults are added to `unread`, with paths
+    relative to `folder`.
+    """
+    failed: list[OSError] = []
+    for place, inside, names in os.walk(folder, onerror=failed.append):
+        if unread is not None:
+            unread += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
+            linked = (path for name in sorted(inside) if os.path.islink(path := os.path.join(place, name)))
+            unread += (Fault("linked_folder", os.path.relpath(path, folder)) for path in linked)
+        failed.clear()
+        inside.sort()
+        yield place, sorted(names)
+    if unread is not None:
+        unread += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
 
 
 def read_file(path: str, limits: Limits, offset: int = 0, size: int | None = None) -> bytes:
@@ -160,14 +188,39 @@ def _folded(name: str) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for."""
-    match = re.search(r"\{([^{}]+)\}", pattern)
-    if match is None:
-        return [pattern]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if span is None:
-        choices = match[1].split(",")
-    else:
-        choices = [str(number).zfill(len(span[1])) for number in range(int(span[1]), int(span[2]) + 1)]
-    before, after = pattern[: match.start()], pattern[match.end() :]
-    return [name for choice in choices for name in expand_braces(before + choice + after)]
+    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for.
+
+    Raises:
+        ValueError: if they are more than `MOST_FILES`.
+    """
+    parts = [part.split(",") if at % 2 else [part] for at, part in enumerate(re.split(r"\{([^{}]+)\}", pattern))]
+    counts = [1]
+    for at, [first, *more] in enumerate(parts):
+        span = None if more or at % 2 == 0 else re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", first)
+        numbers = range(int(span[1]), int(span[2]) + 1) if span else range(len(parts[at]))
+        counts.append(len(numbers))
+        if math.prod(counts) > MOST_FILES:
+            raise ValueError(f"{pattern} stands for more than {MOST_FILES:,} files. Shorten its ranges.")
+        if span:
+            parts[at] = [str(number).zfill(len(span[1])) for number in numbers]
+    names = map("".join, itertools.product(*parts))
+    if len(counts) == 2:
+        return list(names)
+    return [found for name in names for found in expand_braces(name)]  # braces may lie in braces
+
+
+def files_of_pattern(pattern: str) -> list[str]:
+    """Return the files that a path with ``*``, ``[..]``, ``{000..063}`` or ``{a,b}`` stands for, on disk or a server.
+
+    A part of it that finds no file is returned as it is written, so that whoever opens it names it.
+    """
+    found: list[str] = []
+    for name in expand_braces(pattern):
+        if not any(sign in name for sign in "*[") or os.path.isfile(name):
+            found.append(name)
+        elif "://" in name:
+            files = fsspec.url_to_fs(name)[0]
+            found += sorted(files.unstrip_protocol(path) for path in files.glob(name)) or [name]
+        else:
+            found += sorted(glob.glob(name, recursive=True)) or [name]
+    return list(dict.fromkeys(found))

@@ -10,7 +10,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.rows.columns import split_of
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.text_files import checked_object, is_utf16, parse_json, read_document
+from mm_utils.data.rows.text_files import checked_object, parse_json, read_document, wide_encoding
 
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)")
 _PIPES = re.compile(r"(?P<name>[^|]+)\|\s*(?P<number>\d+)\s*\|(?P<caption>.*)")
@@ -117,8 +117,8 @@ def _open_document(
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
     path = Path(source.path)
     with path.open("rb") as head:
-        if is_utf16(head.read(4096)):
-            raise ValueError(f"{source.title}; the file is UTF-16 text. Save it as UTF-8.")
+        if wide := wide_encoding(head.read(4096)):
+            raise ValueError(f"{source.title}; the file is {wide} text. Save it as UTF-8.")
     try:
         document = parse_json(read_document(path))
     except Fault as fault:

@@ -4,7 +4,8 @@ import difflib
 import hashlib
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,8 @@ def find_columns(
         option = wanted.option.format(kind)
         found[kind] = find_column(option, names, title, getattr(wanted, kind), usual) or spare
         if found[kind] is None and kind in _NEEDED:
+            found[kind] = spelt_otherwise(names, usual)
+        if found[kind] is None and kind in _NEEDED:
             advice = f"Set {option}." if option.startswith("--") else f"Write it behind the path: ,{option}=NAME."
             shown = medium if kind == "image" else kind
             raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
@@ -156,7 +159,8 @@ def _find_medium(
             f"{' or '.join(found)}."
         )
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
-    return next(iter(found), None) or kind_of_value(first.get(str(files))) or "image"
+    known = next(iter(found), None) or kind_of_value(first.get(str(files)))
+    return known or next((kind for kind in ("clip", "sound") if spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")
 
 
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:
@@ -184,6 +188,12 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
             f"{title}; the columns {' and '.join(found)} differ in case alone. Set {option} to one of them."
         )
     return next(iter(exact or found), None)
+
+
+def spelt_otherwise(names: Iterable[str], usual: Iterable[str]) -> str | None:
+    """Return the first column of a usual name that is written with blanks or hyphens, such as "Image path"."""
+    plain = {name.replace("_", "") for name in usual}
+    return next((name for name in names if re.sub(r"[\s_-]", "", name.lower()) in plain), None)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,14 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.paths import Jail
+from mm_utils.data.paths import Jail, walk
 from mm_utils.data.photo_captions import photo_caption
 from mm_utils.data.rows.annotations import read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.rows.folders import (
     CAPTION_SUFFIXES,
     SUBTITLE_SUFFIXES,
-    image_files,
     read_caption_files,
     read_classes,
     read_parallel,
@@ -111,7 +110,7 @@ def is_image_folder(folder: Path) -> bool:
 
 
 def _files_of(folder: Path) -> list[tuple[str, str]]:
-    return [*islice(((place, name) for place, names in image_files(str(folder)) for name in names), _LOOKED_AT)]
+    return [*islice(((place, name) for place, names in walk(str(folder)) for name in names), _LOOKED_AT)]
 
 
 def _metadata_file(folder: Path) -> Path | None:
@@ -172,7 +171,7 @@ def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -
     suffixes = {suffix.lower() for _, _, suffix in split}
     images = {(place, stem) for place, stem, suffix in split if suffix.lower() in SUFFIXES[medium]}
     beside = CAPTION_SUFFIXES if medium == "image" else (*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
-    captions = {(place, stem) for place, stem, suffix in split if suffix in beside}
+    captions = {(place, stem) for place, stem, suffix in split if suffix.lower() in beside}
     if ".tar" in suffixes:
         return "webdataset"
     if images & captions:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.paths import Jail
+from mm_utils.data.paths import Jail, walk
 from mm_utils.data.photo_captions import photo_caption
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.rows.records import IMAGE_SUFFIXES, BadRow, Record, RecordBuilder
@@ -20,6 +20,7 @@ from mm_utils.data.rows.text_files import read_cues
 from mm_utils.files import read_regular_file
 
 CAPTION_SUFFIXES = (".txt", ".caption")
+RAW_SUFFIXES = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2", ".srw")
 SUBTITLE_SUFFIXES = (".srt", ".vtt")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 
@@ -33,11 +34,18 @@ class _Caption(NamedTuple):
     jail: Jail | None = None
 
 
-def image_files(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """Walk the folders below `folder` in order; give each with the sorted names of its files."""
-    for place, inside, names in os.walk(folder):
-        inside.sort()
-        yield place, sorted(names)
+def unread_rows(builder: RecordBuilder, unread: list[Fault]) -> Iterator[BadRow]:
+    """Return the bad rows of the folders that `walk` did not enter."""
+    return (builder.bad(f"folder {fault.detail}", fault) for fault in unread)
+
+
+def _raw_photographs(builder: RecordBuilder, place: str, names: list[str]) -> Iterator[BadRow]:
+    """Name the files of a folder that only a camera's maker decodes, which lie beside JPEG files or alone."""
+    found = [name for name in names if name.lower().endswith(RAW_SUFFIXES)]
+    if found and builder.medium == "image":
+        detail = f"{len(found):,} RAW photographs, such as {found[0]}, are not read"
+        where = os.path.relpath(place, builder.source.path)
+        yield builder.bad(f"folder {where}", Fault("image_unknown_format", detail))
 
 
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -49,18 +57,20 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
     builder = RecordBuilder(source, safety, source.path)
     suffixes, is_timed = SUFFIXES[builder.medium], builder.medium != "image"
     jail = Jail(source.path, safety.allow_outside_root)
-    for place, names in image_files(source.path):
-        beside = {os.path.splitext(name)[0]: name for name in reversed(names) if name.endswith(CAPTION_SUFFIXES)}
-        subtitles = {os.path.splitext(name)[0]: name for name in names if name.lower().endswith(SUBTITLE_SUFFIXES)}
+    unread: list[Fault] = []
+    for place, names in walk(source.path, unread):
+        yield from _raw_photographs(builder, place, names)
+        beside = {_stem(name): name for name in reversed(names) if name.lower().endswith(CAPTION_SUFFIXES)}
+        subtitles = {_stem(name): name for name in names if name.lower().endswith(SUBTITLE_SUFFIXES)}
         left = set(beside.values()) | (set(subtitles.values()) if is_timed else set())
         for name in names:
             if not name.lower().endswith(suffixes):
                 continue
             path = os.path.relpath(os.path.join(place, name), source.path)
-            file = beside.get(os.path.splitext(name)[0])
+            file = beside.get(_stem(name))
             left.discard(file or "")
             if is_timed:
-                spoken = subtitles.get(os.path.splitext(name)[0])
+                spoken = subtitles.get(_stem(name))
                 left.discard(spoken or "")
                 text, cues = (
                     each and os.path.relpath(os.path.join(place, each), source.path) for each in (file, spoken)
@@ -76,6 +86,7 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
             path = os.path.relpath(os.path.join(place, name), source.path)
             fault = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
             yield builder.bad(f"file {path}", fault)
+    yield from unread_rows(builder, unread)
 
 
 def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -85,7 +96,9 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
     with os.scandir(source.path) as entries:
         folders = [entry.name for entry in entries if entry.is_dir()]
     divided = bool(folders) and all(name.lower() in SPLIT_NAMES for name in folders)
-    for place, files in image_files(source.path):
+    unread: list[Fault] = []
+    for place, files in walk(source.path, unread):
+        yield from _raw_photographs(builder, place, files)
         parts = os.path.relpath(place, source.path).split(os.sep)
         split = SPLIT_NAMES[parts.pop(0).lower()] if divided and parts[0] != "." else None
         images = [name for name in files if name.lower().endswith(SUFFIXES[builder.medium])]
@@ -96,13 +109,18 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
             fault = Fault("unmatched_image", detail)
             yield builder.bad(f"folder {place}", fault)
             continue
-        captions = source.captions_of_class(_class_name(parts[0], names, source), builder.medium)
+        name = _class_name(parts[0], names, source)
+        if not name:
+            yield builder.bad(f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class"))
+            continue
+        captions = source.captions_of_class(name, builder.medium)
         for name in images:
             path = os.path.relpath(os.path.join(place, name), source.path)
             try:
                 yield builder.record(f"file {path}", builder.image(path), list(captions), split=split)
             except Fault as fault:
                 yield builder.bad(f"file {path}", fault, path)
+    yield from unread_rows(builder, unread)
 
 
 def read_parallel(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -223,8 +241,10 @@ def _text_of(file: str, jail: Jail) -> str:
 def _image_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, str, str] | BadRow]:
     """Give the place, key and path of each image."""
     if place.is_dir():
-        files = _files(place, SUFFIXES[builder.medium])
+        unread: list[Fault] = []
+        files = files_below(place, SUFFIXES[builder.medium], unread)
         yield from ((f"file {path}", _without_suffix(path), path) for path in files)
+        yield from unread_rows(builder, unread)
         return
     for where, line in builder.lines(place, "images line"):
         if isinstance(line, BadRow):
@@ -239,8 +259,10 @@ def _caption_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, _C
     """Give each caption with its key."""
     if place.is_dir():
         jail = Jail(str(place), builder.safety.allow_outside_root)
-        for path in _files(place, CAPTION_SUFFIXES):
+        unread: list[Fault] = []
+        for path in files_below(place, CAPTION_SUFFIXES, unread):
             yield _without_suffix(path), _Caption(f"file {path}", None, path, jail)
+        yield from unread_rows(builder, unread)
         return
     for where, line in builder.lines(place, "captions line"):
         if isinstance(line, BadRow):
@@ -254,11 +276,16 @@ def _caption_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, _C
             yield builder.bad(where, Fault("malformed_row", detail), line)
 
 
-def _files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    for place, names in image_files(str(folder)):
+def files_below(folder: Path, suffixes: tuple[str, ...], unread: list[Fault]) -> Iterator[str]:
+    """Yield the files of these suffixes by their paths in the folder; see `walk`."""
+    for place, names in walk(str(folder), unread):
         for name in names:
             if name.lower().endswith(suffixes):
                 yield os.path.relpath(os.path.join(place, name), folder)
+
+
+def _stem(name: str) -> str:
+    return os.path.splitext(name)[0]
 
 
 def _without_suffix(name: str) -> str:

@@ -4,6 +4,7 @@ Nothing is decoded here. A record holds an `ImageRef`: small, picklable, and rea
 clip or sound, all of which are files or bytes.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -206,6 +207,7 @@ class RecordBuilder:
             raise ValueError(f"{source.title}; its image_root {root} is no folder. Give the folder of the images.")
         self.jail = Jail(root, safety.allow_outside_root)
         self._id_root = os.path.abspath(given or id_root or root)
+        self._first_frames: dict[str, int] = {}  # a hash of all frames, by the id of the first
         self.medium = "image" if source.medium == "auto" else source.medium
 
     def image(self, value: Any, jail: Jail | None = None, times: Any = None) -> tuple[ImageRef, str | None]:
@@ -229,7 +231,11 @@ class RecordBuilder:
         frames = tuple(FileImage(image_path(each, jail)) for each in paths)
         shown = times if times is None else tuple(times) if isinstance(times, list) else (times,)
         name = frames[0].name
-        return FramesImage(name, frames, shown), path_id(name, self._id_root, paths[0])
+        key, own = path_id(name, self._id_root, paths[0]), hash((*(frame.name for frame in frames), repr(shown)))
+        if self._first_frames.setdefault(key, own) != own:  # another clip that begins with the same picture
+            digest = hashlib.blake2b(repr((paths, shown)).encode("utf-8", "backslashreplace"), digest_size=4)
+            key = f"{key}#{digest.hexdigest()}"
+        return FramesImage(name, frames, shown), key
 
     def record(
         self,

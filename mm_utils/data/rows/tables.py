@@ -14,7 +14,7 @@ from datasets import Audio, Dataset, Features, Image, Value, Video
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.media import FEATURES
-from mm_utils.data.parquet import ParquetRows
+from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import Jail, check_own_file
 from mm_utils.data.rows.columns import (
     BESIDE,
@@ -27,6 +27,7 @@ from mm_utils.data.rows.columns import (
     is_null,
     split_of,
 )
+from mm_utils.data.rows.folders import files_below, unread_rows
 from mm_utils.data.rows.records import (
     ArrowImage,
     BadRow,
@@ -85,10 +86,12 @@ def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | Bad
         yield from _records(_parquet_table(path, builder), builder)
         return
     builder = RecordBuilder(source, safety, path)
-    for file in sorted(path.rglob("*.parquet")):
+    unread: list[Fault] = []
+    for file in sorted(path / name for name in files_below(path, (".parquet",), unread)):
         check_own_file(file, path, safety.allow_outside_root, source.title)
         split = SPLIT_NAMES.get(file.name.replace(".", "-").split("-")[0].lower()) or SPLIT_NAMES.get(file.parent.name)
         yield from _records(_parquet_table(file, builder), builder, f"{file.relative_to(path)}, ", split)
+    yield from unread_rows(builder, unread)
 
 
 def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -128,8 +131,8 @@ def text_table(
     return unit, list(dict.fromkeys(names)), itertools.chain(first, records)
 
 
-def with_raw_images(dataset: Dataset, column: str, title: str, medium: str = "image") -> tuple[Dataset, bool]:
-    """Make the medium's column undecoded media or paths; return whether it holds bytes."""
+def with_raw_images(dataset: Dataset, column: str, title: str, medium: str = "image") -> tuple[Dataset, bool | None]:
+    """Make the medium's column undecoded media or paths; return whether it holds bytes, None if paths, too."""
     feature = dataset.features[column]
     if medium == "clip" and _is_list(feature):
         return dataset, False
@@ -143,7 +146,9 @@ def with_raw_images(dataset: Dataset, column: str, title: str, medium: str = "im
         )
     dataset = dataset.cast_column(column, FEATURES[medium])
     stored = pc.struct_field(dataset.data.column(column), "bytes")
-    return dataset, stored.null_count < len(stored)
+    if stored.null_count in (0, len(stored)):
+        return dataset, not stored.null_count
+    return dataset, None
 
 
 def _records(
@@ -224,7 +229,8 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
     """Find the columns of a table by their names; a single column of images may have any."""
     images = [field.name for field in schema if _is_image(field.type)]
     spare = images[0] if len(images) == 1 else None
-    typed = {} if wanted.medium == "image" else _typed(Features.from_arrow_schema(schema))
+    held = pa.schema([field for field in schema if _is_image(field.type)], metadata=schema.metadata)
+    typed = {} if wanted.medium == "image" else _typed(Features.from_arrow_schema(held))  # others may have no feature
     return find_columns(schema.names, title, wanted, spare_image=spare, typed=typed)
 
 
@@ -246,9 +252,11 @@ def _is_image(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _embeds(file: pq.ParquetFile, columns: Columns, title: str) -> bool:
-    """Return whether the image column holds bytes, by its type and the file's statistics."""
+def _embeds(file: pq.ParquetFile, columns: Columns, title: str) -> bool | None:
+    """Return whether the image column holds bytes, by its type and the file's statistics; None if it has paths, too."""
     kind = file.schema_arrow.field(str(columns.image)).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or (columns.medium == "clip" and _is_list(kind)):
         return False
     if not _is_image(kind):
@@ -266,16 +274,26 @@ def _embeds(file: pq.ParquetFile, columns: Columns, title: str) -> bool:
         for at in range(group.num_columns)
         if group.column(at).path_in_schema == f"{columns.image}.bytes"
     ]
-    return not all(part.statistics is not None and part.statistics.null_count == part.num_values for part in parts)
+    counts = [part.statistics and (part.statistics.null_count, part.num_values) for part in parts]
+    if all(each is not None and each[0] == each[1] for each in counts):
+        return False
+    return True if all(each is None or not each[0] for each in counts) else None
 
 
-def _parquet_rows(opened: ParquetRows, path: Path, columns: Columns, embedded: bool) -> Rows:
+def _parquet_rows(opened: ParquetRows, path: Path, columns: Columns, embedded: bool | None) -> Rows:
     image = str(columns.image)
     wanted = _read_columns(columns, opened.file.schema_arrow.names, with_image=not embedded)
     for number, (group, row, values) in enumerate(opened.cells(wanted, _ROWS)):
-        if embedded:
+        if isinstance(values, Fault):
+            values = BadLine(values, "")
+        elif embedded or (embedded is None and _bytes_in(values[image])):
             values[image] = ParquetImage(f"{path}, row group {group}, row {row}", str(path), group, row, image)
         yield number, values
+
+
+def _bytes_in(cell: Any) -> bool:
+    """Return whether a cell holds bytes, not a path alone."""
+    return isinstance(cell, bytes) or (isinstance(cell, dict) and (cell.get("bytes") or not cell.get("path")))
 
 
 def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> _Table:
@@ -286,16 +304,21 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
     return _Table("row", columns, dataset_rows(dataset, raw, columns, embedded), jail)
 
 
-def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool) -> Rows:
-    """Give a split's rows by number, embedded media as `ImageRef`; see `with_raw_images`."""
+def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool | None) -> Rows:
+    """Yield a split's rows by number, embedded media as `ImageRef`; see `with_raw_images`."""
     image = str(columns.image)
-    cells = _ImageCells(stored, image) if embedded else None
-    wanted = _read_columns(columns, raw.column_names, with_image=cells is None or not cells.mapped)
+    cells = _ImageCells(stored, image) if embedded is not False else None
+    wanted = _read_columns(columns, raw.column_names, with_image=not embedded or cells is None or not cells.mapped)
     number = itertools.count()
-    for batch in raw.select_columns(wanted).with_format("arrow").iter(batch_size=_ROWS):
-        for values in batch.to_pylist():
+    for batch in (
+        raw.select_columns(wanted).with_format("arrow").iter(batch_size=_ROWS if embedded is not None else 64)
+    ):
+        for values in cells_of(batch):
             at = next(number)
-            if cells is not None:
+            if isinstance(values, Fault):
+                yield at, BadLine(values, "")
+                continue
+            if cells is not None and (embedded or _bytes_in(values[image])):
                 held = values.get(image) or {}
                 values[image] = cells.ref(at) if cells.mapped else BytesImage(f"row {at}", held.get("bytes"))
             yield at, values

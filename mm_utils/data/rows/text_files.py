@@ -16,6 +16,7 @@ from mm_utils.text import shortened
 logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+DEEPEST = 32  # lists and objects in each other in a row; other processes get it, and fail at some hundreds
 LONGEST_LINE = 16 << 20  # characters
 LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's captions have 0.1 GB
 _LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
@@ -57,8 +58,8 @@ def text_records(path: Path, kind: str | None = None, delimiter: str | None = No
     kind = (kind or path.suffix).lower()
     with path.open("rb") as file:
         head = file.read(4096)
-    if is_utf16(head):
-        return "line", iter([(1, BadLine(Fault("bad_encoding", "UTF-16 text"), str(head[:40])))])
+    if wide := wide_encoding(head):
+        return "line", iter([(1, BadLine(Fault("bad_encoding", f"{wide} text"), str(head[:40])))])
     if kind in (".csv", ".tsv"):
         return "line", _delimited_records(path, delimiter or _delimiter(path, kind))
     if is_array(head.decode("utf-8-sig", "replace")):
@@ -108,11 +109,13 @@ def check_line(text: str) -> None:
         raise Fault("bad_encoding", f"not UTF-8 text: byte {at + 1} of the line")
 
 
-def is_utf16(head: bytes) -> bool:
-    """Return whether a file that begins with `head` is UTF-16."""
-    half = len(head) // 2
-    zeros = max(head[0::2].count(0), head[1::2].count(0))
-    return head[:2] in (b"\xff\xfe", b"\xfe\xff") or (half > 1 and zeros > 0.8 * half)
+def wide_encoding(head: bytes) -> str:
+    """Return UTF-16 or UTF-32 for the beginning of a file of one, by its mark or its zeros; "" for others."""
+    half, zeros = max(2, len(head) // 2), sorted((head[0::2].count(0), head[1::2].count(0)))
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or (zeros[1] > 0.8 * half and 0.4 < zeros[0] / half < 0.6):
+        return "UTF-32"
+    is_half = zeros[1] > 0.8 * half and zeros[0] < 0.2 * half
+    return "UTF-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") or is_half else ""
 
 
 def is_array(head: str) -> bool:
@@ -139,12 +142,18 @@ def parse_json(text: str) -> Any:
 
 
 def checked_object(item: Any) -> dict[str, Any]:
-    """Return a JSON object without repeated keys; raise not_an_object or duplicate_key."""
+    """Return a JSON object without repeated keys; raise not_an_object, duplicate_key or too_nested."""
     if not isinstance(item, dict):
         raise Fault("not_an_object", f"a JSON {type(item).__name__}; a row is an object")
     if isinstance(item, RepeatedKeys):
         raise Fault("duplicate_key", f"an object that has the key '{shortened(item.key)}' twice")
-    return item
+    level: list[Any] = [item]
+    for _ in range(DEEPEST):
+        level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [value for value in level if isinstance(value, (dict, list))]
+        if not level:
+            return item
+    raise Fault("too_nested", f"an object that is nested more than {DEEPEST} deep")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,7 +191,7 @@ def _item(item: Any) -> dict[str, Any] | BadLine:
     try:
         return checked_object(item)
     except Fault as fault:
-        return BadLine(fault, str(item))
+        return BadLine(fault, "" if fault.reason == "too_nested" else str(item))
 
 
 class _Lines:
@@ -262,16 +271,17 @@ def _say_delimiter(path: Path, sign: str) -> None:
 
 
 def _header(cells: list[str], path: Path) -> list[str]:
-    twice = first_repeated(cells)
+    twice = first_repeated(filter(None, cells))
     if twice is not None:
         raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
     return cells
 
 
 def _as_dict(names: list[str], cells: list[str]) -> dict[Any, Any]:
-    """Return a row as `csv.DictReader` does; surplus cells are a list under the key None."""
+    """Return a row as `csv.DictReader` does; surplus cells are a list under the key None, those without a name left out."""
     row: dict[Any, Any] = dict.fromkeys(names)
     row.update(zip(names, cells, strict=False))
+    row.pop("", None)
     if len(cells) > len(names):
         row[None] = cells[len(names) :]
     return row

@@ -9,6 +9,7 @@ and Python pickles, which run code when they are read, set the whole sample asid
 import glob
 import os
 import tarfile
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -16,7 +17,7 @@ from typing import Any
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_BYTES
-from mm_utils.data.paths import check_own_file, expand_braces, is_url
+from mm_utils.data.paths import check_own_file, files_of_pattern, is_url, walk
 from mm_utils.data.rows.columns import (
     BESIDE,
     SPLIT_NAMES,
@@ -26,6 +27,7 @@ from mm_utils.data.rows.columns import (
     captions_of,
     split_of,
 )
+from mm_utils.data.rows.folders import unread_rows
 from mm_utils.data.rows.records import (
     BadRow,
     BytesImage,
@@ -42,6 +44,7 @@ _TEXTS = ("txt", "caption", "json", "cls")
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
 _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
+_COMPRESSED = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zX", "zstd": b"\x28\xb5\x2f\xfd"}
 _HOLDERS = {"image": ("image",), "clip": ("clip",), "sound": ("sound", "clip")}  # files of a medium, the best first
 _LOOKED_AT = 100  # samples that tell the kind of the media
 
@@ -99,6 +102,12 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
         check_own_file(path, source.path, safety.allow_outside_root, source.title)
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(replace(source, medium=medium), safety, ".")
+    if is_folder:
+        unread: list[Fault] = []
+        deque(walk(source.path, unread), maxlen=0)
+        yield from unread_rows(
+            builder, [fault for fault in unread if fault.reason != "linked_folder"]
+        )  # it is entered
     for path in paths:
         split = split_of_folder(path, source.path) if is_folder else None
         shard = "/".join(filter(None, (split, os.path.splitext(os.path.basename(path))[0])))
@@ -115,11 +124,7 @@ def shard_paths(source: Source) -> list[str]:
     if os.path.isdir(source.path):
         paths = sorted(glob.glob(os.path.join(glob.escape(source.path), "**", "*.tar"), recursive=True))
     else:
-        paths = [
-            path
-            for item in expand_braces(source.path)
-            for path in (sorted(glob.glob(item)) if "*" in item else [item])
-        ]
+        paths = files_of_pattern(source.path)
     missing = next((path for path in paths if not os.path.isfile(path)), None)
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
@@ -173,8 +178,14 @@ def read_shard(path: str, kinds: Collection[str] = tuple(SUFFIXES)) -> Iterator[
                 yield sample
                 count += 1
     except (tarfile.TarError, RecursionError, EOFError, ValueError, OSError) as error:
+        with open(path, "rb") as file:
+            head = file.read(4)
+        kind = next((name for name, magic in _COMPRESSED.items() if head.startswith(magic)), None)
         detail = f"{path}: {str(error) or type(error).__name__}; {count:,} whole samples come before"
-        yield Sample("", fault=Fault("truncated_archive", detail))
+        if kind is not None:
+            yield Sample("", fault=Fault("compressed_archive", f"{path} is compressed by {kind}"))
+        else:
+            yield Sample("", fault=Fault("truncated_archive", detail))
 
 
 def read_samples(
@@ -199,6 +210,11 @@ def read_samples(
     """
     current, number, keys = None, -1, set[str]()
     for member in _members(archive, size):
+        if member is None:  # what comes next is another archive
+            if current is not None:
+                yield current
+            current = None
+            continue
         key, _ = _key(member.name)
         if current is None or key != current.key:
             if current is not None:
@@ -213,10 +229,16 @@ def read_samples(
         yield current
 
 
-def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.TarInfo]:
-    """Read the members except folders; raise a TarError if the end of the archive is wrong."""
+def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.TarInfo | None]:
+    """Read the members except folders, and None at the end of an archive, behind which another one may follow.
+
+    Raises a TarError if the end of an archive is wrong.
+    """
     begin = -1
-    while (member := archive.next()) is not None:
+    while (member := archive.next()) is not None or _continues(archive):
+        if member is None:
+            yield None
+            continue
         vars(archive)["members"] = []  # else it keeps the header of every member
         if member.offset <= begin or member.size < 0:
             raise tarfile.ReadError("a header gives a negative size")
@@ -226,11 +248,22 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
             yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
         if size is not None and stored and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")
+
+
+def _continues(archive: tarfile.TarFile) -> bool:
+    """Go to what follows the end mark of an archive; return whether there is anything but zeros."""
     # `tarfile` takes a damaged header, and the end of the file where the end marker should be, for a regular end.
     stream: Any = archive.fileobj
     stream.seek(archive.offset)
     if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError("the end marker is missing")
+    archive.offset += tarfile.BLOCKSIZE
+    while block := stream.read(tarfile.BLOCKSIZE):
+        if any(block):
+            stream.seek(archive.offset)
+            return True
+        archive.offset += tarfile.BLOCKSIZE
+    return False
 
 
 def _key(name: str) -> tuple[str, str]:

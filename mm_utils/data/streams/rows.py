@@ -31,7 +31,7 @@ from mm_utils.data import media
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.data.parquet import ParquetRows
+from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, captions_of, find_column, id_of, is_null
@@ -163,7 +163,7 @@ def _arrow_rows(url: str, first: int, source: Source) -> Iterator[Callable[[], _
     table = datasets.Dataset.from_file(url).data
     columns = find_table_columns(table.schema, source.title, source.columns)
     for batch in table.select(_names(columns, table.column_names)).slice(first).to_batches(_BATCH):
-        for values in batch.to_pylist():
+        for values in cells_of(batch):
             yield partial(_table_cells, values, columns)
 
 
@@ -188,7 +188,9 @@ def _names(columns: Columns, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for name in named if name in known))
 
 
-def _table_cells(values: Mapping[str, Any], columns: Columns) -> _Cells:
+def _table_cells(values: Mapping[str, Any] | Fault, columns: Columns) -> _Cells:
+    if isinstance(values, Fault):
+        raise values
     _refuse_part(values, columns.medium)
     return values[str(columns.image)], *captions_of(values, columns), id_of(values, columns)
 

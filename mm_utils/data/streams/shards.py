@@ -3,7 +3,6 @@
 Counts are kept in the datasets cache, under the file's address, size and date.
 """
 
-import glob
 import hashlib
 import json
 import logging
@@ -19,7 +18,7 @@ import aiohttp
 import fsspec
 import pyarrow as pa
 
-from mm_utils.data.paths import expand_braces
+from mm_utils.data.paths import files_of_pattern
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams.rows import Row, count_rows, read_rows, shard_kind
 from mm_utils.files import is_passing, retry
@@ -32,7 +31,7 @@ _Answer = TypeVar("_Answer")
 DAMAGE = (OSError, EOFError, ValueError, pa.ArrowException, tarfile.TarError, zlib.error, aiohttp.ClientError)
 """The errors of libraries on a shard that is cut off, damaged or out of reach."""
 
-_VERSION = 3  # of what is kept of a shard
+_VERSION = 4  # of what is kept of a shard
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
 _PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network file system in a bad moment
 
@@ -54,16 +53,7 @@ class Shard:
 
 def expand(pattern: str) -> list[str]:
     """Return, sorted, all files that a path or address with `*`, `{0..9}` or `{a,b}` names."""
-    found: list[str] = []
-    for name in expand_braces(pattern):
-        if not any(sign in name for sign in "*["):
-            found.append(name)
-        elif "://" in name:
-            files = fsspec.url_to_fs(name)[0]
-            found += [files.unstrip_protocol(path) for path in files.glob(name)]
-        else:
-            found += glob.glob(name, recursive=True)
-    return sorted(dict.fromkeys(found))
+    return sorted(files_of_pattern(pattern))
 
 
 def count_shards(urls: Sequence[str]) -> list[Shard]:

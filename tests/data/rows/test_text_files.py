@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mm_utils.data.faults import excerpt
 from mm_utils.data.rows import text_files
-from mm_utils.data.rows.text_files import BadLine, is_utf16, text_records
+from mm_utils.data.rows.text_files import BadLine, text_records, wide_encoding
 
 
 def read(path: Path, content: bytes | str) -> list[tuple[int, Any]]:
@@ -66,7 +66,7 @@ def test_utf16_is_one_fault_of_the_whole_file(tmp_path: Path, name: str, encodin
 
 def test_utf8_text_is_not_taken_for_utf16() -> None:
     for text in ("", "a", "{}", "ảnh chụp một con mèo", "\x00a"):
-        assert not is_utf16(text.encode())
+        assert not wide_encoding(text.encode())
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])

@@ -285,8 +285,9 @@ def _parquet_rows(opened: ParquetRows, path: Path, columns: Columns, embedded: b
     wanted = _read_columns(columns, opened.file.schema_arrow.names, with_image=not embedded)
     for number, (group, row, values) in enumerate(opened.cells(wanted, _ROWS)):
         if isinstance(values, Fault):
-            values = BadLine(values, "")
-        elif embedded or (embedded is None and _bytes_in(values[image])):
+            yield number, BadLine(values, "")
+            continue
+        if embedded or (embedded is None and _bytes_in(values[image])):
             values[image] = ParquetImage(f"{path}, row group {group}, row {row}", str(path), group, row, image)
         yield number, values
 

@@ -32,8 +32,8 @@ FLOORS = [
 ]
 """A module imports from its own folder and from lower floors; folders of one floor do not import each other."""
 DATA_FLOORS = [
-    {"faults", "images", "parquet"},
-    {"media"},
+    {"faults", "images"},
+    {"media", "parquet"},
     {"paths"},
     {"photo_captions"},
     {"scenes"},

@@ -81,12 +81,12 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
     if args.images and args.images.lower().endswith(".tar"):
         with accelerator.main_process_first():
-            listing = shard_listing(args.images, loaders.medium)
+            listing = shard_listing(args.images, loaders.medium.kind)
     elif args.images:
-        kind = data_args.allow_outside_root, loaders.medium
+        kind = data_args.allow_outside_root, loaders.medium.kind
         found = list_folder(args.images, *kind) if accelerator.process_index == 0 else None
         [(names, skipped)] = broadcast_object_list([found])
-        listing = folder_listing(args.images, names, skipped, loaders.medium)
+        listing = folder_listing(args.images, names, skipped, loaders.medium.kind)
     else:
         with accelerator.main_process_first():
             pairs = load_pairs(data_args, need_train=False)
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 5. Report.
     logger.info(
         "%s: %s %ss; %s embedded, %s unchanged, %s removed, %s left out%s",
-        folder, f"{done.images:,}", loaders.medium,
+        folder, f"{done.images:,}", loaders.medium.kind,
         *(f"{count:,}" for count in (done.embedded, done.kept, done.removed, done.skipped)),
         f", see {folder / SKIPPED}" if done.skipped else "",
     )  # fmt: skip

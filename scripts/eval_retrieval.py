@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor, has_regions(rows))
     captions = sum(map(len, rows["captions"]))
-    logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium, f"{captions:,}")
+    logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium.kind, f"{captions:,}")
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
@@ -99,16 +99,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     model = accelerator.unwrap_model(model)
-    grounding = grounding_evaluator(loaders.regions and model.region_head is not None, loaders.medium)
+    grounding = grounding_evaluator(loaders.regions and model.region_head is not None, loaders.medium.kind)
     metrics = with_grounding(evaluator, grounding)(model, loader, accelerator)
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
     if args.output_dir:
-        report_grounding(accelerator, grounding, rows, loaders.timed, Path(args.output_dir))
+        report_grounding(accelerator, grounding, rows, loaders.medium, Path(args.output_dir))
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
-    record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium)
+    record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)
     accelerator.end_training()
     return metrics
 

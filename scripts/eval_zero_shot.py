@@ -21,8 +21,8 @@ from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.data.batches.timed_media import medium_of
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
+from mm_utils.data.media.of_processor import kind_of_processor
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model
@@ -63,17 +63,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with accelerator.main_process_first():
-        images = load_labelled(data_args, medium_of(processor))
+        images = load_labelled(data_args, kind_of_processor(processor))
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor)
-    counts = f"{len(images.rows):,}", loaders.medium, f"{len(images.classes):,}"
+    counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"
     logger.info("%s: %s %ss, %s classes", images.split, *counts)
     if SPLIT_NAMES.get(images.split.lower()) == "train":
         logger.warning(
             "The split is %s; of a model that was trained on these %ss, the accuracy says nothing about others. Set --split, or "
             "name other data, if it was.",
-            *(images.split, loaders.medium),
+            *(images.split, loaders.medium.kind),
         )
 
     # 3. Model.
@@ -88,8 +88,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     report_classes(accelerator, evaluator, args.output_dir)
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     names = data_names({"dataset_name": data_args.dataset_name or data_args.classes}, "")
-    sizes = {f"{loaders.medium}s": len(images.rows), "classes": len(images.classes)}
-    data = EvaluatedData(*names, images.split, sizes, loaders.medium)
+    sizes = {f"{loaders.medium.kind}s": len(images.rows), "classes": len(images.classes)}
+    data = EvaluatedData(*names, images.split, sizes, loaders.medium.kind)
     record_zero_shot(accelerator, args.model_name_or_path, data, metrics)
     accelerator.end_training()
     return metrics

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         rest = data.evaluation("validation"), run.accelerator, "mean_recall", run.output_dir
         found = choose_between(interpolation_args, start, model, evaluate, *rest, save=save)
         metrics = {f"eval_{name}": value for name, value in found.items()}
-    report_grounding(run.accelerator, grounding, data.splits["validation"], data.loaders.timed, run.output_dir)
+    report_grounding(run.accelerator, grounding, data.splits["validation"], data.loaders.medium, run.output_dir)
     finish_run(run, model, data, evaluators, metrics, argv)
     return metrics
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils import distributed
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator
 from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.evaluation.embeddings import Embeddings, Texts, gather_languages
@@ -165,5 +166,5 @@ def evaluation_batches(
         }
         for number, example in enumerate(examples)
     ]
-    collate = Collator(pad_token_id=0, image_size=2)
+    collate = Collator(0, media.Image(2))
     return [collate([rows[row] for row, _ in draws]) for draws in EvaluationBatches(len(rows), batch_size)]

@@ -50,6 +50,7 @@ from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.media import Image
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.training.memory import peak_bytes
@@ -94,9 +95,11 @@ def tandem_batches(bench: Bench, padded_to: int | None = None) -> Iterator[Batch
             "ids": pairs,
             "lengths": lengths,
         }
-        return iter(DeviceLoader(itertools.repeat(batch), bench.device, *bench.geometry[1:]))  # type: ignore[arg-type]
+        return iter(DeviceLoader(itertools.repeat(batch), bench.device, Image(*bench.geometry)))  # type: ignore[arg-type]
     order = global_order(bench.rows, BatchSizes((0,), (bench.task.batch_size,)), SEED)
-    loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, *bench.geometry)
+    loaders = Loaders(
+        bench.loader_args, bench.device, bench.pad_token_id, Image(*bench.geometry, bench.loader_args.min_crop_area)
+    )
     batches = iter(loaders.train(bench.rows, order, 0, ENDLESS))
     return batches if padded_to is None else (pad(batch, padded_to, bench.pad_token_id) for batch in batches)
 

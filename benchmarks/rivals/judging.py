@@ -14,6 +14,7 @@ from benchmarks.harness import synchronize
 from benchmarks.rivals.loop_bench import Batch, Bench
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.media import Image
 
 RECALL_AT = (1, 5, 10)
 Towers = Callable[[Batch], tuple[Tensor, Tensor]]
@@ -46,7 +47,7 @@ class Judge:
 
     def __init__(self, bench: Bench, clock: Clock):
         self.clock, self.found = clock, list[dict[str, Any]]()
-        self.loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, *bench.geometry)
+        self.loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, Image(*bench.geometry))
         if "test" not in bench.splits:
             raise ValueError("The data has no test split. Give --test_file.")
         self.rows = {

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.rivals import pair_stores
-from mm_utils.data.batches.augment import random_square
 from mm_utils.data.batches.dataset import Batch
-from mm_utils.data.batches.loaders import LoaderArguments, image_geometry
+from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order, pad_captions, tokenize_captions
 from mm_utils.data.images import read_pixels
+from mm_utils.data.media.augment import random_square
+from mm_utils.data.media.of_processor import image_geometry
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments

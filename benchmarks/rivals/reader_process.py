@@ -26,11 +26,13 @@ from benchmarks.harness import cpu_seconds, serve
 from benchmarks.rivals import pair_stores
 from benchmarks.rivals.reader_bench import SEED, Batches, Bench, Task
 from benchmarks.rivals.readers import ENDLESS, READERS, bytes_per_pair
-from mm_utils.data.batches.augment import center_square
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders, image_geometry
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order, tokenize_captions
 from mm_utils.data.images import open_image
+from mm_utils.data.media import Image
+from mm_utils.data.media.augment import center_square
+from mm_utils.data.media.of_processor import image_geometry
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments
@@ -153,7 +155,12 @@ def memory_of(folder: Path, count: int) -> dict[str, float]:
     before = psutil.Process().memory_info()
     rows = tokenize_captions(load_pairs(DataArguments(dataset_name=name))["train"], processor.tokenizer, 16)
     order = global_order(rows, BatchSizes((0,), (64,)), SEED)
-    loaders = Loaders(args, torch.device("cpu"), processor.tokenizer.pad_token_id, *image_geometry(processor))
+    loaders = Loaders(
+        args,
+        torch.device("cpu"),
+        processor.tokenizer.pad_token_id,
+        Image(*image_geometry(processor), args.min_crop_area, args.fixed_crop),
+    )
     for _ in itertools.islice(loaders.train(rows, order, 0, ENDLESS), MEMORY_BATCHES):
         pass
     after = psutil.Process().memory_info()

@@ -33,6 +33,7 @@ from mm_utils.data.batches.dataset import Batch
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.order import BatchSizes, Draw, RankBatches
 from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.media import Image
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.loader import train_stream
 from mm_utils.data.streams.stream import StreamingArguments, open_stream
@@ -46,7 +47,12 @@ ENDLESS = 10**6
 
 def tandem(bench: Bench, rows: datasets.Dataset) -> Batches:
     """`Loaders.train`, without what `DeviceLoader` does on the device."""
-    loaders = Loaders(bench.args, torch.device("cpu"), bench.tokenizer.pad_token_id, *bench.geometry)
+    loaders = Loaders(
+        bench.args,
+        torch.device("cpu"),
+        bench.tokenizer.pad_token_id,
+        Image(*bench.geometry, bench.args.min_crop_area, bench.args.fixed_crop),
+    )
     order = global_order(rows, BatchSizes((0,), (bench.task.batch_size,)), SEED)
     return bench.numbered(loaders.train(rows, order, 0, ENDLESS).loader)
 
@@ -67,7 +73,12 @@ def tandem_stream(bench: Bench) -> Batches:
     shards = f"{{000000..{pair_stores.SHARDS - 1:06d}}}.tar"
     data = DataArguments(train_file=str(folder / shards), validation_file=str(folder / "validation.tar"))
     stream = open_stream(data, StreamingArguments(True), BatchSizes((0,), (task.batch_size,)), SEED)
-    loaders = Loaders(bench.args, torch.device("cpu"), bench.tokenizer.pad_token_id, *bench.geometry)
+    loaders = Loaders(
+        bench.args,
+        torch.device("cpu"),
+        bench.tokenizer.pad_token_id,
+        Image(*bench.geometry, bench.args.min_crop_area, bench.args.fixed_crop),
+    )
     return bench.numbered(train_stream(loaders, stream, bench.tokenizer, 0, ENDLESS).loader)
 
 

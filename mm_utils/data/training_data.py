@@ -14,9 +14,9 @@ from transformers import ProcessorMixin
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
 from mm_utils.data.batches.machine_limits import check_loading
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.timed_media import default_seconds, medium_of, settle_window
 from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
-from mm_utils.data.media import kind_of
+from mm_utils.data.media.medium import kind_of
+from mm_utils.data.media.of_processor import default_seconds, kind_of_processor, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.loader import train_stream
@@ -74,7 +74,7 @@ class TrainingData:
     @property
     def medium(self) -> str:
         """The kind of media: `image`, `clip` or `sound`."""
-        return self.loaders.medium
+        return self.loaders.medium.kind
 
     @property
     def num_rows(self) -> int:
@@ -189,7 +189,7 @@ def open_task(
 ) -> tuple[LabelledTask, TrainingData]:
     """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
     with accelerator.main_process_first():
-        task = load_task(task_args, medium_of(processor))
+        task = load_task(task_args, kind_of_processor(processor))
         length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers
         task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)
     return task, make_data(accelerator, task.splits, None, processor, loader_args, schedule)

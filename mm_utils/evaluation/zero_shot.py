@@ -25,8 +25,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.labelled_images import LabelledImages
-from mm_utils.data.media import kind_of
-from mm_utils.data.rows.source import MEDIUM_TEMPLATES, TEMPLATES
+from mm_utils.data.media import Image, medium_of
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
@@ -49,7 +48,7 @@ class ZeroShotArguments:
         default=None,
         metadata={
             "help": "Texts with {} in place of the class's name, or one file with a text per line; default: those of the "
-            f"benchmark, else '{TEMPLATES[0]}' and two like it, or such of clips and sounds."
+            f"benchmark, else '{Image.templates[0]}' and two like it, or such of clips and sounds."
         },
     )
     rerank_top_k: int = arg(
@@ -111,7 +110,7 @@ class ZeroShotEvaluator:
     def __init__(
         self, images: LabelledImages, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, args: ZeroShotArguments
     ):
-        usual = MEDIUM_TEMPLATES.get(kind_of(images.rows.features), TEMPLATES)
+        usual = medium_of(images.rows.features).templates
         templates = args.templates or images.templates or usual
         by_class = [[template.replace("{}", name) for template in templates] for name in images.classes]
         if images.texts is not None:

@@ -63,7 +63,7 @@ def load_processor(
     """Load tokenizer and image processor, or, for sounds, feature extractor.
 
     A text backbone from scratch gets a tokenizer trained on `captions`. The image processor does exactly what
-    `mm_utils.data.batches.augment.center_square` does, and gives colours the values that the backbone's own processor gives them;
+    `mm_utils.data.media.augment.center_square` does, and gives colours the values that the backbone's own processor gives them;
     clips are read as their frames.
 
     Args:

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.model.processor import train_tokenizer
@@ -53,15 +54,18 @@ def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
 
 def loaders(num_workers: int | str = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
     arguments = LoaderArguments(max_seq_length, min_crop_area=min_crop_area, dataloader_num_workers=str(num_workers))
-    return Loaders(arguments, CPU, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    return Loaders(arguments, CPU, 0, media.Image(SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), min_crop_area))
 
 
-def training_pairs(rows: Dataset, **options: Any) -> TrainingPairs:
-    return TrainingPairs(rows, TrainingTransform(SIZE, **options))
+def training_pairs(
+    rows: Dataset, min_crop_area: float = 1.0, fixed_crop: bool = False, **options: Any
+) -> TrainingPairs:
+    medium = media.Image(SIZE, min_crop_area=min_crop_area, fixed_crop=fixed_crop)
+    return TrainingPairs(rows, TrainingTransform(medium, **options))
 
 
 def evaluation_pairs(rows: Dataset, **options: Any) -> Pairs:
-    return Pairs(rows, EvaluationTransform(SIZE, **options))
+    return Pairs(rows, EvaluationTransform(media.Image(SIZE), **options))
 
 
 def number_said(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> int:

@@ -9,6 +9,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
 from mm_utils.data import labelled_images as labels
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
 from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.media import COLUMNS, kind_of
@@ -43,7 +44,7 @@ def class_folders(folder: Path, names: list[str], split: str = "") -> Path:
 
 def shades(found: LabelledImages) -> list[int]:
     """Return the shade of each row as the loader shows it."""
-    pairs = Pairs(found.rows, EvaluationTransform(4))
+    pairs = Pairs(found.rows, EvaluationTransform(media.Image(4)))
     return [int(pairs[row, 0]["pixel_values"][0, 0, 0]) for row in range(len(pairs))]
 
 

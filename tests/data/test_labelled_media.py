@@ -10,9 +10,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from mm_utils.data.batches.timed_media import Clips
 from mm_utils.data.labelled_images import LabelledArguments, load_labelled
 from mm_utils.data.media import COLUMNS, kind_of
+from mm_utils.data.media.medium import Clip
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare import medium_cache
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
@@ -124,7 +124,7 @@ def test_a_folder_per_class(medium: str, tmp_path: Path) -> None:
     if medium == "sound":
         assert [image["bytes"] for image in found.rows["image"]] == [high, high, low, low]
     else:
-        shown = Clips(2, 8, None, 1.0).read(found.rows[0]["image"], None)[0].float().mean((0, 2, 3))
+        shown = Clip(8, frames=2).read(found.rows[0]["image"])[0].float().mean((0, 2, 3))
         assert shown.argmax() == 2
 
 

@@ -10,6 +10,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import Pairs, TrainingTransform
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.scenes import COLOURS, load_scenes
@@ -102,7 +103,7 @@ def test_texts_alone_and_images_alone(tmp_path: Path) -> None:
     assert (images.has_images, images.has_texts, images.classes) == (True, False, ["cat", "dog"])
     for task in (texts, images):  # either way, the loader has something to show
         rows = tokenize_captions(task.splits["train"], train_tokenizer(["text 0 1 2 3"], 50), 8)
-        example = Pairs(rows, TrainingTransform(16))[0, 0]
+        example = Pairs(rows, TrainingTransform(media.Image(16)))[0, 0]
         assert example["pixel_values"].shape == (3, 16, 16)
         assert len(example["input_ids"]) == 1
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from datasets import DatasetDict
 
+from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -30,7 +31,7 @@ def opened(train: int = 12, validation: int = 5) -> TrainingData:
     """So many images; those of validation are the first ones of train."""
     accelerator, rows = Accelerator(cpu=True), tokenize_captions(rows_of(train), new_tokenizer(), 16)
     arguments = LoaderArguments(16, 1, 0.5, dataloader_num_workers="0")
-    loaders = Loaders(arguments, accelerator.device, 0, 16, (0.5,) * 3, (0.2,) * 3)
+    loaders = Loaders(arguments, accelerator.device, 0, media.Image(16, (0.5,) * 3, (0.2,) * 3))
     splits = DatasetDict(train=rows, validation=rows.take(validation))
     order = GlobalOrder(train, BatchSizes((0,), (2,)), seed=0)
     return TrainingData(splits, SimpleNamespace(), loaders, order, {}, 4)

@@ -18,6 +18,7 @@ from datasets import disable_progress_bars
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
+from mm_utils.data import media
 from mm_utils.data.batches import workers as loader_workers
 from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import DeviceLoader
@@ -59,10 +60,12 @@ def make(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast, tmp
     if request.param == "a stream":
         source = DataArguments(train_file=write_shards(tmp_path, "parquet", [30, 30, 30]))
         stream = open_stream(source, StreamingArguments(True, 3, 8), BatchSizes((0,), (6,)), 3)
-        transform = TrainingTransform(SIZE, seed=3, min_crop_area=0.5)
-        steps = StreamSteps(stream, tokenizer, 16, transform, Collator(0, SIZE, longest_first=True))
+        transform = TrainingTransform(media.Image(SIZE, min_crop_area=0.5), seed=3)
+        steps = StreamSteps(stream, tokenizer, 16, transform, Collator(0, media.Image(SIZE), longest_first=True))
         ones = (1.0, 1.0, 1.0)
-        return lambda workers: DeviceLoader(StreamBatches(steps, 2, 2 + STEPS, workers), CPU, ones, ones)
+        return lambda workers: DeviceLoader(
+            StreamBatches(steps, 2, 2 + STEPS, workers), CPU, media.Image(SIZE, ones, ones)
+        )
     rows = tokenize_captions(rows_of(13, broken=[3]), tokenizer, 16)
     if request.param == "training":
         order = GlobalOrder(13, BatchSizes((0,), (5,)), seed=3)
@@ -362,8 +365,8 @@ def test_a_shard_deleted_amid_an_epoch_loses_only_its_rows(
     fault("loading", "a shard deleted in mid-epoch")
     source = DataArguments(train_file=write_shards(tmp_path, "tar", [30, 30, 30]))
     stream = open_stream(source, StreamingArguments(True, 3, 8), BatchSizes((0,), (6,)), 3)
-    transform = TrainingTransform(SIZE, seed=3)
-    steps = StreamSteps(stream, tokenizer, 16, transform, Collator(0, SIZE, longest_first=True))
+    transform = TrainingTransform(media.Image(SIZE), seed=3)
+    steps = StreamSteps(stream, tokenizer, 16, transform, Collator(0, media.Image(SIZE), longest_first=True))
     gone = stream.shards[stream.order.batch(9)[0].shard].url
     whole = list(StreamBatches(steps, 0, 10, 0))
     Path(gone).unlink()

@@ -104,7 +104,7 @@ def train(
     accelerator = make_accelerator()
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
-    model = build_model(model_args, processor.tokenizer, medium=loaders.medium)
+    model = build_model(model_args, processor.tokenizer, medium=loaders.medium.kind)
     widths = "8,16" if "self_distillation" in objective else None
     objectives = ObjectiveArguments(objective, matryoshka_dims=widths)
     trained = build_objective(model, objectives, args.seed, processor.tokenizer)

@@ -22,9 +22,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mm_utils.data.batches.timed_media import settle_window, timed_of
+from mm_utils.data.media.clip_files import read_clip
+from mm_utils.data.media.of_processor import read_by, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
-from mm_utils.data.prepare.decoding.clips import read_clip
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
@@ -67,7 +67,7 @@ def test_encode_gives_what_evaluation_gives(tiny: Any, tmp_path: Path, seconds: 
     model, processor = tiny
     content = sound(seconds, rate)
     (tmp_path / "a.wav").write_bytes(content)
-    timed: Any = timed_of(processor, 1.0)
+    timed: Any = read_by(processor, 1.0)
     example = timed.read({"bytes": content, "path": None}, None)[0]
     expected = model.encode_image(timed.features(example[None]), with_keys_values=False)[0]
     found = model.encode(sounds=str(tmp_path / "a.wav"))
@@ -196,7 +196,7 @@ def test_a_turned_video_is_read_as_preparing_reads_it(tmp_path: Path) -> None:
     processor.image_processor.clip_frames, processor.image_processor.window_seconds = 4, 2.0
     for name in ("a.mp4", "b.mp4"):
         clip = read_clip((tmp_path / name).read_bytes(), 4, None)
-        timed: Any = timed_of(processor, 1.0)
+        timed: Any = read_by(processor, 1.0)
         example = timed.read({"bytes": write_avi(clip.jpegs, 4, clip.size), "path": None}, None)[0]
         with torch.no_grad():
             pixels_1 = (example.float() / 255 - 0.5)[None] / 0.5

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoProcessor, ClapModel, VideoMAEImageProcessor
 
 from mm_utils.checkpointing.state import write_model
-from mm_utils.data.batches.timed_media import timed_of
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.media.of_processor import read_by
 from mm_utils.data.media.riff import write_wav
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape
@@ -101,7 +101,7 @@ def test_embeddings_are_those_of_the_stock_class(folder: Folder, kind: str, tmp_
 @pytest.mark.parametrize("kind", ["clap", "clap-fused"])
 def test_training_hears_what_the_stock_extractor_makes(folder: Folder, kind: str) -> None:
     """The path of training and evaluation: windows of stored samples, whose spectrograms are made in batches."""
-    model, timed = load_model(folder(kind)).eval(), timed_of(load_processor_of(folder(kind)), 1.0)
+    model, timed = load_model(folder(kind)).eval(), read_by(load_processor_of(folder(kind)), 1.0)
     assert timed is not None
     windows = torch.stack([timed.read({"bytes": write_wav(each, RATE)}, None)[0] for each in sounds()])
     with torch.no_grad():

@@ -18,8 +18,10 @@ from transformers import ProcessorMixin, TrainerCallback
 
 from benchmarks.rivals.reliability.trials import BATCH, CASES, SEED, Case, Run
 from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, image_geometry
+from mm_utils.data import media
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.batches.tokens import global_order, tokenize_captions
+from mm_utils.data.media.of_processor import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.loader import train_stream
@@ -158,7 +160,12 @@ class Ours:
             color_jitter=0.3 if case.augment else 0.0,
         )
         tokenizer = processor.tokenizer
-        loaders = Loaders(loader_args, torch.device("cpu"), tokenizer.pad_token_id, *image_geometry(processor))
+        loaders = Loaders(
+            loader_args,
+            torch.device("cpu"),
+            tokenizer.pad_token_id,
+            media.Image(*image_geometry(processor), loader_args.min_crop_area),
+        )
         if case.stateful:
             streaming = StreamingArguments(streaming=True, shuffle_block_size=16 if other_order else 8)
             stream = open_stream(self._data(case), streaming, args.batch_sizes, SEED)

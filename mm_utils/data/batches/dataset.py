@@ -16,27 +16,18 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 
-from mm_utils.data.batches.augment import (
-    MAX_FIXED_SCALE,
-    Window,
-    center_square,
-    center_window,
-    fixed_square,
-    jitter_colors,
-    random_square,
-)
 from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
 from mm_utils.data.batches.directional_words import has_direction
 from mm_utils.data.batches.hard_negatives import draw_negatives
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
-from mm_utils.data.batches.timed_media import Timed
 from mm_utils.data.batches.tokens import NEGATIVE_IDS, collate_all_captions, collate_negatives, pad_captions
-from mm_utils.data.images import UnreadableImageError, read_pixels
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media.augment import Window, jitter_colors
+from mm_utils.data.media.medium import Medium
 from mm_utils.extras.grounding.regions import REGION_COLUMNS, collate_regions, visible_regions
 
 Batch = dict[str, Any]
@@ -51,14 +42,12 @@ class Transform(ABC):
     """Turn a batch of rows into examples.
 
     Attributes:
-        image_size: side of the square in pixels.
+        medium: how images, clips or sounds are read.
         regions: whether examples have their regions (`mm_utils.extras.grounding.regions`).
-        timed: how clips or sounds are read; None for images.
     """
 
-    image_size: int
+    medium: Medium
     regions: bool = False
-    timed: Timed | None = field(default=None, kw_only=True)
 
     def __call__(self, batch: Columns) -> Columns:
         """Return the columns of the examples, as `datasets` expects them from a transform."""
@@ -98,7 +87,7 @@ class EvaluationTransform(Transform):
     """Show an image's central square, or a clip's or sound's middle, with all its captions."""
 
     def _show(self, row: dict[str, Any]) -> Example:
-        shown, size, window = self._middle(row) if self.timed is None else self.timed.read(row["image"], None)
+        shown, size, window = self.medium.read(row["image"])
         example = {
             "pixel_values": shown,
             "input_ids": row["input_ids"],
@@ -108,12 +97,6 @@ class EvaluationTransform(Transform):
         if self.regions:
             example |= visible_regions(row, size, window)
         return example
-
-    def _middle(self, row: dict[str, Any]) -> tuple[Tensor, tuple[float, float], Window]:
-        pixels, size = read_pixels(row["image"], self.image_size)
-        height, width = pixels.shape[:2]
-        window = center_window(width, height, self.image_size)
-        return center_square(Image.fromarray(pixels), self.image_size), size, window
 
 
 @dataclass
@@ -127,15 +110,11 @@ class TrainingTransform(Transform):
 
     Attributes:
         seed: the run's random seed.
-        min_crop_area: smallest area of a crop, as a share of the largest square; 1 gives the central square.
-        fixed_crop: cut squares of the input's size, without resizing, from images up to `MAX_FIXED_SCALE` times as large.
         color_jitter: largest relative change of brightness, contrast and saturation.
         horizontal_flip: mirror half of the images, except those with boxes or with a caption that mentions a direction.
     """
 
     seed: int = 0
-    min_crop_area: float = 1.0
-    fixed_crop: bool = False
     color_jitter: float = 0.0
     horizontal_flip: bool = False
 
@@ -156,7 +135,7 @@ class TrainingTransform(Transform):
 
     def _show(self, row: dict[str, Any]) -> Example:
         example: Example = {name: [row[name][row["caption"]]] for name in ("input_ids", "caption_keys")}
-        if self.timed is not None:
+        if self.medium.lasts:
             # Rows with the same captions, templates of a class for instance, are no negatives of each other.
             example["image_key"] = reduce(xor, set(row["caption_keys"]), 0)
         count = len(row["input_ids"])
@@ -176,23 +155,12 @@ class TrainingTransform(Transform):
 
     def _part(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[float, float], Window]:
         """Return what is shown, the size of the stored medium, and the part of it that is shown."""
-        shown, size, window = self._square(row, rng) if self.timed is None else self.timed.read(row["image"], rng)
+        shown, size, window = self.medium.read(row["image"], rng)
         if self.color_jitter:
             shown = jitter_colors(shown, self.color_jitter, rng)
         if self.horizontal_flip and rng.random() < 0.5 and not has_direction(row):
             shown = shown.flip(-1)  # no box has to follow: images with boxes are not mirrored
         return shown, size, window
-
-    def _square(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[int, int], Window]:
-        side = self.image_size
-        if self.min_crop_area < 1:
-            side = int(side * self.min_crop_area**-0.5) + 1  # so that even the smallest crop is not enlarged
-        pixels, size = read_pixels(row["image"], side)
-        if self.fixed_crop and self.image_size <= min(pixels.shape[:2]) <= MAX_FIXED_SCALE * self.image_size:
-            square, window = fixed_square(pixels, self.image_size, rng)
-        else:
-            square, window = random_square(pixels, self.image_size, self.min_crop_area, rng)
-        return square, size, window
 
 
 class Pairs(Dataset):
@@ -257,7 +225,7 @@ class Collator:
     the text tower takes them in groups of about one length (`mm_utils.objectives.padding`).
 
     Batch of b images and t captions (t = b in training):
-        pixel_values: uint8 `[b, 3, S, S]`, or `[b, *timed.shape]`; input_ids, attention_mask: int64 `[t, L]`
+        pixel_values: uint8 `[b, 3, S, S]`, or `[b, *medium.shape]`; input_ids, attention_mask: int64 `[t, L]`
         vision_pooled, vision_taps_0, ... in place of pixel_values, and text_pooled, text_states, as `cached` names them
         ids: int64 `[t, 2]`, image key and caption key of every caption; training clips and sounds with the same captions
             have one image key; caption_image: `[t]`, its image's place in b
@@ -271,20 +239,18 @@ class Collator:
 
     Attributes:
         pad_token_id: token id of padding.
-        image_size: side of the square in pixels.
+        medium: how images, clips or sounds are read.
         longest_first: sort rows by length, as described above.
         cached: the features of no example, see `mm_utils.data.batches.column_cache.empty_features`.
         regions, negatives: whether examples have regions, and a negative, perhaps an empty one.
-        timed: how clips or sounds are read; None for images.
     """
 
     pad_token_id: int
-    image_size: int
+    medium: Medium
     longest_first: bool = False
     cached: dict[str, Tensor] = field(default_factory=dict)
     regions: bool = False
     negatives: bool = False
-    timed: Timed | None = None
 
     def __call__(self, examples: list[Example]) -> Batch:
         """Collate the examples of `Pairs`."""
@@ -298,7 +264,7 @@ class Collator:
         keys = [(example["image_key"], key) for example in kept for key in example["caption_keys"]]
         empty = dict(self.cached)
         if "vision_pooled" not in empty:
-            empty["pixel_values"] = blank(0, self.image_size, self.timed)
+            empty["pixel_values"] = self.medium.blank(0)
         return {
             **{name: _stack([example[name] for example in kept], none) for name, none in empty.items()},
             "input_ids": input_ids,
@@ -315,13 +281,6 @@ class Collator:
             **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
             **(collate_negatives(kept, self.pad_token_id) if self.negatives else {}),
         }
-
-
-def blank(count: int, image_size: int, timed: Timed | None) -> Tensor:
-    """Return so many black squares, frames or silence, as they leave the workers."""
-    if timed is None:
-        return torch.zeros(count, 3, image_size, image_size, dtype=torch.uint8)
-    return torch.zeros(count, *timed.shape, dtype=timed.dtype)
 
 
 def _stack(values: list[Tensor], empty: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Load rows as batches: decoded and augmented in workers, normalised on the device."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,8 @@ from mm_utils.data.batches.dataset import (
     Pairs,
     TrainingPairs,
     TrainingTransform,
-    blank,
 )
 from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
-from mm_utils.data.batches.timed_media import SOUND_JITTER, Sounds, Timed, check_window, medium_of, timed_of
 from mm_utils.data.batches.tokens import NEGATIVE_IDS, tokenizer_digest
 from mm_utils.data.batches.workers import (
     RestartingLoader,
@@ -33,7 +31,8 @@ from mm_utils.data.batches.workers import (
     loading_rate,
     worker_options,
 )
-from mm_utils.data.media import kind_of
+from mm_utils.data.media.medium import Medium, kind_of
+from mm_utils.data.media.of_processor import SOUND_JITTER, check_window, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.extras.grounding.regions import regions_column
 
@@ -42,13 +41,6 @@ _MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of w
 _SHOWN = 8  # images of a batch in a message
 MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
 MOST_JITTER = 30  # decibels
-
-UNUSED = {
-    "image": ("medium_seconds", "clip_frames", "sound_jitter"),
-    "clip": ("fixed_crop", "sound_jitter"),
-    "sound": ("clip_frames", "fixed_crop", "color_jitter", "horizontal_flip"),
-}
-"""Flags of loading that mean nothing for a medium."""
 
 
 @dataclass
@@ -134,23 +126,14 @@ class DeviceLoader:
     Args:
         loader: batches of `Collator`; it has a length.
         device: where batches go.
-        mean, std: mean and standard deviation of each colour in [0, 1].
-        sounds: makes the sound tower's input of samples; None for images and clips.
+        medium: makes the tower's input of what the workers read.
 
     Attributes:
         wait: seconds that the caller waited for the last batch.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        device: torch.device,
-        mean: Sequence[float],
-        std: Sequence[float],
-        sounds: Sounds | None = None,
-    ):
-        self.loader, self.copies, self.sounds, self.wait = loader, DeviceCopies(device), sounds, 0.0
-        self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) * 255 for v in (mean, std))
+    def __init__(self, loader: Any, device: torch.device, medium: Medium):
+        self.loader, self.copies, self.medium, self.wait = loader, DeviceCopies(device), medium, 0.0
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -167,10 +150,8 @@ class DeviceLoader:
 
     def _to_device(self, batch: Batch) -> Batch:
         moved = self.copies.of(batch)
-        if self.sounds is not None and "pixel_values" in moved:
-            moved["pixel_values"] = self.sounds.features(moved["pixel_values"])
-        elif "pixel_values" in moved:  # converted first: subtracting mixed types takes 3 times as long
-            moved["pixel_values"] = moved["pixel_values"].float().sub_(self.mean).div_(self.std)
+        if "pixel_values" in moved:
+            moved["pixel_values"] = self.medium.features(moved["pixel_values"])
         return moved
 
 
@@ -180,44 +161,32 @@ class Loaders:
 
     Attributes:
         pad_token_id: the tokenizer's.
-        image_size, mean, std: the image processor's.
+        medium: how images, clips or sounds are read.
         regions: whether batches have the regions of their images, see `mm_utils.extras.grounding.regions`.
-        timed: how clips or sounds are read; None for images.
         division: how training batches are dealt to the ranks.
     """
 
     arguments: LoaderArguments
     device: torch.device
     pad_token_id: int
-    image_size: int
-    mean: Sequence[float]
-    std: Sequence[float]
+    medium: Medium
     regions: bool = False
-    timed: Timed | None = None
     division: Division = EQUAL_SHARES
     _measured: int | None = field(default=None, init=False)
 
     @property
-    def medium(self) -> str:
-        """The kind of media that these loaders read."""
-        return "image" if self.timed is None else self.timed.kind
-
-    @property
     def input_key(self) -> tuple[Any, ...]:
         """What the towers' input depends on besides the media, for the keys of caches."""
-        images = (self.image_size, list(self.mean), list(self.std))
-        return images if self.timed is None else (*images, self.timed.settings)
+        side, colours, *rest = self.medium.key.values()
+        return side, *colours, *rest
 
     def content(self, rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return by name what decides a training row besides ids and captions."""
         found = {
             "tokenizer": tokenizer_digest(tokenizer),
             "max_seq_length": self.arguments.max_seq_length,
-            "image_size": self.image_size,
-            "image mean and std": [self.mean, self.std],
+            **self.medium.key,
         }
-        if self.timed is not None:
-            found["medium"] = self.timed.settings
         if rows is not None:
             found["images"] = image_digest(rows)
             if self.regions:
@@ -228,22 +197,21 @@ class Loaders:
         return found
 
     def blank(self, count: int) -> Tensor:
-        """Return so many black or silent media, `[count, ...]`, as the tower takes them."""
-        [batch] = self.on_device([{"pixel_values": blank(count, self.image_size, self.timed)}])
+        """Return `count` black or silent media, `[count, ...]`, as the tower takes them."""
+        [batch] = self.on_device([{"pixel_values": self.medium.blank(count)}])
         return batch["pixel_values"]
 
     def on_device(self, loader: Any) -> DeviceLoader:
         """Return batches moved to the device and normalised there."""
-        sounds = self.timed if isinstance(self.timed, Sounds) else None
-        return DeviceLoader(loader, self.device, self.mean, self.std, sounds)
+        return DeviceLoader(loader, self.device, self.medium)
 
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
         self.check_medium(rows)
         pairs = TrainingPairs(rows, self.training_transform(order.seed))
         batches = RankBatches(order, start, stop, self.division)
-        kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names, self.timed
-        collate = Collator(self.pad_token_id, self.image_size, True, *kinds)
+        kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names
+        collate = Collator(self.pad_token_id, self.medium, True, *kinds)
         has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
         if not has_choice or "vision_pooled" in collate.cached:
             return self._loader(pairs, batches, collate, self.arguments.num_workers)
@@ -262,23 +230,14 @@ class Loaders:
             ValueError: if the rows hold other media than the model is for.
         """
         self.check_medium(rows)
-        pairs = Pairs(rows, EvaluationTransform(self.image_size, self.regions, timed=self.timed))
-        collate = Collator(self.pad_token_id, self.image_size, regions=self.regions, timed=self.timed)
+        pairs = Pairs(rows, EvaluationTransform(self.medium, self.regions))
+        collate = Collator(self.pad_token_id, self.medium, regions=self.regions)
         return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate, self.arguments.num_workers)
 
     def training_transform(self, seed: int) -> TrainingTransform:
         """Return what makes training examples of rows."""
         args = self.arguments
-        return TrainingTransform(
-            self.image_size,
-            self.regions,
-            seed,
-            args.min_crop_area,
-            args.fixed_crop,
-            args.color_jitter,
-            args.horizontal_flip,
-            timed=self.timed,
-        )
+        return TrainingTransform(self.medium, self.regions, seed, args.color_jitter, args.horizontal_flip)
 
     @property
     def workers(self) -> int:
@@ -288,9 +247,9 @@ class Loaders:
     def check_medium(self, rows: datasets.Dataset) -> None:
         """Raise ValueError if the rows hold other media than the model is for."""
         found = kind_of(rows.features)
-        if found != self.medium and "image" in rows.features:  # else cached features stand for the media
+        if found != self.medium.kind and "image" in rows.features:  # else cached features stand for the media
             raise ValueError(
-                f"the data are {found}s, and the model is for {self.medium}s. Give data or model of the same kind."
+                f"the data are {found}s, and the model is for {self.medium.kind}s. Give data or model of the same kind."
             )
 
     def _loader(
@@ -321,12 +280,6 @@ class Loaders:
         )
 
 
-def image_geometry(processor: ProcessorMixin) -> tuple[int, list[float], list[float]]:
-    """Return the side of the processor's squares, and mean and std of its normalisation."""
-    images = processor.image_processor
-    return images.crop_size["height"], list(images.image_mean), list(images.image_std)
-
-
 def make_loaders(
     arguments: LoaderArguments, device: torch.device, processor: ProcessorMixin, regions: bool = False
 ) -> Loaders:
@@ -335,11 +288,9 @@ def make_loaders(
     Raises:
         ValueError: if a flag asks for another window than the model's, or of images for sounds.
     """
-    timed = timed_of(processor, arguments.min_crop_area, arguments.sound_jitter)
-    check_window(timed, arguments.medium_seconds, arguments.clip_frames)
-    medium = medium_of(processor)
-    for name in UNUSED[medium]:
+    medium = read_by(processor, arguments.min_crop_area, arguments.fixed_crop, arguments.sound_jitter)
+    check_window(medium, arguments.medium_seconds, arguments.clip_frames)
+    for name in medium.unused:
         if getattr(arguments, name):
-            raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium}s. Drop it.")
-    geometry = (0, [], []) if medium == "sound" else image_geometry(processor)
-    return Loaders(arguments, device, processor.tokenizer.pad_token_id, *geometry, regions=regions, timed=timed)
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium.kind}s. Drop it.")
+    return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, regions)

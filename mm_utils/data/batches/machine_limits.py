@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 from mm_utils import distributed
-from mm_utils.data.batches.dataset import blank
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.workers import PREFETCH, free_shared_memory
 from mm_utils.files import MAX_OPEN_FILES, allow_open_files
@@ -51,10 +50,7 @@ def check_loading(
             warnings.append(text)
     processes, free = distributed.processes_here(), free_shared_memory()
     shares = [_rows_here(part, global_batch_size, streaming) for part in parts]
-    images = [
-        count * PREFETCH * blank(1, part.image_size, part.timed).nbytes
-        for count, part in zip(counts, parts, strict=True)
-    ]
+    images = [count * PREFETCH * part.medium.blank(1).nbytes for count, part in zip(counts, parts, strict=True)]
     train = sum(image * share for image, share in zip(images, shares, strict=True))
     evaluation = max(images) * processes * eval_batch_size
     needed = train + evaluation  # an evaluation, of one medium, begins while training batches wait

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mm_utils.data.faults import Fault
+from mm_utils.data.media.containers import TOLERANCE, check_cut, seconds_of
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
-from mm_utils.data.prepare.decoding.containers import TOLERANCE, check_cut, seconds_of
 
 
 def regions_of(regions: Any, image: Mapping[str, Any], checks: CheckArguments) -> list[dict[str, Any]] | None:

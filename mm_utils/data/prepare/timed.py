@@ -9,11 +9,11 @@ from typing import Any
 from PIL import Image
 
 from mm_utils.arguments import arg
+from mm_utils.data.media.clip_files import clip_of_frames, read_clip, strip
+from mm_utils.data.media.containers import seconds_of
 from mm_utils.data.media.riff import MOST_RATE, write_avi, write_wav
+from mm_utils.data.media.sound_files import LEAST_RATE, loudness_picture, read_sound
 from mm_utils.data.paths import MEDIA_LIMITS
-from mm_utils.data.prepare.decoding.clips import clip_of_frames, read_clip, strip
-from mm_utils.data.prepare.decoding.containers import seconds_of
-from mm_utils.data.prepare.decoding.sounds import LEAST_RATE, loudness_picture, read_sound
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 
 MOST_BYTES = MEDIA_LIMITS.max_bytes  # --max_image_bytes raises it, too

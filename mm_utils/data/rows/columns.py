@@ -10,48 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mm_utils.data.faults import Fault, first_repeated, storable
+from mm_utils.data.media.medium import MEDIA, Image
 from mm_utils.text import shortened
 
-SUFFIXES = {
-    "image": (
-        *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
-        *(".ppm", ".pgm", ".avif", ".heic", ".jp2"),
-    ),
-    "clip": (
-        *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
-        ".gif",
-    ),
-    "sound": (
-        ".wav",
-        ".flac",
-        ".mp3",
-        ".ogg",
-        ".oga",
-        ".opus",
-        ".m4a",
-        ".aac",
-        ".aif",
-        ".aiff",
-        ".au",
-        ".wma",
-        ".amr",
-    ),
-}
-"""How the names of files of each kind end. A GIF counts as an image unless clips are asked for."""
-_IMAGE_NAMES = "image,image_path,image_file,filepath,file_path,file_name,filename,path,img,img_path,picture,photo,jpg"
+SUFFIXES = {kind: medium.suffixes for kind, medium in MEDIA.items()}
 _CAPTION_NAMES = "caption,captions,text,texts,sentence,sentences,sentences_raw,raw,title,alt_text,alt,txt,description"
 USUAL_NAMES = {
-    "image": [*_IMAGE_NAMES.split(","), "jpeg", "png", "webp"],
+    "image": Image.names,
     "caption": _CAPTION_NAMES.split(","),
     # `id` comes last: in files made from COCO's annotations it numbers the captions, and `image_id` the images.
     "id": ["image_id", "imgid", "cocoid", "id"],
     "language": ["languages"],
 }
-MEDIUM_NAMES = {
-    "image": USUAL_NAMES["image"],
-    "clip": ["video", "video_path", "video_file", "clip", "gif", "frames"],
-    "sound": ["audio", "audio_path", "audio_file", "sound", "wav", "speech"],
-}
+MEDIUM_NAMES = {kind: medium.names for kind, medium in MEDIA.items()}
 _ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
 NEGATIVES = "negatives"
 BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone

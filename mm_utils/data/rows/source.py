@@ -13,6 +13,7 @@ from typing import Any
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
+from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES, Columns
 
 FORMATS = {
@@ -32,12 +33,7 @@ FORMATS = {
     "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
 }
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
-TEMPLATES = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
-MEDIUM_TEMPLATES = {
-    "clip": ("a video of a {}.", "a clip of a {}.", "a recording of a {}."),
-    "sound": ("the sound of a {}.", "a recording of a {}.", "this is the sound of a {}."),
-}
-"""In place of `TEMPLATES`, where a source gives none."""
+TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 WORDNET_ID = re.compile(r"n\d{8}")
 _QUERIES = {"query", "vid", "relevant_windows"}
@@ -235,7 +231,7 @@ class Source:
 
     def captions_of_class(self, name: str, medium: str) -> list[str]:
         """Return the captions that the templates make of the name of a class."""
-        usual = MEDIUM_TEMPLATES.get(medium, TEMPLATES)
+        usual = media.MEDIA[medium].templates
         return [each.replace("{}", name) for each in (usual if self.templates == TEMPLATES else self.templates)]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_BYTES
+from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import check_own_file, files_of_pattern, is_url, walk
 from mm_utils.data.rows.columns import (
     BESIDE,
@@ -45,7 +46,6 @@ _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
 _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
 _COMPRESSED = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zX", "zstd": b"\x28\xb5\x2f\xfd"}
-_HOLDERS = {"image": ("image",), "clip": ("clip",), "sound": ("sound", "clip")}  # files of a medium, the best first
 _LOOKED_AT = 100  # samples that tell the kind of the media
 
 
@@ -74,7 +74,7 @@ class Sample:
 
     def medium(self, kind: str) -> MemberImage | BytesImage | None:
         """Return the image, clip or sound; a video without a file of its sound is one, too."""
-        return next((self.media[each] for each in _HOLDERS[kind] if each in self.media), None)
+        return next((self.media[each] for each in MEDIA[kind].holders if each in self.media), None)
 
     def set_aside(self, reason: str, detail: str) -> None:
         """Record a fault; the first one stays."""
@@ -111,7 +111,7 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     for path in paths:
         split = split_of_folder(path, source.path) if is_folder else None
         shard = "/".join(filter(None, (split, os.path.splitext(os.path.basename(path))[0])))
-        for sample in read_shard(path, _HOLDERS[medium]):
+        for sample in read_shard(path, MEDIA[medium].holders):
             where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
             try:
                 yield _record(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)

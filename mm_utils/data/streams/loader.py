@@ -36,7 +36,7 @@ def train_stream(
     if loaders.regions:
         raise ValueError("--objectives asks for regions, and --streaming reads none. Drop one of them.")
     transform = loaders.training_transform(stream.order.seed)
-    collate = Collator(loaders.pad_token_id, loaders.image_size, longest_first=True, timed=loaders.timed)
+    collate = Collator(loaders.pad_token_id, loaders.medium, longest_first=True)
     steps = StreamSteps(stream, tokenizer, loaders.arguments.max_seq_length, transform, collate)
     pin_memory = loaders.device.type == "cuda"
     batches = StreamBatches(steps, start, stop, loaders.arguments.num_workers, pin_memory)

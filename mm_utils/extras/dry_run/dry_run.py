@@ -165,7 +165,7 @@ class _Probe(TrainerCallback):
         if self.is_main_process and "train" in self.data.splits:
             rows = self.data.splits["train"]
             rows = rows.select(range(min(CHECKED, len(rows))))
-            side = self.data.loaders.image_size
+            side = self.data.loaders.medium.key["image_size"]
             lines = describe_pairs(rows, self.data.processor.tokenizer, self.data.max_seq_length, side)
             logger.info("%s", "\n  ".join([f"The first {len(rows)} training {self.data.medium}s:", *lines]))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from mm_utils.data.batches.loaders import image_geometry
+from mm_utils.data.media.of_processor import image_geometry
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 LAYOUTS = ("plain", "transformers.js", "immich")

@@ -24,8 +24,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.data.batches.timed_media import Timed
 from mm_utils.data.batches.tokens import caption_key
+from mm_utils.data.media.medium import Medium
 from mm_utils.evaluation.metrics import mean_with_interval
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.extras.grounding.pointing import PointingEvaluator, grounded, hits, report_pointing
@@ -180,19 +180,18 @@ def report_grounding(
     accelerator: Accelerator,
     grounding: PointingEvaluator | MomentEvaluator | None,
     rows: datasets.Dataset,
-    timed: Timed | None,
+    medium: Medium,
     folder: Path,
 ) -> None:
     """Draw `regions.png` or `moments.png` from the last evaluation, which was on `rows`."""
     if isinstance(grounding, MomentEvaluator):
-        assert timed is not None
-        report_moments(accelerator, grounding, rows, timed, folder)
+        report_moments(accelerator, grounding, rows, medium, folder)
     else:
         report_pointing(accelerator, grounding, rows, folder)
 
 
 def report_moments(
-    accelerator: Accelerator, moments: MomentEvaluator, rows: datasets.Dataset, timed: Timed, folder: Path
+    accelerator: Accelerator, moments: MomentEvaluator, rows: datasets.Dataset, medium: Medium, folder: Path
 ) -> None:
     """On the main process, draw `moments.png` from the last evaluation, which was on `rows`.
 
@@ -205,13 +204,13 @@ def report_moments(
     lines = -(-len(moments.examples) // columns)
     figure = new_figure(4.2 * columns, 1.7 * lines)
     for number, example in enumerate(moments.examples, 1):
-        _draw_profile(figure.add_subplot(lines, columns, number), example, rows[example.row], timed)
+        _draw_profile(figure.add_subplot(lines, columns, number), example, rows[example.row], medium)
     save_figure(figure, Path(folder, "moments.png"))
 
 
-def _draw_profile(ax: Axes, example: Found, row: dict, timed: Timed) -> None:
+def _draw_profile(ax: Axes, example: Found, row: dict, medium: Medium) -> None:
     phrases = {caption_key(moment["phrase"]): moment["phrase"] for moment in row["moments"]}
-    _, (seconds, _), window = timed.read(row["image"], None)
+    _, (seconds, _), window = medium.read(row["image"])
     begin, length = window.left * seconds, (window.right - window.left) * seconds
     true, found = ([begin + length * edge for edge in span] for span in (example.true, example.found))
     overlap = overlaps(torch.tensor(example.found), torch.tensor(example.true)).item()

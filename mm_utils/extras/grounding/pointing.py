@@ -21,9 +21,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.data.batches.augment import center_square
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.images import open_image
+from mm_utils.data.media.augment import center_square
 from mm_utils.evaluation.metrics import mean_with_interval
 from mm_utils.extras.grounding.regions import Regions, regions_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel

@@ -32,10 +32,10 @@ from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.batches.augment import Window
 from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
 from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenize_splits, tokenizer_content
 from mm_utils.data.media import kind_of
+from mm_utils.data.media.augment import Window
 
 MAX_REGIONS = 8
 """Largest number of regions per image in a training step; of more, a random choice takes part."""

@@ -54,7 +54,7 @@ class Embedder:
     @property
     def columns(self) -> pa.Schema:
         """The columns of an index of these embeddings."""
-        return schema(self.width, self.states, self.loaders.medium)
+        return schema(self.width, self.states, self.loaders.medium.kind)
 
     @property
     def state_bytes(self) -> int:
@@ -103,7 +103,7 @@ def embed_share(
     with tqdm(
         total=total,
         desc="Embedding",
-        unit=f" {embedder.loaders.medium}s",
+        unit=f" {embedder.loaders.medium.kind}s",
         disable=not (accelerator.is_main_process and total),
     ) as bar:
         for batch in loader:

@@ -8,16 +8,16 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from mm_utils.data.batches.augment import center_square
 from mm_utils.data.batches.loaders import Loaders
-from mm_utils.data.batches.timed_media import Sounds, Timed
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import MOST_PIXELS, UnreadableImageError, encode, open_image, pixels, raw_size, shrink
+from mm_utils.data.media.augment import center_square
+from mm_utils.data.media.clip_files import read_clip
+from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.riff import write_avi, write_wav
+from mm_utils.data.media.sound_files import read_sound
 from mm_utils.data.paths import Limits, read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
-from mm_utils.data.prepare.decoding.clips import read_clip
-from mm_utils.data.prepare.decoding.sounds import read_sound
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.extras.search.listing import Listing, limits_of, skip
 from mm_utils.reports.pictures import picture
@@ -28,10 +28,10 @@ FPS = 8.0  # frames a second that are kept of a video in a folder
 _LARGE = 8_000_000  # pixels
 
 
-def stock_file(content: bytes, timed: Timed) -> bytes:
-    """Return a medium's file as prepared sets store it, for `Timed.read`, or raise Fault."""
-    if isinstance(timed, Sounds):
-        rate = timed.log_mel.rate
+def stock_file(content: bytes, medium: Medium) -> bytes:
+    """Return a medium's file as prepared sets store it, for `Medium.read`, or raise Fault."""
+    if isinstance(medium, Sound):
+        rate = medium.log_mel.rate
         return write_wav(read_sound(content, rate)[0], rate)
     clip = read_clip(content, FPS, THUMBNAIL)
     return write_avi(clip.jpegs, FPS, clip.size)
@@ -43,22 +43,24 @@ def read_query(file: str | bytes, loaders: Loaders) -> torch.Tensor:
     Raises:
         UnreadableImageError: if it cannot be read, or the model is for clips.
     """
-    if loaders.medium == "clip":
+    medium = loaders.medium
+    if medium.kind == "clip":
         raise UnreadableImageError("clips are found by texts and by clips of the index; write what the clip shows")
     value = {"bytes": None, "path": file} if isinstance(file, str) else {"bytes": file, "path": None}
-    if isinstance(loaders.timed, Sounds):
+    if isinstance(medium, Sound):
         name = file if isinstance(file, str) else "the file"
         try:
             content = read_file(file, Limits()) if isinstance(file, str) else file
-            rate = loaders.timed.log_mel.rate
+            rate = medium.log_mel.rate
             stored = write_wav(read_sound(content, rate, codecs=False)[0], rate)  # strangers' files meet no codec
         except Fault as fault:
             raise UnreadableImageError(f"{name}: {fault.detail}") from fault
-        return loaders.timed.read({"bytes": stored, "path": None}, None)[0]
-    image = open_image(value, loaders.image_size)
+        return medium.read({"bytes": stored, "path": None})[0]
+    side = medium.image_size
+    image = open_image(value, side)
     if image.width * image.height > _LARGE:  # resizing it in one step would take twelve bytes a pixel more
-        image = shrink(image, 2 * loaders.image_size)
-    return center_square(image, loaders.image_size)
+        image = shrink(image, 2 * side)
+    return center_square(image, side)
 
 
 class Reader(Dataset):
@@ -66,8 +68,8 @@ class Reader(Dataset):
 
     def __init__(self, listing: Listing, places: Sequence[int], loaders: Loaders):
         self.listing, self.places = listing, places
-        self.side, self.timed = loaders.image_size, loaders.timed
-        self.limits, self.checks = limits_of(loaders.medium), CheckArguments()
+        self.medium, self.side = loaders.medium, getattr(loaders.medium, "image_size", 0)
+        self.limits, self.checks = limits_of(loaders.medium.kind), CheckArguments()
 
     def __len__(self) -> int:
         return len(self.places)
@@ -93,16 +95,16 @@ class Reader(Dataset):
             content = read_file(path, self.limits)
             image = {"bytes": content, "path": path}
         own["content_hash"] = stored_hash(content)
-        if self.timed is not None:
-            stored = stock_file(content, self.timed) if own["path"] or self.listing.raw else content
-            return own | self._show_timed({"bytes": stored, "path": None}, self.timed)
+        if self.medium.lasts:
+            stored = stock_file(content, self.medium) if own["path"] or self.listing.raw else content
+            return own | self._show_timed({"bytes": stored, "path": None})
         square, thumbnail = self._show(image)
         return {**own, "square": square, "thumbnail": thumbnail}
 
-    def _show_timed(self, stored: dict[str, Any], timed: Timed) -> dict[str, Any]:
+    def _show_timed(self, stored: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a clip or a sound that evaluations take, its picture, and its file."""
         try:
-            square, shown = timed.read(stored, None)[0], picture(stored, timed.kind, THUMBNAIL // 2)
+            square, shown = self.medium.read(stored)[0], picture(stored, self.medium.kind, THUMBNAIL // 2)
         except UnreadableImageError as error:
             raise Fault("medium_unreadable", str(error)) from error
         thumbnail = encode(shrink(shown, THUMBNAIL), "jpeg", QUALITY)

@@ -20,10 +20,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mm_utils.data.batches.augment import center_square
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.media.augment import center_square
 from mm_utils.extras.search.embedding import as_input
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
 from mm_utils.extras.search.index import check_same_model, model_fingerprint, open_index
@@ -125,7 +125,7 @@ class Searcher:
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an RGB image, best first."""
-        return self._search(center_square(image, self._loaders.image_size), top_k)
+        return self._search(center_square(image, self._loaders.medium.image_size), top_k)
 
     def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
         """Return what is most similar to a file, by path or bytes: an image, or a WAV; best first.
@@ -192,13 +192,13 @@ class Searcher:
 
     def _example(self, row: int) -> Tensor:
         """Return what evaluations take of an index's clip, sound or (by `_image`) image."""
-        if self._loaders.timed is not None:
-            return self._loaders.timed.read({"bytes": self.content(row), "path": None}, None)[0]
-        return center_square(self._image(row), self._loaders.image_size)
+        if self._loaders.medium.lasts:
+            return self._loaders.medium.read({"bytes": self.content(row), "path": None})[0]
+        return center_square(self._image(row), self._loaders.medium.image_size)
 
     def _image(self, row: int) -> Image.Image:
         """Return an image of the index: its file if it is unchanged, else its thumbnail."""
-        known, side = self._rows[row], self._loaders.image_size
+        known, side = self._rows[row], self._loaders.medium.image_size
         try:
             status = os.stat(known["path"])
             if (status.st_size, status.st_mtime_ns) == (known["size"], known["mtime_ns"]):

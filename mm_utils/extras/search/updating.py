@@ -124,9 +124,9 @@ def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
     if info is None:
         name = os.path.abspath(model) if Path(model).is_dir() else model
         info = IndexInfo(
-            *(name, embedder.fingerprint, embedder.loaders.image_size, embedder.width),
+            *(name, embedder.fingerprint, embedder.loaders.medium.key["image_size"], embedder.width),
             states=embedder.states,
-            medium=embedder.loaders.medium,
+            medium=embedder.loaders.medium.kind,
         )
         info.save(folder)
     check_same_index(info, model, folder, embedder)
@@ -246,5 +246,5 @@ def try_out(folder: Path, model: str, listing: Listing, embedder: Embedder, acce
     kept = f" What the head reads takes {embedder.state_bytes / 1e3:,.1f} kB an image." if embedder.states else ""
     logger.info(
         "Nothing was written. %s. %d of the first %d cannot be read; all would take about %.0f s.%s",
-        describe(plan, embedder.loaders.medium), len(skipped), len(sample), seconds, kept,
+        describe(plan, embedder.loaders.medium.kind), len(skipped), len(sample), seconds, kept,
     )  # fmt: skip

@@ -19,9 +19,9 @@ from transformers import ProcessorMixin
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches.dataset import Batch
-from mm_utils.data.batches.loaders import UNUSED, LoaderArguments
+from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.machine_limits import check_loading
-from mm_utils.data.media import kind_of
+from mm_utils.data.media import MEDIA, kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamingArguments
@@ -207,7 +207,7 @@ def open_media(
         workers = loader_args.num_workers and max(1, loader_args.num_workers * shares[medium] // sum(shares.values()))
         sizes, eval_size = turns.batch_sizes(medium, schedule.batch_sizes), schedule.per_device_eval_batch_size
         own: Any = SimpleNamespace(seed=schedule.seed, per_device_eval_batch_size=eval_size, batch_sizes=sizes)
-        unused = {flag: getattr(LoaderArguments, flag) for flag in UNUSED[medium]}
+        unused = {flag: getattr(LoaderArguments, flag) for flag in MEDIA[medium].unused}
         loading = replace(loader_args, dataloader_num_workers=str(workers), **unused)
         make = partial(processor_of, at=at)
         parts[medium] = open_data(accelerator, args, stream_args, loading, own, make, regions)

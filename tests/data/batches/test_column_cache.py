@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset, DatasetDict, concatenate_datasets, disable_progress_bars, load_from_disk
 from transformers import PreTrainedTokenizerFast
 
+from mm_utils.data import media
 from mm_utils.data.batches.column_cache import python_columns
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
 from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_captions, tokenize_splits
@@ -156,7 +157,7 @@ def test_images_stay_in_the_mapped_file(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(1_000_000)
     row = {"id": "a", "image": {"bytes": content, "path": None}, "captions": ["a"]}
     Dataset.from_list([row], features=FEATURES).save_to_disk(tmp_path / "rows")
-    pairs = Pairs(load_from_disk(str(tmp_path / "rows")), EvaluationTransform(SIZE))
+    pairs = Pairs(load_from_disk(str(tmp_path / "rows")), EvaluationTransform(media.Image(SIZE)))
     before = pa.total_allocated_bytes()
     views = [python_columns(pairs.rows[[0]])["image"][0]["bytes"] for _ in range(2)]
     assert pa.total_allocated_bytes() - before < 10_000

@@ -17,12 +17,13 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils import distributed
-from mm_utils.data.batches.augment import center_square
+from mm_utils.data import media
 from mm_utils.data.batches.column_cache import SKIPPED
 from mm_utils.data.batches.dataset import MOST_CAPTIONS, Collator, TrainingTransform
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import encode
+from mm_utils.data.media.augment import center_square
 from mm_utils.data.scenes import load_scenes
 from tests.data.numbered_rows import (
     FEATURES,
@@ -352,7 +353,7 @@ def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("longest", [1, 8, 9, 64])
 def test_collator_pads_to_the_longest(longest: int) -> None:
-    batch = Collator(pad_token_id=77, image_size=SIZE)([example([1, longest], 4), {"skipped": "why"}, example([1], 9)])
+    batch = Collator(77, media.Image(SIZE))([example([1, longest], 4), {"skipped": "why"}, example([1], 9)])
     assert batch["input_ids"].shape == (3, longest)
     assert batch["input_ids"][1].tolist() == list(range(1, longest + 1))
     assert batch["input_ids"][0].tolist() == [1] + [77] * (longest - 1)
@@ -370,7 +371,7 @@ def test_collator_pads_to_the_longest(longest: int) -> None:
 def test_collator_puts_the_longest_caption_first() -> None:
     lengths = [3, 9, 1, 9, 4]
     rows = [example([length], row) for row, length in enumerate(lengths)]
-    batch = Collator(pad_token_id=0, image_size=SIZE, longest_first=True)([*rows, {"skipped": "why"}])
+    batch = Collator(0, media.Image(SIZE), longest_first=True)([*rows, {"skipped": "why"}])
     assert batch["lengths"] == [9, 9, 4, 3, 1]
     assert batch["rows"].tolist() == batch["pixel_values"][:, 0, 0, 0].tolist() == [1, 3, 4, 0, 2]
     assert batch["ids"][:, 0].tolist() == [101, 103, 104, 100, 102]
@@ -391,7 +392,7 @@ def test_collator_puts_the_longest_caption_first() -> None:
 def test_training_shows_all_captions_beginning_with_the_one_of_the_pair(captions: int, shown: int) -> None:
     ids = [[1, number] for number in range(captions)]
     row = {"input_ids": ids, "caption_keys": ids, "caption": shown, SKIPPED: None}
-    found = TrainingTransform(SIZE)._show(row)
+    found = TrainingTransform(media.Image(SIZE))._show(row)
     expected = [(shown + more) % captions for more in range(min(captions, MOST_CAPTIONS))]
     assert found["all_input_ids"] == [ids[number] for number in expected]
     assert found["input_ids"] == [ids[shown]]

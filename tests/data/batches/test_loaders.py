@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils import distributed
 from mm_utils.arguments import parse_args
+from mm_utils.data import media
 from mm_utils.data.batches import loaders as loaders_module
 from mm_utils.data.batches import workers as workers_module
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
@@ -47,7 +48,9 @@ def test_workers_change_nothing_in_evaluation(tokenizer: PreTrainedTokenizerFast
 def test_images_are_normalised_on_the_device() -> None:
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
-    loader = DeviceLoader(DataLoader([{"pixel_values": pixels, "skipped": []}], batch_size=None), CPU, mean, std)
+    loader = DeviceLoader(
+        DataLoader([{"pixel_values": pixels, "skipped": []}], batch_size=None), CPU, media.Image(4, mean, std)
+    )
     [batch] = loader
     expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     torch.testing.assert_close(batch["pixel_values"], expected, rtol=1e-5, atol=1e-5)

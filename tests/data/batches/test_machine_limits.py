@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mm_utils import distributed
+from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.machine_limits import check_loading
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
@@ -18,7 +19,7 @@ BATCH = 3 * 224**2 * 64  # bytes of 64 images
 
 
 def with_workers(count: str, size: int = 224) -> Loaders:
-    return Loaders(LoaderArguments(dataloader_num_workers=count), CPU, 0, size, [0.5] * 3, [0.5] * 3)
+    return Loaders(LoaderArguments(dataloader_num_workers=count), CPU, 0, media.Image(size))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
+from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order, tokenize_captions
@@ -106,7 +107,7 @@ def check(batch: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[int
 
 def loaders(image_size: int, workers: int, **arguments: Any) -> Loaders:
     args = LoaderArguments(max_seq_length=16, dataloader_num_workers=str(workers), **arguments)
-    return Loaders(args, CPU, 0, image_size, (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
+    return Loaders(args, CPU, 0, media.Image(image_size, (0.0,) * 3, (1 / 255,) * 3, args.min_crop_area))
 
 
 def on_each_rank(world: int, batches: Callable[[int, int], Any], start: int, stop: int) -> Iterator[list[Any]]:

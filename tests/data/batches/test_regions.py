@@ -17,13 +17,14 @@ from PIL import ExifTags, Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data.batches.augment import Window
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingTransform, Transform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions
 from mm_utils.data.images import encode
 from mm_utils.data.media import FEATURES as MEDIA
+from mm_utils.data.media.augment import Window
 from mm_utils.data.scenes import load_scenes
 from mm_utils.extras.grounding.regions import (
     MAX_REGIONS,
@@ -120,10 +121,10 @@ def whites(pixels: Tensor) -> list[float]:
 @pytest.mark.parametrize(
     "transform",
     [
-        TrainingTransform(48, True, min_crop_area=0.3),
-        TrainingTransform(48, True),
-        TrainingTransform(48, True, min_crop_area=0.3, fixed_crop=True),
-        EvaluationTransform(48, True),
+        TrainingTransform(media.Image(48, min_crop_area=0.3), True),
+        TrainingTransform(media.Image(48), True),
+        TrainingTransform(media.Image(48, min_crop_area=0.3, fixed_crop=True), True),
+        EvaluationTransform(media.Image(48), True),
     ],
     ids=["random", "whole", "fixed", "evaluation"],
 )
@@ -300,7 +301,13 @@ def test_moments_follow_into_the_window(seconds: float, at: float, share: float,
 
 def loaders_with_regions() -> Loaders:
     arguments = LoaderArguments(16, dataloader_num_workers="0")
-    return Loaders(arguments, CPU, 0, SIZE, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), regions=True)
+    return Loaders(
+        arguments,
+        CPU,
+        0,
+        media.Image(SIZE, (0.0,) * 3, (1.0,) * 3, arguments.min_crop_area, arguments.fixed_crop),
+        regions=True,
+    )
 
 
 def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -328,7 +335,7 @@ def test_batches_without_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenized(rows_with([[a_region(0, 0, 1, 1)], []]), tokenizer)  # the first one lies outside the centre
     pairs = evaluation_pairs(rows, regions=True)
     for examples, kept in (([pairs[(0, 0)], pairs[(1, 0)]], 2), ([{"skipped": "why"}], 0)):
-        batch = Collator(0, SIZE, regions=True)(examples)
+        batch = Collator(0, media.Image(SIZE), regions=True)(examples)
         assert {name: tuple(batch[name].shape) for name in FIELDS} == {
             "region_boxes": (kept, 1, 4), "region_input_ids": (kept, 1, 1), "region_attention_mask": (kept, 1, 1),
             "region_keys": (kept, 1),
@@ -336,4 +343,4 @@ def test_batches_without_regions(tokenizer: PreTrainedTokenizerFast) -> None:
         assert not batch["region_attention_mask"].any()
         assert batch["region_boxes"].dtype == torch.float32
         assert {batch[name].dtype for name in FIELDS - {"region_boxes"}} == {torch.long}
-    assert not FIELDS & set(Collator(0, SIZE)([{"skipped": "why"}]))
+    assert not FIELDS & set(Collator(0, media.Image(SIZE))([{"skipped": "why"}]))

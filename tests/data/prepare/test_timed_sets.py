@@ -10,10 +10,10 @@ from datasets import Audio, load_from_disk
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.riff import read_avi, read_wav
+from mm_utils.data.media.sound_files import loudness_picture, read_sound
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.prepare.decoding.clips import read_clip
-from mm_utils.data.prepare.decoding.sounds import loudness_picture, read_sound
 from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, verify, write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
 from mm_utils.data.rows.source import DataArguments

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils import distributed
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes
@@ -83,8 +84,8 @@ def streams(sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def steps_of(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> StreamSteps:
-    transform = TrainingTransform(IMAGE_SIZE, seed=stream.order.seed, min_crop_area=0.5)
-    return StreamSteps(stream, tokenizer, 16, transform, Collator(0, IMAGE_SIZE, longest_first=True))
+    transform = TrainingTransform(media.Image(IMAGE_SIZE, min_crop_area=0.5), seed=stream.order.seed)
+    return StreamSteps(stream, tokenizer, 16, transform, Collator(0, media.Image(IMAGE_SIZE), longest_first=True))
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -205,7 +206,7 @@ def test_examples_are_those_of_a_data_set_on_disk(
     """Caption, crop, tokens and keys are a function of (seed, epoch, image id), however the row was read."""
     stream = streams["parquet"]
     rows = tokenize_captions(datasets.Dataset.from_list(rows_of(range(ROWS)), features=FEATURES), tokenizer, 16)
-    pairs = Pairs(rows, TrainingTransform(IMAGE_SIZE, seed=stream.order.seed, min_crop_area=0.5))
+    pairs = Pairs(rows, TrainingTransform(media.Image(IMAGE_SIZE, min_crop_area=0.5), seed=stream.order.seed))
     step = SCHEDULE.step_of(stream.num_rows)  # it reaches over the end of the first epoch
     batch = next(steps_of(stream, tokenizer).batches(step, step + 1, Reader()))
     epoch = {slot.position: slot.epoch for slot in stream.order.batch(step)}
@@ -213,7 +214,7 @@ def test_examples_are_those_of_a_data_set_on_disk(
         (int(image_id.removeprefix("id-")), epoch[position])
         for image_id, position in zip(batch["image_ids"], batch["rows"].tolist(), strict=True)
     ]
-    expected = Collator(0, IMAGE_SIZE)(pairs.__getitems__(draws))
+    expected = Collator(0, media.Image(IMAGE_SIZE))(pairs.__getitems__(draws))
     assert {epoch for _, epoch in draws} == {0, 1}
     # Of a stream's captions only the one that is shown is tokenised.
     assert torch.equal(batch.pop("all_input_ids")[:, 0], batch["input_ids"])
@@ -444,7 +445,7 @@ def test_flags_are_checked(given: dict[str, int], message: str) -> None:
 
 def test_a_stream_has_no_regions() -> None:
     arguments = LoaderArguments(16, dataloader_num_workers="0")
-    loaders = Loaders(arguments, torch.device("cpu"), 0, IMAGE_SIZE, [0.5] * 3, [0.5] * 3, regions=True)
+    loaders = Loaders(arguments, torch.device("cpu"), 0, media.Image(IMAGE_SIZE), regions=True)
     with pytest.raises(ValueError, match="--streaming reads none"):
         train_stream(loaders, None, None, 0, 1)  # type: ignore[arg-type]
 

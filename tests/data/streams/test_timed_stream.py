@@ -17,10 +17,10 @@ from transformers import ClapFeatureExtractor, PreTrainedTokenizerFast, Processo
 from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.timed_media import Clips, Sounds, Timed
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.media.log_mel import LogMel
+from mm_utils.data.media.medium import Clip, Medium, Sound
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.loader import StreamSteps
@@ -45,14 +45,14 @@ def contents(medium: str) -> list[bytes]:
     return [clip([*colours, *colours[: at % 3]]) for at, colours in enumerate(shown)]
 
 
-def timed_of(medium: str) -> Timed:
+def timed_of(medium: str) -> Medium:
     if medium == "clip":
-        return Clips(3, 8, 0.5, 0.6)
+        return Clip(8, min_crop_area=0.6, frames=3, seconds=0.5)
     extractor = ClapFeatureExtractor(
         feature_size=16, sampling_rate=RATE, hop_length=50, fft_window_size=128, max_length_s=3, frequency_min=20,
         frequency_max=RATE // 2, truncation="rand_trunc", padding="pad",
     )  # fmt: skip
-    return Sounds(LogMel.of(extractor), 0.4, 0.8, 6.0)
+    return Sound(LogMel.of(extractor), 0.4, 0.8, 6.0)
 
 
 def write_shards(folder: Path, kind: str, rows: Dataset, medium: str) -> dict[str, str]:
@@ -92,8 +92,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def steps_of(stream: Stream, tokenizer: PreTrainedTokenizerFast, medium: str) -> StreamSteps:
     timed = timed_of(medium)
-    transform = TrainingTransform(8, seed=stream.order.seed, timed=timed)
-    return StreamSteps(stream, tokenizer, 16, transform, Collator(0, 8, longest_first=True, timed=timed))
+    transform = TrainingTransform(timed, seed=stream.order.seed)
+    return StreamSteps(stream, tokenizer, 16, transform, Collator(0, timed, longest_first=True))
 
 
 def shown(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -112,7 +112,7 @@ def test_examples_are_those_of_a_data_set_on_disk(
     stream = opened(write_shards(tmp_path / "shards", kind, rows, medium))
     steps, timed = steps_of(stream, tokenizer, medium), timed_of(medium)
     assert (kind_of(stream.validation.features), len(stream.validation)) == (medium, 2)
-    transform = TrainingTransform(8, seed=3, timed=timed)
+    transform = TrainingTransform(timed, seed=3)
     pairs, held = Pairs(tokenize_captions(rows, tokenizer, 16), transform), set(stream.validation["id"])
     places, last = {name: at for at, name in enumerate(rows["id"])}, SIZES.step_of(stream.num_rows)
     epochs = {slot.position: slot.epoch for step in range(last + 1) for slot in stream.order.batch(step)}
@@ -123,7 +123,7 @@ def test_examples_are_those_of_a_data_set_on_disk(
         draws = [
             (places[name], epochs[at]) for name, at in zip(batch["image_ids"], batch["rows"].tolist(), strict=True)
         ]
-        expected = Collator(0, 8, timed=timed)(pairs.__getitems__(draws))
+        expected = Collator(0, timed)(pairs.__getitems__(draws))
         for name in ("pixel_values", "input_ids", "ids"):
             assert torch.equal(batch[name], expected[name]), name
         seen += [name for name, (_, epoch) in zip(batch["image_ids"], draws, strict=True) if not epoch]
@@ -148,7 +148,7 @@ def test_a_run_has_the_window_and_the_input_of_its_tower(medium: str, tmp_path: 
     assert held.features["image"] == FEATURES[medium]
     assert held["seconds"][:] == ([1.2, 1.8] if medium == "sound" else [0.75, 0.75])
     window = 2.0 if medium == "sound" else None  # the tower counts whole seconds
-    assert getattr(data.loaders.timed, "seconds", None) == window
+    assert getattr(data.loaders.medium, "seconds", None) == window
     [batch] = data.train_batches(0, 1)
     assert data.eval_loader is not None
     [evaluated] = data.eval_loader

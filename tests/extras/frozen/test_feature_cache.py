@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mm_utils import distributed
 from mm_utils import stored as stored_results
+from mm_utils.data import media
 from mm_utils.data.batches.column_cache import empty_features, feature_tensors, to_arrow, to_tensor
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
@@ -62,7 +63,7 @@ def frozen(
 
 def loaders(workers: int = 0, size: int = SIZE, mean: float = 0.5, std: float = 0.2) -> Loaders:
     arguments = LoaderArguments(16, 1, 0.5, dataloader_num_workers=str(workers))
-    return Loaders(arguments, Accelerator().device, 0, size, (mean, 0.4, 0.3), (std, 0.3, 0.4))
+    return Loaders(arguments, Accelerator().device, 0, media.Image(size, (mean, 0.4, 0.3), (std, 0.3, 0.4)))
 
 
 def cached(rows: Dataset, objective: Objective, batch_size: int = 5, **changes: Any) -> Dataset:
@@ -145,7 +146,7 @@ def test_a_batch_holds_what_the_towers_give(
             skipped += batch["skipped"]
     live = {name: [] for name in ("rows", "skipped", "lengths")}
     arguments = LoaderArguments(16, 1.0, dataloader_num_workers="0")
-    again = Loaders(arguments, Accelerator().device, 0, SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    again = Loaders(arguments, Accelerator().device, 0, media.Image(SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
     for batch, expected in zip(seen, again.train(rows, order, 0, 6), strict=True):
         for name in (*live, "image_ids"):
             assert list(batch[name]) == list(expected[name])

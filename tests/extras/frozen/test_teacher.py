@@ -11,10 +11,11 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 from torch import Tensor
 
+from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.timed_media import Sounds, timed_of
 from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize_captions
+from mm_utils.data.media.of_processor import read_by
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.frozen.feature_cache import FeatureCacheArguments, Source, cache_features
 from mm_utils.extras.frozen.teacher import cache_teacher
@@ -43,7 +44,7 @@ def student(teacher: str, **fields: Any) -> tuple[TrainingData, JointObjective]:
     model = build_model(ModelArguments(image_size=SIZE, fusion_layers=0, **fields), new_tokenizer())
     rows = tokenize_captions(rows_of(12, BROKEN), new_tokenizer(), 16)
     arguments = LoaderArguments(16, 0.5, dataloader_num_workers="0")
-    loaders = Loaders(arguments, Accelerator(cpu=True).device, 0, SIZE, (0.5,) * 3, (0.2,) * 3)
+    loaders = Loaders(arguments, Accelerator(cpu=True).device, 0, media.Image(SIZE, (0.5,) * 3, (0.2,) * 3))
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
     data = TrainingData(DatasetDict(train=rows), SimpleNamespace(), loaders, order, {}, 5)
     return data, build_objective(model, ObjectiveArguments("contrastive", teacher), 0)
@@ -65,7 +66,7 @@ def as_the_teacher(folder: str) -> tuple[Tensor, dict[str, Tensor], float]:
     model, processor = load_model(folder, fusion_layers=0).eval(), load_processor_of(folder)
     rows, images = rows_of(12, BROKEN), torch.zeros(12, model.config.projection_dim)
     arguments, pixels = LoaderArguments(16, dataloader_num_workers="0"), processor.image_processor
-    loaders = Loaders(arguments, torch.device("cpu"), 0, 32, pixels.image_mean, pixels.image_std)
+    loaders = Loaders(arguments, torch.device("cpu"), 0, media.Image(32, pixels.image_mean, pixels.image_std))
     texts = {}
     with torch.no_grad():
         for batch in loaders.evaluation(tokenize_captions(rows, processor.tokenizer, 16), 12):
@@ -105,8 +106,8 @@ def test_a_teacher_of_sounds_has_its_own_window(tmp_path: Path) -> None:
     data, objective = student(folder)
     data.splits["train"], data.loaders.arguments.medium_seconds = tokenize_captions(rows, new_tokenizer(), 16), 0.25
     cache_teacher(folder, data, objective, Accelerator(cpu=True))
-    model, timed = load_model(folder).eval(), timed_of(load_processor_of(folder), 1.0)
-    assert isinstance(timed, Sounds)
+    model, timed = load_model(folder).eval(), read_by(load_processor_of(folder), 1.0)
+    assert isinstance(timed, media.Sound)
     assert data.features is not None
     with torch.no_grad():
         heard = timed.features(torch.stack([timed.read(value, None)[0] for value in rows["image"]]))

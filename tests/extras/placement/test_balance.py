@@ -16,6 +16,7 @@ from transformers import TrainerControl, TrainerState
 from benchmarks.processes.communication import StepSize, predict
 from mm_utils import distributed
 from mm_utils.communication import reduced_bytes
+from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
 from mm_utils.extras.placement import balance
@@ -37,7 +38,7 @@ CASES = list(product(("sigmoid_matching", "self_distillation"), (None, "2")))
 def loaders_of(division: Division) -> Loaders:
     """Loaders without workers."""
     arguments = LoaderArguments(dataloader_num_workers="0")
-    return Loaders(arguments, torch.device("cpu"), 0, 8, [0.5] * 3, [0.5] * 3, division=division)
+    return Loaders(arguments, torch.device("cpu"), 0, media.Image(8), division=division)
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=9), st.integers(0, 200))

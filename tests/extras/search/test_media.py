@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from PIL import Image
 
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.data.batches.timed_media import settle_window
 from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media import sound_files
+from mm_utils.data.media.of_processor import settle_window
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.data.prepare.decoding import sounds
 from mm_utils.extras.search.embedding import Embedder
 from mm_utils.extras.search.index import model_fingerprint
 from mm_utils.extras.search.listing import Listing, folder_listing, list_folder, pair_listing, shard_listing
@@ -85,8 +85,7 @@ def test_scores_are_those_of_the_model(indexed: tuple[str, Path, Path], searcher
     medium, folder, _ = indexed
     model = load_model(str(folder)).eval()
     loaders = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(folder)))
-    assert loaders.timed is not None
-    examples = [loaders.timed.read({"bytes": content, "path": None}, None)[0] for content in CONTENTS[medium]]
+    examples = [loaders.medium.read({"bytes": content, "path": None}, None)[0] for content in CONTENTS[medium]]
     [batch] = loaders.on_device([{"pixel_values": torch.stack(examples)}])
     ids = searcher._tokenizer(["a low tone"], return_tensors="pt")
     with torch.no_grad():
@@ -131,7 +130,7 @@ def test_no_codec_opens_a_file_that_is_searched_for(
     """A WAV file may hold MP3 and much else."""
     if indexed[0] == "clip":
         pytest.skip("clips are not searched for by files")
-    monkeypatch.setattr(sounds, "open_container", lambda content: pytest.fail("FFmpeg has a stranger's file"))
+    monkeypatch.setattr(sound_files, "open_container", lambda content: pytest.fail("FFmpeg has a stranger's file"))
     compressed = bytearray(CONTENTS["sound"][0])
     compressed[20:22] = (0x55).to_bytes(2, "little")
     with pytest.raises(UnreadableImageError, match="no WAV file of plain samples"):
@@ -241,8 +240,7 @@ def test_shards_are_read_as_folders_are(indexed: tuple[str, Path, Path], tmp_pat
     done = update(tmp_path / "index", model, listing)
     assert (done.embedded, done.skipped) == (5, 2)
     searcher = Searcher(tmp_path / "index", device="cpu")
-    timed = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model))).timed
-    assert timed is not None
+    timed = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model))).medium
     assert [searcher.content(row) for row in range(5)] == [stock_file(content, timed) for content in contents]
 
 

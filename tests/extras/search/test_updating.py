@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from filelock import FileLock
 from PIL import Image
 
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.distributed import RunError
@@ -239,9 +240,9 @@ def test_a_large_jpeg_is_cut_as_evaluations_cut_it(tmp_path: Path) -> None:
     """Decoded at a reduced scale for the model, and larger for the thumbnail."""
     Image.effect_noise((1300, 900), 80).convert("RGB").save(tmp_path / "large.jpg")
     listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path)))
-    row = Reader(listing, [0], Loaders(LoaderArguments(), torch.device("cpu"), 0, 64, [0.5] * 3, [0.5] * 3))[0]
+    row = Reader(listing, [0], Loaders(LoaderArguments(), torch.device("cpu"), 0, media.Image(64)))[0]
     value = {"image": listing.rows[0]["image"], "input_ids": [], "caption_keys": []}
-    assert torch.equal(row["square"], EvaluationTransform(64)._show(value)["pixel_values"])
+    assert torch.equal(row["square"], EvaluationTransform(media.Image(64))._show(value)["pixel_values"])
     assert min(Image.open(io.BytesIO(row["thumbnail"])).size) == 256
 
 

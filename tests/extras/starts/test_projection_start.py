@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, AutoTokenizer, ViTImageProcessor
 
+from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -61,7 +62,7 @@ def training_data(towers: dict[str, str], batch_size: int = 4) -> TrainingData:
     )()
     rows: Dataset = tokenize_captions(rows_of(12, broken=[2, 7]), processor.tokenizer, 16)
     arguments = LoaderArguments(16, dataloader_num_workers="0")
-    loaders = Loaders(arguments, Accelerator().device, 0, 32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    loaders = Loaders(arguments, Accelerator().device, 0, media.Image(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
     order = GlobalOrder(len(rows), BatchSizes((0,), (2,)), seed=0)
     return TrainingData(DatasetDict(train=rows), processor, loaders, order, {}, batch_size)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.batches.augment import (
+from mm_utils.data.media.augment import (
     _random_box,
     center_square,
     fixed_square,

@@ -1,7 +1,7 @@
 """Read clips of any file, or of a list of pictures, as JPEG frames at a constant rate.
 
 Animated GIF, WebP and PNG files and lists of pictures are read by Pillow; all else by
-`mm_utils.data.prepare.decoding.containers`.
+`mm_utils.data.media.containers`.
 """
 
 import io
@@ -15,7 +15,7 @@ from PIL import Image
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import MOST_PIXELS, decoder_message, encode, open_image, shrink
-from mm_utils.data.prepare.decoding.containers import (
+from mm_utils.data.media.containers import (
     best_stream,
     check_cut,
     check_length,

@@ -17,10 +17,11 @@ from transformers import ClapFeatureExtractor
 
 from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.data.batches.timed_media import Clips, Sounds, default_seconds, medium_of, settle_window
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.log_mel import LogMel
+from mm_utils.data.media.medium import Clip, Sound
+from mm_utils.data.media.of_processor import default_seconds, kind_of_processor, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
 from tests.data.media.test_riff import jpeg
 
@@ -45,8 +46,8 @@ def brightening(count: int, fps: float = 4.0) -> dict[str, Any]:
     return {"bytes": write_avi([jpeg(10 * number) for number in range(count)], fps, (48, 32)), "path": None}
 
 
-def sounds(seconds: float, rate: int = RATE, min_share: float = 1.0, jitter: float = 0.0) -> Sounds:
-    return Sounds(LogMel.of(extractor(rate)), seconds, min_share, jitter)
+def sounds(seconds: float, rate: int = RATE, min_share: float = 1.0, jitter: float = 0.0) -> Sound:
+    return Sound(LogMel.of(extractor(rate)), seconds, min_share, jitter)
 
 
 def rows_of(kind: str, media: list[dict[str, Any]], seconds: list[float]) -> Dataset:
@@ -121,7 +122,7 @@ def test_sounds_are_resampled_onto_the_towers_clock() -> None:
 @given(st.integers(1, 24), st.integers(1, 12), st.sampled_from([None, 0.6, 2.0, 9.0]), st.integers(0, 99))
 def test_frames_lie_on_the_clips_clock(count: int, frames: int, seconds: float | None, seed: int) -> None:
     for rng in (None, random.Random(seed)):
-        shown, (length, _), window = Clips(frames, 16, seconds, 1.0).read(brightening(count), rng)
+        shown, (length, _), window = Clip(16, frames=frames, seconds=seconds).read(brightening(count), rng)
         assert shown.shape == (frames, 3, 16, 16)
         assert shown.dtype == torch.uint8
         assert length == count / 4
@@ -140,7 +141,7 @@ def test_all_frames_are_cropped_alike() -> None:
     buffer = io.BytesIO()
     Image.fromarray(ramp).save(buffer, "JPEG", quality=100)
     value = {"bytes": write_avi([buffer.getvalue()] * 5, 5, (64, 48)), "path": None}
-    clips = Clips(5, 16, None, 0.3)
+    clips = Clip(16, min_crop_area=0.3, frames=5)
     shown = clips.read(value, random.Random(3))[0]
     assert all(torch.equal(frame, shown[0]) for frame in shown)
     assert not torch.equal(shown, clips.read(value, random.Random(4))[0])
@@ -149,27 +150,29 @@ def test_all_frames_are_cropped_alike() -> None:
 def test_damage_is_named_and_replaced() -> None:
     media = [counting(3000), {"bytes": counting(3000)["bytes"][:50], "path": None}, counting(2500), counting(100)]
     rows = rows_of("sound", media, [3.0, 3.0, 2.5, 0.1])
-    transform = TrainingTransform(0, timed=sounds(2.0))
+    transform = TrainingTransform(sounds(2.0))
     pairs = TrainingPairs(rows, transform)
     examples = pairs.__getitems__([(row, 0) for row in range(4)])
     assert [example.get("skipped_id") for example in examples] == [None, "m1", None, None]
     assert "of its" in examples[1]["skipped"]
-    batch = Collator(0, 0, longest_first=True, timed=transform.timed)(examples)
+    batch = Collator(0, transform.medium, longest_first=True)(examples)
     assert batch["pixel_values"].shape == (4, 2000)
     assert batch["pixel_values"].dtype == torch.int16
-    assert Collator(0, 0, timed=transform.timed)([])["pixel_values"].shape == (0, 2000)
+    assert Collator(0, transform.medium)([])["pixel_values"].shape == (0, 2000)
     with pytest.raises(UnreadableImageError):
-        Clips(2, 16, None, 1.0).read(counting(10), None)
+        Clip(16, frames=2).read(counting(10), None)
 
 
 @pytest.mark.parametrize("kind", ["clip", "sound"])
 def test_an_example_is_a_function_of_seed_epoch_and_id(kind: str) -> None:
     if kind == "clip":
         rows = rows_of(kind, [brightening(number + 5) for number in range(4)], [2.0] * 4)
-        transform = TrainingTransform(16, seed=1, color_jitter=0.3, horizontal_flip=True, timed=Clips(3, 16, 1.0, 0.5))
+        transform = TrainingTransform(
+            Clip(16, min_crop_area=0.5, frames=3, seconds=1.0), seed=1, color_jitter=0.3, horizontal_flip=True
+        )
     else:
         rows = rows_of(kind, [counting(2000 + number) for number in range(4)], [2.0] * 4)
-        transform = TrainingTransform(0, seed=1, timed=sounds(2.0, jitter=6.0))
+        transform = TrainingTransform(sounds(2.0, jitter=6.0), seed=1)
     pairs, moved = TrainingPairs(rows, transform), TrainingPairs(rows.select([2, 0]), transform)
     for place, row in enumerate([2, 0]):
         assert torch.equal(moved[place, 7]["pixel_values"], pairs[row, 7]["pixel_values"])
@@ -185,11 +188,11 @@ def test_rows_with_the_same_captions_are_no_negatives_in_training() -> None:
     }
     rows = rows.remove_columns(["input_ids", "caption_keys"])
     rows = concatenate_datasets([rows, Dataset.from_dict(captions)], axis=1)
-    of_training = TrainingPairs(rows, TrainingTransform(0, timed=sounds(2.0)))
+    of_training = TrainingPairs(rows, TrainingTransform(sounds(2.0)))
     keys = [of_training[row, 0]["image_key"] for row in range(4)]
     assert keys[0] == keys[1]
     assert len(set(keys[1:])) == 3
-    in_evaluation = Pairs(rows, EvaluationTransform(0, timed=sounds(2.0)))
+    in_evaluation = Pairs(rows, EvaluationTransform(sounds(2.0)))
     assert [in_evaluation[row, 0]["image_key"] for row in range(4)] == [0, 1, 2, 3]
 
 
@@ -210,7 +213,7 @@ def processor(kind: str) -> Any:
 
 
 def made(owner: Any, **flags: Any) -> Any:
-    return make_loaders(LoaderArguments(dataloader_num_workers="0", **flags), CPU, owner).timed
+    return make_loaders(LoaderArguments(dataloader_num_workers="0", **flags), CPU, owner).medium
 
 
 def test_the_processor_knows_the_window() -> None:
@@ -223,8 +226,8 @@ def test_the_processor_knows_the_window() -> None:
     settle_window(clip, "clip", None, 5, default_seconds("clip", rows))
     assert made(clip).shape == (5, 3, 16, 16)
     settle_window(image, "image", None, None, None)
-    assert made(image) is None
-    assert [medium_of(each) for each in (image, clip, sound)] == ["image", "clip", "sound"]
+    assert made(image).shape == (3, 16, 16)
+    assert [kind_of_processor(each) for each in (image, clip, sound)] == ["image", "clip", "sound"]
     for owner, flags, message in (
         (image, {"medium_seconds": 2.0}, "--medium_seconds is 2.0; images do not last"),
         (image, {"clip_frames": 2}, "--clip_frames is 2; these are images"),
@@ -244,7 +247,7 @@ def test_batches_on_the_device_are_what_the_tower_takes() -> None:
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), CPU, owner)
     rows = rows_of("sound", [counting(3000), counting(400)], [3.0, 0.4])
     [batch] = loaders.evaluation(rows, 2)
-    raw = [Pairs(rows, EvaluationTransform(0, timed=loaders.timed))[row, 0]["pixel_values"] for row in (0, 1)]
+    raw = [Pairs(rows, EvaluationTransform(loaders.medium))[row, 0]["pixel_values"] for row in (0, 1)]
     expected = owner.feature_extractor(
         [sound.numpy() / np.float32(32768) for sound in raw], sampling_rate=RATE, return_tensors="pt"
     )["input_features"]
@@ -255,7 +258,7 @@ def test_batches_on_the_device_are_what_the_tower_takes() -> None:
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), CPU, owner)
     clips = rows_of("clip", [brightening(8)], [2.0])
     [batch] = loaders.evaluation(clips, 2)
-    whole = Pairs(clips, EvaluationTransform(16, timed=loaders.timed))[0, 0]["pixel_values"]
+    whole = Pairs(clips, EvaluationTransform(loaders.medium))[0, 0]["pixel_values"]
     torch.testing.assert_close(batch["pixel_values"][0], (whole / 255 - 0.5) / 0.25, atol=1e-5, rtol=0)
     assert kind_of(clips.features) == "clip"
     with pytest.raises(ValueError, match="the data are sounds, and the model is for clips"):

@@ -1,6 +1,6 @@
 """Read sounds of any file as mono samples of one rate, and draw them.
 
-WAV files of plain samples are read here, without any codec; all else by `mm_utils.data.prepare.decoding.containers`.
+WAV files of plain samples are read here, without any codec; all else by `mm_utils.data.media.containers`.
 """
 
 import math
@@ -11,8 +11,7 @@ from PIL import Image
 from scipy.signal import resample_poly
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.media.riff import MOST_RATE
-from mm_utils.data.prepare.decoding.containers import (
+from mm_utils.data.media.containers import (
     TOLERANCE,
     best_stream,
     check_cut,
@@ -22,6 +21,7 @@ from mm_utils.data.prepare.decoding.containers import (
     decoded,
     open_container,
 )
+from mm_utils.data.media.riff import MOST_RATE
 
 LEAST_RATE = 1_000  # samples a second
 _MOST_CHANNELS = 64

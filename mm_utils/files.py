@@ -63,14 +63,14 @@ def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
     The file is judged once it is open, so that nothing can take its place between the check and the reading.
 
     Raises:
-        OSError: errno EINVAL if it is no regular file; otherwise as the system says.
+        OSError: errno EINVAL if it is not a regular file; otherwise as the system says.
     """
     # O_NONBLOCK: else opening a pipe waits for its writer forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", path)
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
         yield file, status.st_size
 
 
@@ -78,7 +78,7 @@ def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | No
     """Read `size` bytes from `offset`, by default the whole file.
 
     Raises:
-        OSError: errno EINVAL if it is no regular file, EFBIG above `max_bytes`, ENODATA if it is empty, ERANGE if it
+        OSError: errno EINVAL if it is not a regular file, EFBIG above `max_bytes`, ENODATA if it is empty, ERANGE if it
             ends too early; otherwise as the system says.
     """
     with open_regular_file(path) as (file, length):
@@ -177,7 +177,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def readable(folder: Path) -> None:
-    """Give the files of a folder the usual permissions: safetensors writes for the owner alone."""
+    """Set the usual permissions of the files of a folder: safetensors writes for the owner alone."""
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o666 & ~_umask())
 

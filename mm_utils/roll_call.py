@@ -1,4 +1,4 @@
-"""Tell every rank what it must know of all ranks' rows before a step's loss.
+"""Share with every rank what it must know of all ranks' rows before a step's loss.
 
 It is asked for before the towers run, and read after they are launched, when the answer is old: hosts wait for nothing of the
 step.

@@ -95,7 +95,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """Cut a name that a data file gives to at most `limit` characters, for a message."""
+    """Cut a name from a data file to at most `limit` characters, for a message."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
@@ -133,7 +133,7 @@ def markdown_text(value: object, limit: int = 300) -> str:
     """Format a value as one line, cut to `limit` characters, that Markdown shows literally."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in str(value)).split())
     text = html.escape(shortened(text, limit), quote=False)
-    # An underscore inside a word is no markup, and names stay readable without a backslash.
+    # An underscore inside a word is not markup, and names stay readable without a backslash.
     text = re.sub(r"([\\`*\[\]|~#$])|(?<![^\W_])_|_(?![^\W_])", lambda found: "\\" + found[0], text)
     # GitHub turns bare addresses into links.
     return re.sub(r"(?<=[a-z]):(?=//)|(?<=www)\.", lambda found: "\\" + found[0], text, flags=re.IGNORECASE)

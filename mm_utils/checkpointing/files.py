@@ -128,7 +128,7 @@ def find_checkpoint(name: str | None, output_dir: str | Path) -> Path | None:
         output_dir: the run's output folder, where `latest` is searched.
 
     Raises:
-        ValueError: if the folder is no checkpoint or is damaged, or if all checkpoints are damaged.
+        ValueError: if the folder is not a checkpoint or is damaged, or if all checkpoints are damaged.
     """
     if name is None:
         return None
@@ -161,7 +161,7 @@ def _newest(output_dir: Path) -> Path | None:
 def _given(path: Path) -> Path:
     name = f"--resume_from_checkpoint is {path}"
     if not (path / STATE_FILE).is_file() or not re.fullmatch(r"checkpoint-\d+", path.resolve().name):
-        raise ValueError(f"{name}; it is no checkpoint-N folder with a {STATE_FILE}. Give one, or latest.")
+        raise ValueError(f"{name}; it is not a checkpoint-N folder with a {STATE_FILE}. Give one, or latest.")
     wrong = verify(path.resolve())
     if wrong:
         raise ValueError(f"{name}; it is damaged: {'; '.join(wrong)}. Give an older one, or latest.")
@@ -245,7 +245,7 @@ def _sync(path: Path) -> None:
 
 
 def _bring_back(old: Path) -> None:
-    """Give a folder that was about to be replaced its name again, unless the new one has it."""
+    """Rename a folder that was about to be replaced back, unless the new one has its name."""
     final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
     if os.path.lexists(old) and not os.path.lexists(final):
         old.rename(final)

@@ -289,7 +289,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
     stored: dict[str, dict[str, str]] = {}
     try:
         with safe_open(folder / OPTIMIZER_FILE, "pt") as file:
-            for entry in file.keys():  # noqa: SIM118  (it is no dict)
+            for entry in file.keys():  # noqa: SIM118  (it is not a dict)
                 name, _, key = entry.rpartition("|")
                 stored.setdefault(name, {})[key] = entry
             state = optimizer.state_dict()

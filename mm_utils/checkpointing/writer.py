@@ -94,7 +94,7 @@ class CheckpointWriter:
             self._write(step, snapshot, keep)
         except FloatingPointError as error:
             self.failures, self.problem = MOST_FAILURES, str(error)
-        except Exception as error:  # of any kind: the training loop must hear of it
+        except Exception as error:  # of any kind: the training loop must know
             self.failures += 1
             self.problem = f"the checkpoint of step {step} could not be written: {self._explained(error)}"
             if self.failures < MOST_FAILURES:

@@ -26,7 +26,7 @@ from mm_utils.files import is_passing, read_regular_file, retry
 
 try:
     import simplejpeg
-except ImportError:  # optional: it gives Pillow's pixels, and refuses inner damage that Pillow skips over
+except ImportError:  # optional: it decodes to Pillow's pixels, and refuses inner damage that Pillow skips over
     simplejpeg = None
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" in features.modules else ())
@@ -294,7 +294,7 @@ def _scale(image: Image.Image, notes: list[str]) -> Image.Image:
 
 
 def _plain_jpeg(content: bytes, min_side: int | None) -> tuple[np.ndarray, tuple[int, int]] | None:
-    """Decode a JPEG by simplejpeg if that gives exactly Pillow's pixels, or return None."""
+    """Decode a JPEG by simplejpeg if that yields exactly Pillow's pixels, or return None."""
     if b"Exif\0\0" in content or b"tiff:Orientation" in content:
         return None
     try:

@@ -103,7 +103,7 @@ def load_labelled(args: LabelledArguments, medium: str = "image") -> LabelledIma
     """Load the split that `args` names, of the kind of media that the model is for.
 
     Raises:
-        ValueError: in one line, if there is no such split or column, no image, a label that is no class, or a class
+        ValueError: in one line, if there is no such split or column, no image, a label that is not a class, or a class
             without a name.
     """
     benchmark = args.benchmark

@@ -128,7 +128,7 @@ def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, n
 
 
 def iterate_captions(rows: Dataset) -> Iterator[str]:
-    """Give all captions of a split, in order."""
+    """Yield all captions of a split, in order."""
     for batch in rows.select_columns("captions").iter(1000):
         for captions in batch["captions"]:
             yield from captions

@@ -152,7 +152,7 @@ def load_scenes(
 
 
 def order_pairs(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
-    """Give each row's index, a true English caption, and the same words in a false order.
+    """Yield each row's index, a true English caption, and the same words in a false order.
 
     Raises:
         ValueError: if the data set has no column `order_pair`.

@@ -42,7 +42,7 @@ def mean_interval(value_Q: Tensor, image_key_Q: Tensor) -> tuple[float, float]:
     """Return the mean of Q values in [-1, 1], and half the width of its 95 % interval.
 
     Captions of one image are not independent, so the interval is one over images: the variance is that of a ratio of
-    sums over images (Cochran, Sampling Techniques, 1977, section 6.3). A bootstrap over images gives the same, with noise.
+    sums over images (Cochran, Sampling Techniques, 1977, section 6.3). A bootstrap over images finds the same, with noise.
     If all values are equal, the variance is 0; half the width is then 3 / images (the rule of three).
     """
     value_Q = value_Q.double()

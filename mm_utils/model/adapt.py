@@ -154,7 +154,7 @@ def _zero(holder: object) -> float:
 
 @torch.no_grad()
 def _repeats_in_training(tower: PreTrainedModel, name: str) -> bool:
-    """Return whether a tower gives equal outputs for equal inputs in training mode."""
+    """Return whether a tower returns equal outputs for equal inputs in training mode."""
     was_training = tower.training
     # drop-path keeps or drops whole rows, so take several
     inputs = {field: value.repeat_interleave(4, 0) for field, value in probe_input(tower, name).items()}

@@ -44,7 +44,7 @@ class GlobalBatch:
 
     Attributes:
         image_NE, text_NE: the unit embeddings of the global batch.
-        ids_N2: the image id and caption id of every pair; pairs that share either are no negatives of each other.
+        ids_N2: the image id and caption id of every pair; pairs that share either are not negatives of each other.
         sizes: the number of rows of each rank.
         offset: the place of this rank's first row.
         shared_ids: True if some pairs share an id; if not, no time is spent on masking them.

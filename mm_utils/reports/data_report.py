@@ -41,10 +41,10 @@ def write_report(
 
     Args:
         folder: receives `report.md`, `statistics.png`, a contact sheet `pairs_SPLIT.jpg` of each of the first four
-            splits and, where `summary` gives examples, `duplicates.jpg` and `leakage.jpg`.
+            splits and, where `summary` has examples, `duplicates.jpg` and `leakage.jpg`.
         pairs: the prepared rows. Only the images that are shown are read.
         summary: the content of `report.json`.
-        removed: `id`, `image` and `captions` of rows that `summary` gives as examples and that are not in `pairs`.
+        removed: `id`, `image` and `captions` of rows that `summary` has as examples and that are not in `pairs`.
         seed: decides which pairs are shown.
     """
     measured = {name: measure_pairs(split) for name, split in pairs.items()}

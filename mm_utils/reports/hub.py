@@ -31,7 +31,7 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 STAGING = ".hub"  # in the output folder: the repository as the push in progress will leave it
 _START_TIMEOUT = 30.0  # seconds that the start of training may wait for the Hub
 _HIDDEN = ("*.tmp", ".*", "__pycache__")
-# Files that resume a run and are no part of a model.
+# Files that resume a run and are not a part of a model.
 _RESUME_STATE = (
     *("optimizer*", "scheduler*", "scaler*", "random_states*", "ema.safetensors", "adapters.safetensors"),
     *("trainer_state.json", "run.json", "manifest.json"),

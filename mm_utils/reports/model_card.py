@@ -102,7 +102,7 @@ class CardInfo:
 
 
 def write_model_card(output_dir: Path, card: CardInfo) -> Path:
-    """Write ``README.md`` into `output_dir`, with the pictures that are there; return its path."""
+    """Write ``README.md`` into `output_dir`, with the pictures that exist; return its path."""
     titles, rows = card.table
     encoders = f"{an(card.medium).capitalize()} encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
     size = f"{card.num_parameters / 1e6:,.1f} million parameters in all"

@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from mm_utils.text import one_line, printable, redact
 
 # The client's HTTP library is requests, httpx or httpx2, by version. The library's common error is the last base class of the
-# client's own error that is no built-in.
+# client's own error that is not a built-in one.
 CLIENT_ERROR: type[Exception] = [
     base for base in HfHubHTTPError.__mro__ if issubclass(base, Exception) and base.__module__ != "builtins"
 ][-1]

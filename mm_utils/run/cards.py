@@ -191,7 +191,7 @@ def _record(folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> 
 
 
 def classifier_input(model: FusionDualEncoderForClassification) -> str:
-    """Say what the classifier reads."""
+    """Return in words what the classifier reads."""
     return CLASSIFIER_INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
 
 

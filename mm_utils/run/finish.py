@@ -166,7 +166,7 @@ def _retrieval_summary(
         "retrieval.png": "what some captions find",
         "embedding_sizes.png": "recall over the bytes of an embedding",
         "regions.png": "where some phrases point",
-        "moments.png": "when some phrases are said to be",
+        "moments.png": "when some phrases happen, as predicted",
         "wise_ft.png": "weights between the start and the end",
         "metrics.jsonl": "every figure that was logged",
         "config.yaml": "the arguments, to run it again",

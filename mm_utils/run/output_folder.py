@@ -108,7 +108,7 @@ def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return why a folder is no output folder: a disk's root, a home, the data; else None."""
+    """Return why a folder cannot be the output folder: a disk's root, a home, the data; else None."""
     place, reason = folder.resolve(), None
     if place == Path(place.anchor):
         reason = "it is the root of a disk"

@@ -86,7 +86,7 @@ def resume_name(given: str | None, folder: Path, launch: Sequence[str]) -> str |
     Args:
         given: the value of `--resume_from_checkpoint`.
         folder: the output folder.
-        launch: the launchers' names; empty if this start is no restart.
+        launch: the launchers' names; empty if this start is not a restart.
     """
     before = earlier_starts(folder, launch)
     if not before:

@@ -129,7 +129,7 @@ class TrainingArguments:
 
     @property
     def placed(self) -> tuple[str, int | None]:
-        """The kind of `--placement`, and the number of processes with images that it gives."""
+        """The kind of `--placement`, and the number of processes with images that it sets."""
         found = re.fullmatch(r"(together|auto|apart)(?:(?<=apart):([1-9]\d*))?", self.placement)
         if found is None:
             raise ValueError(

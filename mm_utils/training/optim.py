@@ -129,14 +129,14 @@ def build_optimizer(
     """Build AdamW: matrices decay, backbones and their lower blocks have their own rates.
 
     Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
-    `backbone`, whether it rests in the head's part of the run; the trainer sets `lr` from them and `schedule`.
+    `backbone`, whether it is frozen in the head's part of the run; the trainer sets `lr` from them and `schedule`.
 
     Args:
         model: the model.
         args: the optimizer's arguments.
         pretrained: True if the backbones are pretrained, which lowers their default rate.
         device: the device of the parameters.
-        has_baseline: True if projections and temperature are no new parameters either, and learn at the backbones' rate.
+        has_baseline: True if projections and temperature are not new parameters either, and learn at the backbones' rate.
     """
     rates = _peak_rates(model, args, pretrained)
     if has_baseline:

@@ -276,7 +276,7 @@ def test_a_given_checkpoint_must_be_undamaged(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"it is damaged: model.safetensors .*Give an older one, or latest"):
         find_checkpoint(str(path), tmp_path)
     for name in (tmp_path, tmp_path / "nowhere", path / MANIFEST):
-        with pytest.raises(ValueError, match="it is no checkpoint-N folder"):
+        with pytest.raises(ValueError, match="it is not a checkpoint-N folder"):
             find_checkpoint(str(name), tmp_path)
 
 

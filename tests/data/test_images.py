@@ -107,7 +107,7 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     for path in (tmp_path / "pipe.jpg", Path("/dev/zero")):
-        with pytest.raises(UnreadableImageError, match=f"{path.name}: it is no regular file"):
+        with pytest.raises(UnreadableImageError, match=f"{path.name}: it is not a regular file"):
             open_image({"bytes": None, "path": str(path)})
 
 

@@ -181,7 +181,7 @@ def test_mistakes_name_the_file_the_line_the_column_and_the_remedy(
         ("sound", {"audio": "none.wav", "label": 1}, r"usable \(line 1, column audio: .*none.wav"),
         ("sound", {"audio": "", "label": 1}, r"usable \(line 1, column audio: the cell of the sound is empty"),
         ("sound", {"audio": "text.wav", "label": 1}, r"column audio: .*The file is no known sound or video. Convert it"),
-        ("sound", {**sound, "start": "soon"}, r"column audio: 'soon' is no time in seconds"),
+        ("sound", {**sound, "start": "soon"}, r"column audio: 'soon' is not a time in seconds"),
         ("sound", {**sound, "answer": None}, r"usable \(line 1, column answer: it has no label\)"),
         ("sound", {"audio": "0.wav"}, "no label column was recognised. The columns are: audio. Set --label_column"),
         ("sound", {"label": 1}, "no sound column and no text column was recognised. The columns are: label. Set"),

@@ -324,7 +324,7 @@ def test_equal_embedded_images_without_an_id_are_one_image(folder: Path) -> None
 def test_one_id_for_two_images_is_refused(folder: Path) -> None:
     rows = [{"id": index % 7, "image": f"{index}.png", "caption": "a"} for index in range(COUNT)]
     file = write(folder / "p.jsonl", rows)
-    with pytest.raises(ValueError, match=r"p\.jsonl, line 8: line 1 gives id 0 to another image\. .*id column"):
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 8: line 1 assigns id 0 to another image\. .*id column"):
         load_pairs(DataArguments(train_file=file))
     assert len(load_pairs(DataArguments(train_file=file, id_column="image"), need_train=False)["train"]) == COUNT
 

@@ -154,7 +154,7 @@ def test_training_from_raw_files_finds_the_same(source: str, fault: Record, zoo:
     ("source", "message"),
     [
         ("images", r"images/pairs.jsonl; \d+ of \d+ rows are bad"),
-        ("ids", r"line \d+: line \d+ gives id twice to another"),
+        ("ids", r"line \d+: line \d+ assigns id twice to another"),
     ],
 )
 def test_training_refuses_a_hopeless_file_in_one_line(

@@ -9,7 +9,7 @@ another. Languages that separate words are searched for whole words, or for begi
 Chinese, Japanese, Korean, Thai, Arabic, Persian and Hebrew for any occurrence.
 
 Not covered: directions in another language of the Latin, Cyrillic or Arabic script, if no language is given; directions
-that are implied ("he wears his watch as most do"); writing that a caption neither quotes, mentions, nor gives in capitals or
+that are implied ("he wears his watch as most do"); writing that a caption neither quotes, mentions, nor writes in capitals or
 as a number after "number", "no." or "#"; maps and flags.
 """
 

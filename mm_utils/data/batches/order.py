@@ -266,7 +266,7 @@ def scramble(bits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Division:
-    """How a global batch is dealt to the ranks, which changes nothing that is learnt.
+    """How a global batch is assigned to the ranks, which changes nothing that is learnt.
 
     Attributes:
         weights: the share of each rank, in any unit, 0 for none; None for equal shares.

@@ -62,7 +62,7 @@ class CheckedLoader:
 def choose_workers(most: int, rate: Callable[[int], float]) -> int:
     """Return the smallest of 1, 2, 4 ... `most` workers whose rate is within 10 % of the best.
 
-    `rate` returns the images per second of a number of workers. The search ends at a number that is no faster than the one
+    `rate` returns the images per second of a number of workers. The search ends at a number that is not faster than the one
     before. Logs the rates.
     """
     rates: dict[int, float] = {}

@@ -73,7 +73,7 @@ def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Ra
 
     Returns the square and the part that it shows. Up to rounding to whole pixels, the crop's area is uniform in
     [`min_area`, 1] of the largest square's, and its aspect ratio is between 3:4 and 4:3 where the image allows it.
-    `min_area=1` gives `center_square`.
+    `min_area=1` returns `center_square`.
     """
     height, width = pixels.shape[:2]
     if min_area >= 1:
@@ -143,5 +143,5 @@ def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.R
 
 @lru_cache(4)
 def _mel_scale(size: int, rate: int) -> np.ndarray:
-    """Return the frequencies of a real transform of so many samples in mel, up to a factor."""
+    """Return the frequencies of a real transform of n samples in mel, up to a factor."""
     return np.log1p(np.linspace(0, rate / 2, size // 2 + 1) / 700)

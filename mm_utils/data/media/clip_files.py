@@ -215,7 +215,7 @@ class _Sampler:
 
 
 def _video(container: Any, stream: Any, max_pixels: int, sampler: _Sampler) -> Iterator[Frame]:
-    """Give the frames of a stream; raise too_many_pixels before memory is taken for more."""
+    """Yield the frames of a stream; raise too_many_pixels before memory is taken for more."""
     _check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels)
     rate = stream.average_rate or stream.guessed_rate
     usual = 1 / float(rate) if rate else 1 / 25
@@ -265,7 +265,7 @@ def _check_damaged(content: bytes) -> None:
 
 
 def _animation(header: Image.Image, max_pixels: int) -> Iterator[Frame]:
-    """Give the frames of an animated GIF, WebP or PNG file, transparency on white."""
+    """Yield the frames of an animated GIF, WebP or PNG file, transparency on white."""
     if header.format not in _ANIMATIONS or not getattr(header, "is_animated", False):
         raise Fault("no_video_stream", f"a still picture, {header.format}")
     _check_pixels(*header.size, max_pixels)

@@ -125,7 +125,7 @@ def declared_end(container: Any, stream: Any) -> float | None:
 
 
 def decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Iterator[tuple[float | None, Any]]:
-    """Give a stream's frames with their times on the file's clock, None where they have none.
+    """Yield a stream's frames with their times on the file's clock, None where they have none.
 
     Args:
         start: seconds; frames that end before it may be left out.
@@ -154,7 +154,7 @@ def decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Iter
 
 
 def check_cut(start: float | None, end: float | None, seconds: float | None = None) -> None:
-    """Check what a row gives as the part of a file that it is about, in seconds.
+    """Check what a row states as the part of a file that it is about, in seconds.
 
     Raises a `Fault`: span_reversed, span_empty, or span_outside.
     """
@@ -170,10 +170,10 @@ def check_cut(start: float | None, end: float | None, seconds: float | None = No
 
 
 def seconds_of(value: Any) -> float:
-    """Return a time that a row gives, in seconds; raises bad_times."""
+    """Return a time that a row states, in seconds; raises bad_times."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not abs(value) < _FOREVER:
-        raise Fault("bad_times", f"{value!r:.80} is no time in seconds")
+        raise Fault("bad_times", f"{value!r:.80} is not a time in seconds")
     return float(value)
 
 
@@ -190,7 +190,7 @@ def check_whole(end: float, said: float | None) -> None:
 
 
 def _packets(container: Any, stream: Any) -> Iterator[Any]:
-    """Give the packets of a stream; a file that breaks off ends there."""
+    """Yield the packets of a stream; a file that breaks off ends there."""
     packets = container.demux(stream)
     while True:
         try:

@@ -65,7 +65,7 @@ class LogMel(ABC):
         return dict(self._description)
 
     def loops(self, samples: int) -> int:
-        """Return how many times the extractor repeats a sound of so many samples to fill the window."""
+        """Return how many times the extractor repeats a sound of `samples` to fill the window."""
         return 1
 
     @abstractmethod

@@ -26,7 +26,7 @@ _FRAME, _HAS_INDEX, _KEY_FRAME = b"00dc", 0x10, 0x10
 
 
 def write_wav(samples: np.ndarray, rate: int) -> bytes:
-    """Return a WAV file of mono int16 samples `[n]`, so many a second."""
+    """Return a WAV file of mono int16 samples `[n]`, at `rate` a second."""
     layout = _WAV_FORMAT.pack(_PCM, 1, rate, rate * _SAMPLE, _SAMPLE, 8 * _SAMPLE)
     content = np.ascontiguousarray(samples, "<i2").tobytes()
     return _chunk(b"RIFF", b"WAVE" + _chunk(b"fmt ", layout) + _chunk(b"data", content))
@@ -130,7 +130,7 @@ def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[byt
 
 
 def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Give name and content of each chunk; a cut one is an error, and so are too many."""
+    """Yield name and content of each chunk; a cut one is an error, and so are too many."""
     at = count = 0
     while at < len(content):
         count += 1

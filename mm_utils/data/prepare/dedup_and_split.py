@@ -181,7 +181,7 @@ def _measure_duplicates(found: Reconciled, state: _State) -> None:
     names = _names(found.facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
     first_N = state.first_U[state.image_N]
     copies_N = np.flatnonzero(first_N != np.arange(len(first_N)))
-    # Rows of one id are captions of one image, which is no copy.
+    # Rows of one id are captions of one image, which is not a copy.
     copies_N = copies_N[(state.id_N[copies_N] < 0) | (state.id_N[copies_N] != state.id_N[first_N[copies_N]])]
     found.duplicates = {
         "exact_rows": len(copies_N),
@@ -251,7 +251,7 @@ def _same_id(state: _State) -> np.ndarray:
 
 
 def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) -> None:
-    """Give rows without a split that of their group, or one by the hash of their group."""
+    """Assign to rows without a split that of their group, or one by the hash of their group."""
     unknown = state.split_N < 0
     if not unknown.any():
         return
@@ -279,7 +279,7 @@ def _refuse_shared_ids(found: Reconciled, state: _State) -> None:
     rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
     pairs = np.stack([rows, _first_of(state.in_split(state.id_N), rows)], axis=1)
     for row, earlier in pairs[state.image_N[pairs[:, 0]] != state.image_N[pairs[:, 1]]]:
-        detail = f"{found.facts['where'][earlier]} gives id {found.facts['id'][row]} to another image"
+        detail = f"{found.facts['where'][earlier]} assigns id {found.facts['id'][row]} to another image"
         _set_aside(found, state, row, "duplicate_id", detail)
 
 
@@ -326,7 +326,7 @@ def _thin_out(state: _State, facts: pa.Table, weights: dict[str, float | None]) 
         return
     without = [name for name in weights if name not in given]
     if without:
-        raise ValueError(f"--sources gives weights, but none to {', '.join(without)}. Give every source a weight.")
+        raise ValueError(f"--sources sets weights, but none for {', '.join(without)}. Set one for every source.")
     names = np.array(facts["source"].to_pylist())
     rows = {name: np.flatnonzero(state.keep_N & (state.split_N == 0) & (names == name)) for name in given}
     scale = min(len(rows[name]) / weight for name, weight in given.items())

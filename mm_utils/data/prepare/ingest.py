@@ -206,7 +206,7 @@ class Worker:
         self.last: tuple[tuple[ImageRef, Any], dict[str, Any]] | None = None
 
     def rows(self, items: Sequence[Record | BadRow]) -> Iterator[dict[str, Any]]:
-        """Give the columns of a part of every good record; set the others aside."""
+        """Yield the columns of a part of every good record; set the others aside."""
         notes, rows, bad = Counter[str](), Counter[str](), Counter[str]()
         for place, item in enumerate(items):
             rows[item.source] += 1
@@ -326,7 +326,7 @@ class Worker:
     ) -> tuple[bytes | None, str | None, tuple[int, int]]:
         """Return the bytes that are kept, the path field, and the size of the stored image.
 
-        Bytes that need no change, carry no metadata and are no larger are kept: a JPEG is not compressed twice.
+        Bytes that need no change, carry no metadata and are not larger are kept: a JPEG is not compressed twice.
         """
         store, short_side = self.storage.store, self.storage.short_side
         if short_side is None:

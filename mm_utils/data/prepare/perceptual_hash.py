@@ -79,7 +79,7 @@ def mirror_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
 
 
 def hash_pairs(hashes_N: np.ndarray, radius: int) -> Iterator[np.ndarray]:
-    """Give all pairs of rows [P, 2] whose 64 bits differ in at most `radius`, in chunks.
+    """Yield all pairs of rows [P, 2] whose 64 bits differ in at most `radius`, in chunks.
 
     The bits are cut into `radius` + k bands. Two such hashes agree in k bands at least, so for each choice of k bands
     only the hashes that agree there are compared (Manku et al., "Detecting near-duplicates for web crawling", 2007).
@@ -150,7 +150,7 @@ def assign_splits(groups_N: np.ndarray, keys: Sequence[str], fractions: Sequence
         groups_N: the result of `groups`.
         keys: permanent names of the rows, such as the digests of their images.
         fractions: shares of the splits, in their order.
-        salt: another one gives other splits.
+        salt: another one makes other splits.
 
     Raises:
         ValueError: if the fractions are not shares of a whole.

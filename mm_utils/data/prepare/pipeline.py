@@ -145,7 +145,7 @@ class Ingested:
 
 @contextmanager
 def workspace(args: PrepareArguments) -> Iterator[Path]:
-    """Give a folder to work in; rename its folder `result` to `args.output_dir` at the end.
+    """Yield a folder to work in; rename its folder `result` to `args.output_dir` at the end.
 
     Raises:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.
@@ -262,7 +262,7 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
 
 
 def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[Record | BadRow]:
-    """Give the rows; refuse a second kind of medium, and a store that the kind has not."""
+    """Yield the rows; refuse a second kind of medium, and a store that the kind does not have."""
     first: Record | None = None
     for row in rows:
         if isinstance(row, Record):
@@ -278,7 +278,7 @@ def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[
 
 
 def _set_up_worker(parent: int) -> None:
-    """Give a process of the pool one thread, and silence the decoders' own messages."""
+    """Limit a process of the pool to one thread, and silence the decoders' own messages."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
     torch.set_num_threads(1)
     # Pillow's messages on damaged files name neither file nor row; the quarantine does.
@@ -311,7 +311,7 @@ def _named(sources: list[Source]) -> list[Source]:
 def _in_order(
     pool: ProcessPoolExecutor, chunks: Iterable[Chunk], arguments: tuple[Any, ...], ahead: int
 ) -> Iterator[tuple[int, ChunkResult]]:
-    """Give the results in the order of the chunks, with at most `ahead` of them under way."""
+    """Yield the results in the order of the chunks, with at most `ahead` of them under way."""
     under_way: deque[tuple[int, Future[ChunkResult]]] = deque()
     for chunk in chunks:
         under_way.append((chunk.number, pool.submit(ingest, chunk, *arguments)))

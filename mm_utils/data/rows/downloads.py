@@ -133,7 +133,7 @@ def _public_address(host: str, port: int, url: str) -> str:
     try:
         found = [str(item[4][0]) for item in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except UnicodeError as error:
-        raise Fault("download_failed", f"{url}: {host} is no host name") from error
+        raise Fault("download_failed", f"{url}: {host} is not a host name") from error
     private = next((address for address in found if not _is_public(address)), None)
     if private is not None:
         raise Fault("private_address", f"{url}: {host} is {private}")

@@ -194,7 +194,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Give every text in lists and mappings, each looked at once, whatever its aliases."""
+    """Yield every text in lists and mappings, each looked at once, whatever its aliases."""
     waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()

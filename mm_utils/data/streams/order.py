@@ -1,8 +1,8 @@
 """The order of a stream: the rows of step s where rows can only be read one after the other.
 
-Shards are files, or runs of rows in a file. Each epoch deals them at random to a fixed number of groups, so that groups
+Shards are files, or runs of rows in a file. Each epoch assigns them at random to a fixed number of groups, so that groups
 hold about as many rows. Of each group, one shard after the other is read, each in blocks of consecutive rows, which are
-shuffled inside the block. The rows of all groups are then interleaved in proportion to the groups' sizes: every group gives
+shuffled inside the block. The rows of all groups are then interleaved in proportion to the groups' sizes: every group yields
 its rows evenly over the whole epoch, all groups end together, and a batch holds rows of as many places of the source as
 there are groups.
 
@@ -11,7 +11,7 @@ What is guaranteed:
     and restarts change nothing, and any step is found without walking through those before it.
   - Every row is drawn exactly once an epoch, and every batch has exactly its size.
 What is weaker than in `mm_utils.data.batches.order`:
-  - The order is no uniform permutation. Rows of one block meet in neighbouring steps; two rows of a shard that are more than
+  - The order is not a uniform permutation. Rows of one block meet in neighbouring steps; two rows of a shard that are more than
     a block apart never change their order. Shards that were sorted when they were written stay so to that extent.
   - A batch that reaches over the end of an epoch may hold an image twice. The loss takes neither for a negative of the other.
 
@@ -183,7 +183,7 @@ def interleave(rows_G: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.
 
 
 def deal(rows: np.ndarray, parts: int) -> np.ndarray:
-    """Give each item, in turn, to the part with the fewest rows so far; return the part of each."""
+    """Assign each item, in turn, to the part with the fewest rows so far; return the part of each."""
     heap = [(0, part) for part in range(parts)]
     owner = np.empty(len(rows), dtype=np.int64)
     for item, count in enumerate(rows.tolist()):

@@ -4,7 +4,7 @@ A stream reads Parquet and WebDataset tar shards, on disk or on a server, a data
 folders that `prepare_data` wrote. Images are embedded in the shards, and so are clips and sounds, as `prepare_data` keeps them;
 paths are not followed.
 
-`mm_utils.data.streams.order` decides the order and gives its guarantees, which are weaker than those of a data set on
+`mm_utils.data.streams.order` decides the order and states its guarantees, which are weaker than those of a data set on
 disk: step s always has the same rows, and every row comes once an epoch, but rows are shuffled in blocks alone. Besides:
   - Rows are known by their place. A row that turns out unusable (no caption, a broken image, a damaged shard) is counted as
     skipped, and another one of its block takes its place; the batch is smaller by it only where most of the block is
@@ -84,7 +84,7 @@ class StreamingArguments:
             raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")
         if self.streaming and balance:
             raise ValueError(
-                "--balance is set; a stream is dealt to processes by groups of shards, in equal shares. Drop it, or --streaming."
+                "--balance is set; a stream is assigned to processes by groups of shards, in equal shares. Drop it, or --streaming."
             )
 
 
@@ -153,7 +153,7 @@ def open_stream(
         args: the flags of streaming.
         sizes: the global batch size as a function of the step.
         seed: the run's random seed.
-        validation: the rows of `--validation_file` where that is no shard.
+        validation: the rows of `--validation_file` where that is not a shard.
 
     Raises:
         ValueError: in one line, if there are no shards, they cannot be reached or have no column of images or captions, or

@@ -50,7 +50,7 @@ CLOSERS = _words(
     "around next left right up down off out inside outside toward towards during before after upon atop under be being "
     "can may will seen made used"
 )
-# Words between two nouns that make swapping them another statement: a dog on a chair is no chair on a dog.
+# Words between two nouns that make swapping them another statement: a dog on a chair is not a chair on a dog.
 ASYMMETRIC = _words(
     "on in under above below behind inside outside over beneath underneath into onto atop through across against from left "
     "right riding holding carrying eating wearing pulling pushing chasing watching covering leading"

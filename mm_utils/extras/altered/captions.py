@@ -15,7 +15,7 @@ most nouns and takes few words that are none. What replaces a word comes from th
 same list, a noun of the same number, each as often as it occurs there, and none that another caption of the image has.
 
 An altered caption may by chance be true, and it may read oddly; so a model that reads the caption alone is not right for
-exactly half of them. What that gives is measured, too: see `mm_utils.extras.altered.probes`. Captions in another language
+exactly half of them. What that gains is measured, too: see `mm_utils.extras.altered.probes`. Captions in another language
 than English have no probes. `AlteredTokens` alters the captions of a training batch.
 """
 

@@ -42,7 +42,7 @@ def describe_pairs(
     ]
     shared = len(captions) - len({" ".join(caption.lower().split()) for caption in captions})
     if shared:
-        lines.append(f"the same caption again: {shared / len(captions):.1%}; equal captions are no negatives")
+        lines.append(f"the same caption again: {shared / len(captions):.1%}; equal captions are not negatives")
     if "languages" in rows.column_names:
         found = Counter(language or "unknown" for row in rows["languages"] for language in row)
         lines.append("languages: " + ", ".join(f"{name} {n / len(captions):.0%}" for name, n in found.most_common(8)))

@@ -92,7 +92,7 @@ def cache_features(
 
 
 class Source(ABC):
-    """A model that gives features, and the rows that it runs over.
+    """A model that computes features, and the rows that it runs over.
 
     Attributes:
         name: what the store is of.
@@ -158,7 +158,7 @@ class Source(ABC):
         self.tower.to(self.accelerator.device)
         if not any(self._write(folder, dtype) for dtype in DTYPES):
             raise ValueError(
-                f"{self.flag} is set, and the frozen {self.name} tower gives values that are not finite. Train in bf16 or "
+                f"{self.flag} is set, and the frozen {self.name} tower computes values that are not finite. Train in bf16 or "
                 f"fp32, take another tower, or drop {self.flag}."
             )
         self.tower.to(home)
@@ -218,7 +218,7 @@ class _Vision(_Tower):
         return *images, head, fingerprint(self.rows), image_digest(self.rows)
 
     def blocks(self) -> Iterator[Block]:
-        blank = self._run(self.loaders.blank(1))  # gives the shapes
+        blank = self._run(self.loaders.blank(1))  # for the shapes
         loader = self.loaders.evaluation(self.rows, self.batch_size)
         for draws, batch in zip(self.batches, loader, strict=True):
             rows = {row: place for place, (row, _) in enumerate(draws)}

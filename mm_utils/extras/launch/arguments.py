@@ -154,7 +154,7 @@ def parse_grid(text: str | None) -> dict[str, list[str]]:
     """Return the values of each flag of a sweep, in the given order; empty without a text.
 
     Raises:
-        ValueError: if the text is no list of flags and values.
+        ValueError: if the text is not a list of flags and values.
     """
     grid: dict[str, list[str]] = {}
     for part in text.split(";") if text is not None else ():
@@ -163,7 +163,7 @@ def parse_grid(text: str | None) -> dict[str, list[str]]:
         values = [value.strip() for value in listed.split(",")]
         title = f"--tune is {text}"
         if not equals or not _FLAG.fullmatch(name):
-            raise ValueError(f"{title}; '{part}' is no flag with values. Write e.g. learning_rate=1e-4,3e-4.")
+            raise ValueError(f"{title}; '{part}' is not a flag with values. Write e.g. learning_rate=1e-4,3e-4.")
         if name in _NOT_TUNED:
             raise ValueError(f"{title}; {name} cannot be swept: {_NOT_TUNED[name]}.")
         if name in grid:

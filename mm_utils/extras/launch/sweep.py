@@ -24,7 +24,7 @@ TABLE_FILE = "sweep.csv"
 
 @dataclass
 class Trial:
-    """One combination of values, and what its run gave.
+    """One combination of values, and the result of its run.
 
     Attributes:
         values: by flag.

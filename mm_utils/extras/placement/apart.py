@@ -147,7 +147,7 @@ class ApartObjective(JointObjective):
 
     @torch.no_grad()
     def exchange(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Give every process both encoders; with an optimizer, its moments too.
+        """Copy both encoders to every process; with an optimizer, its moments too.
 
         That is their weights, running statistics and averages, if they have changed.
         """
@@ -203,7 +203,7 @@ def moments(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], 
 
 
 class TowerExchange(TrainerCallback):
-    """Give every process both encoders before they are evaluated or saved."""
+    """Copy both encoders to every process before they are evaluated or saved."""
 
     def __init__(self, objective: ApartObjective):
         self.objective = objective

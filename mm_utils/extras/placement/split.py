@@ -37,7 +37,7 @@ class Split:
 
     @property
     def division(self) -> Division:
-        """How rows are dealt to be read, texts too: to the processes that have images."""
+        """How rows are assigned to be read, texts too: to the processes that have images."""
         return Division((1.0,) * self.vision + (0.0,) * self.text)
 
     def text_rows(self, total: int) -> list[range]:

@@ -53,7 +53,7 @@ def _colour(split: datasets.Dataset) -> Iterator[Example]:
 
 
 def _neighbours(regions: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Give a side, a thing, and the only thing on that side of it."""
+    """Yield a side, a thing, and the only thing on that side of it."""
     for named in regions:
         sides: dict[str, list[dict[str, Any]]] = {}
         for other in regions:

@@ -79,11 +79,11 @@ class Recipe:
     """How the media of one kind are made.
 
     Attributes:
-        name: of the data set, as --dataset_name gives it.
+        name: of the data set, as --dataset_name names it.
         kind: of its media.
         version: part of the cache folder's name; to be raised with every change of a generated row.
         styles: ways to show the same events; part of the id.
-        draw: draws so many different events.
+        draw: draws n different events.
         phrase: says an event.
         render: makes the medium.
     """
@@ -124,7 +124,7 @@ def load_sequences(
 
 
 def draw_contents(recipe: Recipe, counts: dict[str, int], seed: int) -> dict[str, list[Content]]:
-    """Draw so many contents of every split, twins beside each other."""
+    """Draw n contents of every split, twins beside each other."""
     rng = random.Random(f"{seed} {recipe.name}")
     contents: dict[str, list[Content]] = {split: [] for split in counts}
     seen: set[str] = set()

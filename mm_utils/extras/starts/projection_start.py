@@ -40,7 +40,7 @@ class ProjectionStartArguments:
     closed_form_images: int = arg(
         10_000,
         "Between two pretrained towers, start the projections from the canonical correlations of this many training images "
-        "and their captions, which one pass over them gives; 0 = from random values.",
+        "and their captions, from one pass over them; 0 = from random values.",
     )
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ def test_captions_are_counted_in_tokens_before_they_are_cut(lines):
 
 
 def test_equal_captions_and_languages_are_named(lines):
-    assert "the same caption again: 20.0%; equal captions are no negatives" in lines
+    assert "the same caption again: 20.0%; equal captions are not negatives" in lines
     assert "languages: en 60%, unknown 20%, de 20%" in lines
 
 

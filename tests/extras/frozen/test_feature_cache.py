@@ -235,7 +235,7 @@ def test_a_tower_that_gives_no_numbers_is_refused(
     factor: float, rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     scaled(monkeypatch, factor)
-    with pytest.raises(ValueError, match="the frozen vision tower gives values that are not finite"):
+    with pytest.raises(ValueError, match="the frozen vision tower computes values that are not finite"):
         cached(rows, frozen(text=False))
     assert not stores(own_cache)
     assert not leftovers(own_cache)

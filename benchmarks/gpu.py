@@ -35,6 +35,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.half_hour import run_half_hour
 from benchmarks.harness import device_name, give_memory_back, machine, synchronize
 from benchmarks.host_reads import HostReads
 from mm_utils.arguments import arg, parse_args
@@ -83,6 +84,11 @@ class GpuBenchmarkArguments:
     steps: int = arg(10, "Steps of a turn.")
     profiled: bool = arg(True, "Also profile three steps of each setting.")
     output_file: str | None = arg(None, "Write all figures to this JSON file, and the table beside it (.md).")
+    half_hour: bool = arg(
+        False,
+        "Run every measurement that a GPU is wanted for, into --output_file (gpu.json): benchmarks/half_hour.py.",
+    )
+    tiny: bool = arg(False, "With --half_hour, take tiny shapes and few steps, to rehearse on any machine.")
 
 
 def captions(pairs: int, vocabulary: int) -> dict[str, Any]:
@@ -253,6 +259,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the script and return its results; `argv` lets tests and notebooks call it."""
     given = parse_args(GpuBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
     args, model_args = given[GpuBenchmarkArguments], given[ModelArguments]
+    if args.half_hour:
+        return run_half_hour(Path(args.output_file or "gpu.json"), args.tiny)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     accelerator = make_accelerator()

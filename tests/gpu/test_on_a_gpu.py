@@ -1,0 +1,155 @@
+"""What CPUs cannot say: the same step on a GPU, in half precision, in parts, resumed. Skipped without a GPU.
+
+With TANDEM_GPU_TESTS=cpu they run on the CPU, to rehearse them.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mm_utils.objectives.grad_cache import backward
+from mm_utils.objectives.losses import gather_batch, info_nce, sigmoid_loss
+from tests.kit.objectives import (
+    ALONE,
+    KINDS,
+    dense_info_nce,
+    dense_sigmoid,
+    global_batch,
+    measured,
+    step_in_parts,
+    tiny_objective,
+)
+
+DEVICE = os.environ.get("TANDEM_GPU_TESTS", "cuda")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no GPU")
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_gpu(batch: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The batch on the GPU, floating-point values in `dtype`."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(DEVICE, dtype if value.is_floating_point() else None)
+
+    return {name: moved(value) for name, value in batch.items()}
+
+
+def gpu_step(
+    kind: str, parts: int | None = None, dtype: torch.dtype = torch.float64, half: Any = None
+) -> dict[str, Any]:
+    """One step of the objective on the GPU; `half` is the type of autocast."""
+    accelerator = SimpleNamespace(**vars(ALONE))
+    accelerator.device = torch.device(DEVICE)
+    if half is not None:
+        accelerator.autocast = lambda: torch.autocast(DEVICE, half)
+    objective = tiny_objective(kind).to(DEVICE, dtype)
+    if objective.teacher is not None:
+        objective.teacher.values = {name: value.to(DEVICE, dtype) for name, value in objective.teacher.values.items()}
+    torch.manual_seed(0)
+    return measured(objective, backward(accelerator, objective, on_gpu(global_batch(kind), dtype), 5, parts))
+
+
+def assert_close(found: dict[str, Any], right: dict[str, Any], tolerance: float) -> None:
+    """Losses within `tolerance`, each gradient within it of the largest of all."""
+    assert found["report"]["loss"] == pytest.approx(right["report"]["loss"], rel=tolerance, abs=tolerance)
+    largest = max(float(gradient.abs().max()) for gradient in right["gradients"].values())
+    for name, gradient in right["gradients"].items():
+        off = float((found["gradients"][name].cpu().double() - gradient.cpu().double()).abs().max())
+        assert off <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_that_of_a_cpu(kind: str) -> None:
+    assert_close(gpu_step(kind), step_in_parts(tiny_objective(kind), global_batch(kind), None), 2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_the_whole(kind: str) -> None:
+    assert_close(gpu_step(kind, parts=4), gpu_step(kind), 2e-6)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["contrastive", "sigmoid_matching", "captioning"])
+def test_half_precision_is_near_fp32(kind: str, half: torch.dtype) -> None:
+    right = step_in_parts(tiny_objective(kind), global_batch(kind), None)
+    assert_close(gpu_step(kind, dtype=torch.float32, half=half), right, 0.06)
+
+
+@pytest.mark.parametrize(("loss", "dense"), [(info_nce, dense_info_nce), (sigmoid_loss, dense_sigmoid)])
+def test_a_tiled_loss_is_the_dense_one(loss: Any, dense: Any) -> None:
+    """Of 3,000 pairs in fp32; TF32 must be off in it."""
+    torch.set_float32_matmul_precision("high")
+    generator = torch.Generator().manual_seed(0)
+    image, text = (torch.nn.functional.normalize(torch.randn(3000, 256, generator=generator), dim=1) for _ in range(2))
+    ids = torch.arange(6000).view(3000, 2)
+    scalars = [torch.tensor(50.0)] + [torch.tensor(-10.0)] * (loss is sigmoid_loss)
+    found, right = (
+        [each.detach().to(*where).requires_grad_() for each in (image, text, *scalars)]
+        for where in ((DEVICE, torch.float32), ("cpu", torch.float64))
+    )
+    ours = loss(*found, gather_batch(found[0].detach(), found[1].detach(), ids.to(DEVICE)))
+    theirs = dense(*right, ids)
+    ours.backward()
+    theirs.backward()
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    for mine, reference in zip(found, right, strict=True):
+        assert mine.grad is not None
+        assert reference.grad is not None
+        off = (mine.grad.cpu().double() - reference.grad).norm() / reference.grad.norm()
+        assert off < 1e-4
+
+
+def run(words: list[str], **environment: str) -> str:
+    """Run Python in the project's root and return its output."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_resumed_run_is_the_whole_run(tmp_path: Path, precision: str) -> None:
+    """Contrastive, bit for bit: no backward pass in it adds up in an order that changes."""
+    flags = [
+        "scripts/pretrain.py",
+        "--config",
+        "recipes/tiny.yaml",
+        "--objectives",
+        "contrastive:1",
+        "--fusion_layers",
+        "0",
+    ]
+    flags += ["--max_steps", "6", "--save_steps", "3", "--global_batch_size", "32", "--eval_steps", "0"]
+    weights = []
+    for name in ("whole", "resumed"):
+        folder = tmp_path / name
+        run([*flags, "--output_dir", str(folder)], ACCELERATE_MIXED_PRECISION=precision)
+        if name == "resumed":
+            again = [*flags, "--output_dir", str(folder), "--resume_from_checkpoint", str(folder / "checkpoint-3")]
+            run(again, ACCELERATE_MIXED_PRECISION=precision)
+        weights.append((folder / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_a_cpu_accelerator_beside_a_gpu_one_breaks_nothing(tmp_path: Path) -> None:
+    """A run on CPUs on a machine with a GPU trains there and nowhere else."""
+    flags = [
+        "scripts/pretrain.py",
+        "--config",
+        "recipes/tiny.yaml",
+        "--max_steps",
+        "2",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    assert "1 x cpu" in run(flags, ACCELERATE_USE_CPU="true")
+    assert f"1 x {DEVICE}" in run([*flags, "--overwrite_output_dir"])

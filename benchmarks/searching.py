@@ -86,7 +86,7 @@ def write_index(folder: Path, images: int, width: int, queries: int) -> Tensor:
 
 def measure(kind: str | None, folder: Path, text_QE: Tensor, expected: list[list[int]]) -> dict[str, Any]:
     """Search once for every text; compare with the `expected` rows, if there are any."""
-    rows = read_rows(folder)
+    rows = read_rows(folder, schema(text_QE.shape[1]))
     assert rows is not None
     begin = time.process_time()
     find = open_find(kind, folder, rows)

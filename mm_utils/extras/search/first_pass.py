@@ -1,6 +1,6 @@
 """Find a query's best images: exactly, or those of a coarse first pass exactly.
 
-A first pass reads codes of the embeddings that are kept in memory (`mm_utils.embedding_codes`), or a FAISS index. It gives
+A first pass reads codes of the embeddings that are kept in memory (`mm_utils.embedding_codes`), or a FAISS index. It returns
 many times as many images as are wanted (`RESCORE`). These are scored from the stored embeddings, which are memory-mapped, so scores
 are always those of exact search; only an image that the first pass has missed is missing.
 
@@ -13,6 +13,7 @@ Shape letters: N images of the index, E embedding width.
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,9 +35,10 @@ logger = logging.getLogger(__name__)
 BLOCK = 1 << 20  # numbers of a product that are turned into fp32 at a time; 4 MB stay in a core's cache
 RESCORE = {"int8": 10, "binary": 100, "faiss": 50}  # candidates of a first pass for each image that is wanted
 MOST_RESCORED = 10_000  # candidates beyond the images that are wanted
-LISTS_READ = 16  # one of so many lists of an inverted file is read, if the factory string does not say nprobe
+LISTS_READ = 16  # one of n lists of an inverted file is read, if the factory string does not say nprobe
 _TRAINING = 64  # images for each list of an inverted file that FAISS is trained on, and at least
 _LEAST_TRAINING = 65_536  # of these, as many as a product quantiser takes
+_VALUES = re.compile(r"=\s*(-?\d+\.?\d*)")  # of the settings behind a factory string
 Find = Callable[[Tensor, int], list[tuple[int, float]]]
 """Maps a unit query, fp32 `[E]`, and a number to the rows and cosines of that many images, best first."""
 FirstPass = Callable[[Tensor, int], np.ndarray]
@@ -103,7 +105,7 @@ def exact(vectors: StoredVectors) -> Find:
 
 
 def rescored(vectors: StoredVectors, first_pass: FirstPass, candidates: int) -> Find:
-    """Return a search that scores a first pass's finds, so many for each wanted image."""
+    """Return a search that scores what a first pass finds, `candidates` for each wanted image."""
 
     def find(query_E: Tensor, count: int) -> list[tuple[int, float]]:
         if count < 1:
@@ -172,32 +174,32 @@ def open_faiss(text: str, folder: Path, rows: datasets.Dataset, vectors: StoredV
 
     factory, _, settings = text.partition(";")
     file, searched = faiss_file(folder, rows, factory), rows.select_columns(["embedding"])
-    if not _load(searched, file):
-        try:
-            _build(searched, vectors, factory)
-        except RuntimeError as error:
-            raise ValueError(
-                f"--index_factory is {text}; FAISS cannot make it for {len(vectors):,} images ({one_line(error)}). "
-                "Give int8, binary, or a string of its index factory with fewer lists, such as IVF64,Flat."
-            ) from error
-        _save(searched, file)
-    index: Any = searched.get_index("embedding").faiss_index
-    lists = faiss.try_extract_index_ivf(index)
-    if lists is not None:
-        lists.nprobe = -(-lists.nlist // LISTS_READ)
-    if settings:
-        try:
-            faiss.ParameterSpace().set_index_parameters(index, settings)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise ValueError(
-                f"--index_factory is {text}; FAISS does not know the setting ({one_line(error)}). Give nprobe for IVF, or "
-                "efSearch for HNSW."
-            ) from error
 
     def candidates(query_E: Tensor, count: int) -> np.ndarray:
         [found] = searched.search_batch("embedding", query_E.numpy()[None], count).total_indices
         return np.unique(found[found >= 0])
 
+    try:
+        is_new = not _load(searched, file)
+        if is_new:
+            _build(searched, vectors, factory)
+        index: Any = searched.get_index("embedding").faiss_index
+        lists = faiss.try_extract_index_ivf(index)
+        if lists is not None:
+            lists.nprobe = -(-lists.nlist // LISTS_READ)
+        if settings:
+            if any(float(value) < 1 for value in _VALUES.findall(settings)):
+                raise RuntimeError("a setting below 1 reads nothing")
+            faiss.ParameterSpace().set_index_parameters(index, settings)  # type: ignore[arg-type]
+        candidates(torch.zeros(vectors.width), 1)
+    except RuntimeError as error:
+        raise ValueError(
+            f"--index_factory is {text}; FAISS cannot search {len(vectors):,} images so ({one_line(error)}). Give int8, binary, "
+            "or a string of its index factory with fewer lists, such as IVF64,Flat, and behind a semicolon nprobe for IVF or "
+            "efSearch for HNSW."
+        ) from error
+    if is_new:
+        _save(searched, file)
     return candidates
 
 
@@ -247,7 +249,7 @@ def _save(rows: datasets.Dataset, file: Path) -> None:
 def _products(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Multiply blocks `[n, E]` of any type by a query each, in fp32; return all products, `[N]`."""
     sizes = [len(block) for block, _ in blocks]
-    # Memory that is taken and given back for every block costs more than the product: the system clears its pages.
+    # Memory that is taken and freed for every block costs more than the product: the system clears its pages.
     scratch_nE, score_N = torch.empty(max(sizes), blocks[0][0].shape[1]), torch.empty(sum(sizes))
     for (block, query_E), part in zip(blocks, score_N.split(sizes), strict=True):
         torch.mv(scratch_nE[: len(block)].copy_(block), query_E, out=part)
@@ -255,7 +257,7 @@ def _products(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _joined(vectors: StoredVectors) -> Iterator[np.ndarray]:
-    """Give the embeddings in blocks of at most `BLOCK` numbers, for small stored ones."""
+    """Yield the embeddings in blocks of at most `BLOCK` numbers, for small stored ones."""
     held: list[np.ndarray] = []
     for block in vectors.blocks:
         if held and sum(map(len, held)) + len(block) > BLOCK // vectors.width:

@@ -20,8 +20,8 @@ column            meaning
 Beside it lie `index.json` (`IndexInfo`), `skipped.jsonl` (images that could not be read, with reasons), and during a run
 the folder `parts`: what has been embedded so far; and FAISS indexes of the rows, where a search has asked for one.
 
-Nothing is ever half written: parts are written under another name and renamed, and new rows replace the old ones when
-`state.json`, which names their files, is replaced.
+Nothing is ever half written: every file is written under another name and renamed, and new rows replace the old ones when
+`state.json`, which names their files and has a checksum of all columns but `_UNCHECKED`, is replaced.
 """
 
 import dataclasses
@@ -30,21 +30,24 @@ import json
 import logging
 import math
 import os
+import shutil
 import uuid
+import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import torch
 
 from mm_utils.data.batches.column_cache import add_weights, to_arrow
 from mm_utils.distributed import RunError
-from mm_utils.extras.search.listing import STAMPS
-from mm_utils.files import write_atomic
+from mm_utils.files import retry, write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +55,22 @@ FORMAT = "tandem-index"
 VERSION = 1
 SKIPPED = "skipped.jsonl"
 FAISS = "faiss-"  # begins the names of FAISS indexes of the rows
+STAMPS = pa.schema(
+    {
+        "id": pa.string(),
+        "path": pa.string(),
+        "captions": pa.list_(pa.string()),
+        "size": pa.int64(),
+        "mtime_ns": pa.int64(),
+        "content_hash": pa.string(),
+    }
+)
 _INFO, _STATE, _PARTS = "index.json", "state.json", "parts"
 _SHARD_BYTES = 500 << 20
+_CHECKSUM = "tandem_crc32"  # in state.json; an index of before has none
+_UNCHECKED = ("thumbnail", "states", "content")  # too large to be read at every start
+_MEDIA = ("image", "clip", "sound")
+_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # seconds, in which an update exchanges the rows again and again
 _TOWERS = ("vision_model.", "visual_projection.", "text_model.", "text_projection.")
 
 
@@ -69,7 +86,7 @@ class IndexInfo:
         images: rows of the index; 0 until the first run has ended.
         skipped: lines of `skipped.jsonl`.
         states: shapes of the taps in the column `states`; None if the index does not keep them.
-        medium: the kind of media, of `mm_utils.data.media.COLUMNS`; not written for images, which all once were.
+        medium: `image`, `clip` or `sound`; not written for images, which all once were.
     """
 
     model: str
@@ -109,6 +126,8 @@ def read_info(folder: Path) -> IndexInfo | None:
     """
     path = folder / _INFO
     if not path.is_file():
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--index_dir is {folder}; that is a file. Give a folder.")
         if folder.is_dir() and any(name for name in os.listdir(folder) if not name.startswith(".")):
             raise ValueError(f"--index_dir is {folder}; this folder holds something else. Give a new folder.")
         return None
@@ -116,10 +135,16 @@ def read_info(folder: Path) -> IndexInfo | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
             raise ValueError("it is of another version")
-        return IndexInfo(**content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        info = IndexInfo(**content)
+        texts, numbers = (info.model, info.fingerprint), (info.image_size, info.width, info.images)
+        if not all(isinstance(each, str) for each in texts) or not all(isinstance(each, int) for each in numbers):
+            raise ValueError("a value is of another type")
+        if info.medium not in _MEDIA or info.width < 1:
+            raise ValueError(f"its medium is {info.medium}, and its width {info.width}")
+        return info
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no index of this version ({error}). Delete the folder, and run scripts/embed.py again."
+            f"{path} is no index of this version ({one_line(error)}). Delete the folder, and run scripts/embed.py again."
         ) from error
 
 
@@ -127,12 +152,12 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
     """Open an index for reading.
 
     Raises:
-        ValueError: if there is none, or its first run has not ended.
+        ValueError: if there is none, its first run has not ended, or it is damaged.
     """
-    info = read_info(folder) if folder.is_dir() else None
+    info = read_info(folder)
     if info is None:
         raise ValueError(f"--index_dir is {folder}; there is no index. Make one with scripts/embed.py.")
-    rows = read_rows(folder)
+    rows = read_rows(folder, info.columns)
     if rows is None:
         raise ValueError(
             f"--index_dir is {folder}; its images are not all embedded. Run the command of scripts/embed.py again."
@@ -140,9 +165,51 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
     return info, rows
 
 
-def read_rows(folder: Path) -> datasets.Dataset | None:
-    """Return the rows, memory-mapped; None before the first run has ended."""
-    return datasets.load_from_disk(str(folder)) if (folder / _STATE).is_file() else None
+def read_rows(folder: Path, columns: pa.Schema) -> datasets.Dataset | None:
+    """Return the rows, memory-mapped and checked; None before the first run has ended.
+
+    Raises:
+        ValueError: if they are damaged.
+    """
+    if not (folder / _STATE).is_file():
+        return None
+    # While an update ends, the files that state.json named a moment ago are gone: then there is a new one.
+    try:
+        return retry(lambda: _checked_rows(folder, columns), lambda error: isinstance(error, FileNotFoundError), _PAUSES)
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"--index_dir is {folder}; the index is damaged ({one_line(error)}). Delete the folder, and run "
+            "scripts/embed.py again."
+        ) from error
+
+
+def _checked_rows(folder: Path, columns: pa.Schema) -> datasets.Dataset:
+    state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    rows = datasets.load_from_disk(str(folder))
+    table = rows.data.table
+    if not table.schema.equals(columns):
+        raise ValueError(f"its columns are {', '.join(table.column_names)}, and not those of index.json")
+    if {Path(each["filename"]).name for each in rows.cache_files} != {each["filename"] for each in state["_data_files"]}:
+        raise FileNotFoundError(folder / _STATE)  # exchanged between the two readings
+    if state.get(_CHECKSUM, _checksum(table)) != _checksum(table):
+        raise ValueError("its rows are not those that were written")
+    if _CHECKSUM not in state and not all(map(_is_finite, table["embedding"].chunks)):
+        raise ValueError("an embedding is not finite")
+    return rows
+
+
+def _checksum(table: pa.Table) -> int:
+    """Return the CRC-32 of all columns but `_UNCHECKED`, as they lie in their files."""
+    found = 0
+    for name in table.column_names:
+        for chunk in () if name in _UNCHECKED else table[name].chunks:
+            for buffer in chunk.buffers():
+                found = found if buffer is None else zlib.crc32(buffer, found)
+    return found
+
+
+def _is_finite(embeddings: pa.FixedSizeListArray) -> bool:
+    return bool(np.isfinite(embeddings.flatten().to_numpy(zero_copy_only=True)).all())
 
 
 def schema(width: int, states: list[list[int]] | None = None, medium: str = "image") -> pa.Schema:
@@ -161,34 +228,45 @@ def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema) -
     old = [*folder.glob("data-*.arrow"), *folder.glob(f"{FAISS}*")]  # those of a killed run among them
     run = uuid.uuid4().hex[:8]
     features = datasets.Features.from_arrow_schema(columns)
+    try:
+        names = _write_shards(folder, run, tables, features.arrow_schema)
+        written = pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names])
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": name} for name in names],
+            "_fingerprint": run,
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+            _CHECKSUM: _checksum(written),
+        }
+        description = dataclasses.asdict(datasets.DatasetInfo(features=features))
+        write_atomic(folder / "dataset_info.json", json.dumps(description))
+        write_atomic(folder / _STATE, json.dumps(state, indent=2))
+    except BaseException:  # a full disk, which needs the room
+        for path in folder.glob(f"data-{run}-*.arrow"):
+            path.unlink(missing_ok=True)
+        raise
+    for path in old:
+        path.unlink(missing_ok=True)
+    return len(written)
+
+
+def _write_shards(folder: Path, run: str, tables: Iterable[pa.Table], columns: pa.Schema) -> list[str]:
+    """Write tables to files of about `_SHARD_BYTES`; return the names."""
     names: list[str] = []
-    waiting, count, table = iter(tables), 0, None
+    waiting = iter(tables)
     table = next(waiting, None)
     while table is not None:
         names.append(f"data-{run}-{len(names):05d}.arrow")
-        written = 0
-        with (
-            pa.OSFile(str(folder / names[-1]), "wb") as file,
-            pa.ipc.new_stream(file, features.arrow_schema) as writer,
-        ):
-            while table is not None and written < _SHARD_BYTES:
-                writer.write_table(table.cast(features.arrow_schema))
-                count, written = count + len(table), written + table.nbytes
+        size = 0
+        with pa.OSFile(str(folder / names[-1]), "wb") as file, pa.ipc.new_stream(file, columns) as writer:
+            while table is not None and size < _SHARD_BYTES:
+                writer.write_table(table.cast(columns))
+                size += table.nbytes
                 table = next(waiting, None)
-    datasets.DatasetInfo(features=features).write_to_directory(str(folder))
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": run,
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    write_atomic(folder / _STATE, json.dumps(state, indent=2))
-    for path in old:
-        path.unlink(missing_ok=True)
-    return count
+    return names
 
 
 # -- parts --------------------------------------------------------------------------------------------------------------
@@ -233,11 +311,7 @@ def read_parts(folder: Path, columns: pa.Schema, without: Collection[str] = ()) 
 
 def remove_parts(folder: Path) -> None:
     """Remove all parts, and what a killed run left of writing one."""
-    parts = folder / _PARTS
-    if parts.is_dir():
-        for path in parts.iterdir():
-            path.unlink(missing_ok=True)
-        parts.rmdir()
+    shutil.rmtree(folder / _PARTS, ignore_errors=True)
 
 
 def write_skipped(folder: Path, lines: Iterable[dict[str, str]]) -> None:
@@ -247,7 +321,7 @@ def write_skipped(folder: Path, lines: Iterable[dict[str, str]]) -> None:
 
 def keeps_states(folder: Path) -> bool:
     """Return whether there is an index that keeps what the fusion head reads."""
-    info = read_info(folder) if folder.is_dir() else None
+    info = read_info(folder)
     return info is not None and info.states is not None
 
 

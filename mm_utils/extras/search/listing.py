@@ -16,18 +16,9 @@ from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.webdataset import Sample, captions_of_sample, read_shard, shard_paths
+from mm_utils.extras.search.index import STAMPS
 
 Skip = dict[str, str]
-STAMPS = pa.schema(
-    {
-        "id": pa.string(),
-        "path": pa.string(),
-        "captions": pa.list_(pa.string()),
-        "size": pa.int64(),
-        "mtime_ns": pa.int64(),
-        "content_hash": pa.string(),
-    }
-)
 _FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
 _ROWS = 1000
 

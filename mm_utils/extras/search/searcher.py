@@ -26,8 +26,7 @@ from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.augment import center_square
 from mm_utils.extras.search.embedding import as_input
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
-from mm_utils.extras.search.index import check_same_model, model_fingerprint, open_index
-from mm_utils.extras.search.listing import STAMPS
+from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
 from mm_utils.extras.search.reading import read_query
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of

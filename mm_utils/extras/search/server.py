@@ -28,7 +28,10 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+from PIL import UnidentifiedImageError
 
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.distributed import RunError
@@ -41,10 +44,11 @@ try:
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise RunError(
         f"--serve needs a package that is not installed ({error}). pip install tandem-mm[search]"
@@ -58,9 +62,11 @@ MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
 LEAST_TOKEN = 16
 _COOKIE = "tandem_search"
-_CONNECTIONS = 2000  # beyond these, requests are refused; up to then they wait for their turn
+_CONNECTIONS = 2000  # beyond these, one that sends no request is closed; up to then requests wait for their turn
+_SILENT = 30  # seconds in which the head of a request has to arrive
 _UPLOADS = 4  # files that are received and decoded at a time
 _SECONDS = 120  # for a file to arrive
+_PATIENCE = 5  # of these seconds, while another file waits; and for what runs when the server is ended
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
 <circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
 
@@ -76,15 +82,59 @@ def serve(searcher: Searcher, host: str, port: int, token: str | None) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise RunError(f"--port is {port}; {host} cannot be served there ({error}). Give another port.") from error
     allow_open_files()
     name = f"[{host}]" if family == socket.AF_INET6 else host
     secret = "?token=..., with your token" if token else ""
     count = f"{len(searcher):,} {searcher.info.medium}s"
     logger.info("%s at http://%s:%d/%s", count, name, listener.getsockname()[1], secret)
-    settings = {"log_level": "warning", "server_header": False, "limit_concurrency": _CONNECTIONS}
-    uvicorn.Server(uvicorn.Config(make_app(searcher, token), **settings)).run(sockets=[listener])  # type: ignore[arg-type]
+    uvicorn.Server(make_config(searcher, token)).run(sockets=[listener])
+
+
+def make_config(searcher: Searcher, token: str | None = None) -> uvicorn.Config:
+    """Return the settings of the server of `make_app`."""
+    return uvicorn.Config(
+        make_app(searcher, token),
+        http=_Connection,
+        ws="none",
+        log_level="warning",
+        server_header=False,
+        limit_concurrency=_CONNECTIONS,
+        timeout_graceful_shutdown=_PATIENCE,
+    )
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if it holds a place and asks for nothing."""
+
+    _since: float
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        if len(self.connections) >= _CONNECTIONS:
+            silent = [each for each in self.connections if isinstance(each, _Connection) and each._is_silent]
+            min(silent, key=lambda each: each._since).transport.close()
+        self.loop.call_later(_SILENT, self._close_if_silent)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._since = self.loop.time()
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether it is open, and no request is being answered."""
+        return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
+
+    def _close_if_silent(self) -> None:
+        if self.transport.is_closing():
+            return
+        left = self._since + _SILENT - self.loop.time() if self._is_silent else _SILENT
+        if left <= 0:
+            self.transport.close()
+        else:
+            self.loop.call_later(left, self._close_if_silent)
 
 
 def check_access(host: str, token: str | None) -> None:
@@ -118,19 +168,20 @@ def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
         Route("/icon.svg", icon),
         Route("/search", api.text),
         Route("/search", api.file, methods=["POST"]),
-        Route("/similar/{row:int}", api.similar),
-        Route("/image/{row:int}", api.thumbnail),
-        Route("/content/{row:int}", api.content),
+        Route("/similar/{row}", api.similar),
+        Route("/image/{row}", api.thumbnail),
+        Route("/content/{row}", api.content),
     ]
+    mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
     guard = Middleware(_Guard, token=token, headers=_headers(page, plays=medium == "sound"))
-    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _as_json})
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=mistakes)
 
 
 class _Api:
-    """The answers; functions that are not `async` run in threads, and files in one of their own."""
+    """The answers: functions that are not `async` run in threads, and files in one of their own."""
 
     def __init__(self, searcher: Searcher):
-        self.searcher, self.uploads = searcher, asyncio.Semaphore(_UPLOADS)
+        self.searcher, self.uploads, self.waiting = searcher, asyncio.Semaphore(_UPLOADS), 0
         # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
         self.decoder = ThreadPoolExecutor(1)
         self.texts = functools.lru_cache(maxsize=32)(
@@ -144,39 +195,51 @@ class _Api:
         return self._page(request, self.texts(query, rerank))
 
     async def file(self, request: Request) -> Response:
+        self.waiting += 1
         async with self.uploads:
-            try:
-                content = await asyncio.wait_for(_body(request), _SECONDS)
-            except asyncio.TimeoutError as error:
-                raise HTTPException(408, f"The file has not arrived in {_SECONDS} s. Shrink it.") from error
+            self.waiting -= 1
+            content = await self._received(request)
             return await asyncio.get_running_loop().run_in_executor(self.decoder, self._file, request, content)
 
-    def similar(self, request: Request) -> Response:
+    async def _received(self, request: Request) -> bytes:
+        """Return the body; a slow one makes room for a file that waits."""
+        body = asyncio.ensure_future(_body(request))
         try:
-            return self._page(request, self.searcher.similar(request.path_params["row"], MOST_HITS))
-        except IndexError as error:
-            raise HTTPException(404, f"{error}.") from error
+            for _ in range(_SECONDS // _PATIENCE):
+                await asyncio.wait({body}, timeout=_PATIENCE)
+                if body.done() or self.waiting:
+                    break
+            if not body.done():
+                raise HTTPException(408, "The file arrives too slowly. Shrink it, or try again.")
+            return body.result()
+        finally:
+            body.cancel()
+
+    def similar(self, request: Request) -> Response:
+        return self._page(request, self.searcher.similar(_row(request), MOST_HITS))
 
     def thumbnail(self, request: Request) -> Response:
-        try:
-            return Response(self.searcher.thumbnail(request.path_params["row"]), media_type="image/jpeg")
-        except IndexError as error:
-            raise HTTPException(404, f"{error}.") from error
+        return Response(self.searcher.thumbnail(_row(request)), media_type="image/jpeg")
 
     def content(self, request: Request) -> Response:
+        content = self.searcher.content(_row(request))
+        if self.searcher.info.medium == "sound":
+            return Response(content, media_type="audio/wav")
         try:
-            content = self.searcher.content(request.path_params["row"])
-            if self.searcher.info.medium == "sound":
-                return Response(content, media_type="audio/wav")
             return Response(animation(content), media_type="image/webp")
-        except (IndexError, UnreadableImageError) as error:
+        except UnreadableImageError as error:
             raise HTTPException(404, f"{error}.") from error
 
     def _file(self, request: Request, content: bytes) -> Response:
+        medium = self.searcher.info.medium
         try:
             hits = self.searcher.search_file(content, MOST_HITS)
         except UnreadableImageError as error:
-            raise HTTPException(400, f"The {self.searcher.info.medium} cannot be read: {error}.") from error
+            if isinstance(error.__cause__, UnidentifiedImageError):
+                reason = "it is no image, or in no known format. Choose a JPEG, PNG or WebP file"
+            else:
+                reason = re.sub("^(embedded image|the file): ", "", str(error))
+            raise HTTPException(400, f"The {medium} cannot be read: {reason}.") from error
         return self._page(request, hits)
 
     def _page(self, request: Request, hits: list[Hit]) -> Response:
@@ -214,7 +277,7 @@ class _Guard:
         await (self.app if answer is None else answer)(scope, receive, send_with_headers)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request not of the page or its user; None lets it pass."""
+        """Return the answer to a request that is not of the page or its user; None lets it pass."""
         hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
         if len(hosts) != 1 or (self.token is None and _hostname(hosts[0]) not in LOOPBACK):
             return _error(403, "This name is not served. Open http://127.0.0.1 with the port.")
@@ -231,24 +294,35 @@ class _Guard:
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
             return answer
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        known = (request.cookies.get(_COOKIE, ""), bearer)
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        known = (request.cookies.get(_COOKIE, ""), secret.strip() if scheme.lower() == "bearer" else "")
         if any(secrets.compare_digest(each.encode(), token.encode()) for each in known):
             return None
         return _error(401, "The token is missing or wrong. Open /?token=... once, or send it as a Bearer token.")
 
 
 async def _body(request: Request) -> bytes:
-    """Read the body; raise HTTPException as soon as it is too large."""
+    """Read the body; raise HTTPException as soon as it is too large, or broken off."""
     declared, content = request.headers.get("content-length", ""), bytearray()
     too_large = HTTPException(413, f"The file has more than {MOST_BYTES >> 20} MB. Shrink it.")
     if declared.isdecimal() and int(declared[:12]) > MOST_BYTES:
         raise too_large
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MOST_BYTES:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > MOST_BYTES:
+                raise too_large
+    except ClientDisconnect as error:
+        raise HTTPException(400, "The file was broken off.") from error
     return bytes(content)
+
+
+def _row(request: Request) -> int:
+    """Return the row that an address names, an IndexError if it is none."""
+    given = request.path_params["row"]
+    if not (given.isascii() and given.isdecimal() and len(given) < 12):
+        raise IndexError("there is no such row")
+    return int(given)
 
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
@@ -270,8 +344,13 @@ def _error(status: int, text: str) -> Response:
 
 
 def _as_json(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _error(error.status_code, error.detail)
+    """Answer an error in a line: a row that is not there, or an index that is damaged where it is read."""
+    if isinstance(error, HTTPException):
+        return _error(error.status_code, error.detail)
+    if isinstance(error, IndexError):
+        return _error(404, f"{error}.")
+    logger.error("%s", error)
+    return _error(500, str(error))
 
 
 def _headers(page: str, plays: bool) -> dict[str, str]:

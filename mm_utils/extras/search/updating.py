@@ -27,6 +27,7 @@ from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.distributed import RunError
 from mm_utils.extras.search.embedding import Embedder, embed_share
 from mm_utils.extras.search.index import (
+    STAMPS,
     IndexInfo,
     check_same_model,
     read_info,
@@ -36,7 +37,7 @@ from mm_utils.extras.search.index import (
     replace_rows,
     write_skipped,
 )
-from mm_utils.extras.search.listing import STAMPS, Listing, Skip, stamps
+from mm_utils.extras.search.listing import Listing, Skip, stamps
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def check_same_index(info: IndexInfo, model: str, folder: Path, embedder: Embedd
 def make_plan(folder: Path, listing: Listing, columns: pa.Schema) -> Plan:
     """Compare a listing with the index and with what killed runs have left."""
     table = stamps(listing)
-    rows = read_rows(folder) if folder.is_dir() else None
+    rows = read_rows(folder, columns)
     indexed = columns.empty_table() if rows is None else rows.data.table.cast(columns)
     parts = read_parts(folder, columns)
     known = pa.concat_tables([indexed, *parts.values()])

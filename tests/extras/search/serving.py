@@ -54,7 +54,7 @@ class Served(NamedTuple):
 
 def served(searcher: Any, token: str | None = None) -> Iterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(server.make_app(searcher, token), log_level="warning"))
+    running = uvicorn.Server(server.make_config(searcher, token))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not running.started:

@@ -35,7 +35,7 @@ def write(folder: Path, embeds_NE: torch.Tensor, block: int = 700) -> datasets.D
     columns = schema(embeds_NE.shape[1])
     folder.mkdir(exist_ok=True)
     replace_rows(folder, tables(), columns)
-    rows = read_rows(folder)
+    rows = read_rows(folder, columns)
     assert rows is not None
     return rows
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> datasets.Dataset:
-    found = read_rows(folder)
+    found = read_rows(folder, schema(WIDTH))
     assert found is not None
     return found
 
@@ -177,15 +177,14 @@ def test_a_damaged_faiss_index_is_made_anew(damage: str, tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    "kind",
     [
-        ("IVF4096,Flat", r"--index_factory is IVF4096,Flat; .* for 300 images .*fewer lists"),
-        ("nonsense", r"--index_factory is nonsense; FAISS cannot make it"),
-        ("IVF4,Flat;nonsense=3", r"does not know the setting .*Give nprobe"),
+        *("IVF4096,Flat", "nonsense", "IVF0,Flat", "IVF4,Flat;nonsense=3", "IVF4,Flat;nprobe=0", "IVF4,Flat;nprobe=-1"),
+        "HNSW32;efSearch=0",
     ],
 )
-def test_what_faiss_refuses(kind: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_search_is_refused_when_it_is_opened(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"--index_factory is {kind}; FAISS cannot search 300 images .*Give int8"):
         open_find(kind, tmp_path, write(tmp_path, unit(300)))
 
 

@@ -181,12 +181,12 @@ def test_a_text_finds_its_picture_first(visit: Visit) -> None:
 
 def test_re_ranking_before_and_after(visit: Visit) -> None:
     visit.find("a green square")
-    assert visit.facts(1) == {"cosine": "0.650", "re-ranked": "20.65", "place": "6 → 1"}
-    assert visit.facts(6) == {"cosine": "0.850", "re-ranked": "0.85", "place": "1 → 6"}
-    assert visit.facts(11) == {"cosine": "0.000"}
+    assert visit.facts(1) == {"similarity": "0.650", "re-ranked": "20.65", "place": "6 → 1"}
+    assert visit.facts(6) == {"similarity": "0.850", "re-ranked": "0.85", "place": "1 → 6"}
+    assert visit.facts(11) == {"similarity": "0.000"}
     visit.tab.get_by_role("checkbox", name="re-ranked").uncheck()
     expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a green circle")
-    assert visit.facts(1) == {"cosine": "0.850"}
+    assert visit.facts(1) == {"similarity": "0.850"}
     assert visit.titles(6) == ["a green circle"] * 5 + ["a green square"]
     visit.tab.get_by_role("checkbox", name="re-ranked").check()
     expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a green square")
@@ -234,7 +234,7 @@ def test_a_pasted_image(visit: Visit) -> None:
 
 def test_a_chosen_file(visit: Visit, tmp_path: Path) -> None:
     (tmp_path / "moss.png").write_bytes(encoded("green", "square"))
-    visit.tab.get_by_label("By an image…").set_input_files(tmp_path / "moss.png")
+    visit.tab.get_by_label("Search by image…").set_input_files(tmp_path / "moss.png")
     visit.finds("40 of 40 images, best first.")
     assert visit.titles(1) == ["a green circle"]
 
@@ -259,7 +259,10 @@ def test_mistakes_are_said(visit: Visit) -> None:
     assert len(visit.asked) == asked
     assert visit.complaints == []
     visit.hand_over("paste", b"no image", "broken.png")
-    expect(visit.tab.get_by_role("status")).to_contain_text("The image cannot be read")
+    visit.finds("The image cannot be read: it is no image, or in no known format. Choose a JPEG, PNG or WebP file.")
+    expect(visit.tab.locator("#asked-image")).to_be_hidden()
+    visit.tab.get_by_role("searchbox").press("Enter")
+    visit.finds("Write what the image shows, or drop or paste an image on this page.")
     visit.tab.route("**/search?**", lambda route: route.fulfill(status=503, body="Service Unavailable"))
     visit.tab.get_by_role("searchbox").fill("red")
     visit.tab.keyboard.press("Enter")
@@ -286,10 +289,10 @@ def test_keys_alone(visit: Visit) -> None:
         places.append(re.sub(r"\D", "", focused.get_attribute("aria-label") or "0"))
     assert places == ["1", "2", "8", "7", "1", "0"]  # six columns
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
-    for name in ("Search", "By an image…", "re-ranked", "Similar to number 1, a green square"):
+    for name in ("Search", "Search by image…", "re-ranked", "Similar to number 1, a green square"):
         press("Tab")
         expect(
-            visit.tab.get_by_label(name).or_(visit.tab.get_by_role("button", name=name, exact=True))
+            visit.tab.get_by_label(name, exact=True).or_(visit.tab.get_by_role("button", name=name, exact=True))
         ).to_be_focused()
         assert focused.evaluate("each => getComputedStyle(each.closest('.file') || each).outlineStyle") == "solid"
     press("Enter")
@@ -364,7 +367,7 @@ def test_what_a_screen_reader_is_told(visit: Visit) -> None:
         "- search:",
         '- heading "Search images" [level=1]',
         '- searchbox "What the image shows"',
-        '- button "By an image…"',
+        '- button "Search by image…"',
         '- checkbox "re-ranked" [checked]',
         "- main:",
         "- status: 24 of 40 images, best first.",

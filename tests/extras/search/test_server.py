@@ -6,6 +6,7 @@ import io
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +109,9 @@ def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:
         ("/search?q=x&k=%D9%A3", 400),
         ("/similar/40", 404),
         ("/image/99999999999999999999", 404),
+        ("/image/" + "9" * 5000, 404),
+        ("/similar/-1", 404),
+        ("/content/%D9%A3", 404),
         ("/nothing", 404),
     ],
 )
@@ -230,6 +234,59 @@ def test_bombs_and_other_things_are_no_images(page: Served, content: bytes) -> N
     assert "cannot be read" in answer.json["error"]
 
 
+def test_who_is_slow_does_not_shut_others_out(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that ask for nothing make room for others, and slow files for those that wait."""
+    monkeypatch.setattr(server, "_CONNECTIONS", 20)
+    monkeypatch.setattr(server, "_PATIENCE", 1)
+    running = served(searcher)
+    site = next(running)
+    upload = f"POST /search HTTP/1.1\r\nHost: 127.0.0.1:{site.port}\r\nContent-Length: 1000\r\n\r\nabc".encode()
+    slow = [socket.create_connection(("127.0.0.1", site.port), timeout=30) for _ in range(5)]
+    for each in slow:
+        each.sendall(upload)
+    time.sleep(0.5)  # until they are read
+    silent = [socket.create_connection(("127.0.0.1", site.port), timeout=30) for _ in range(40)]
+    for each in silent[::2]:
+        each.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+    assert site.ask("/search?q=meanwhile").status == 200
+    assert site.ask("/search", "POST", b"no image").status == 400
+    assert b" 408 " in slow[0].recv(100)
+    for each in [*slow, *silent]:
+        each.close()
+    next(running, None)
+
+
+def test_half_a_request_is_closed_and_leaves_no_traceback(
+    searcher: Searcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "_SILENT", 0.5)
+    running = served(searcher)
+    site = next(running)
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as half:
+        half.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+        assert half.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as broken_off:
+        broken_off.sendall(b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nabc")
+        time.sleep(0.5)
+    time.sleep(0.5)
+    next(running, None)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "what", [b"GET / HTTP/1.1\r\nHost: 127", b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\na"]
+)
+def test_it_ends_beside_half_a_request(searcher: Searcher, what: bytes) -> None:
+    running = served(searcher)
+    site = next(running)
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as half:
+        half.sendall(what)
+        time.sleep(0.3)
+        begin = time.monotonic()
+        assert next(running, None) is None  # asks the server to end, and waits
+        assert time.monotonic() - begin < 9
+
+
 def test_texts_stay_data(page: Served) -> None:
     hits = page.ask("/search?q=x&k=100").hits
     assert {hit["captions"][0] for hit in hits} == {EVIL_CAPTION}
@@ -246,7 +303,8 @@ def test_a_token_is_asked_for(guarded: Served) -> None:
     assert guarded.ask(f"/search?q=x&token={TOKEN}").status == 401
     assert guarded.ask("/?token=wrong").status == 401
     assert guarded.ask("/", authorization="Bearer é").status == 401
-    assert guarded.ask("/search?q=x", authorization=f"Bearer {TOKEN}").status == 200
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        assert guarded.ask("/search?q=x", authorization=f"{scheme} {TOKEN}").status == 200
     answer = guarded.ask(f"/?token={TOKEN}", host="box.example:8000")
     assert (answer.status, answer.headers["location"]) == (303, "/")
     cookie = answer.headers["set-cookie"]

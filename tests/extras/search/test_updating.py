@@ -118,35 +118,199 @@ def test_a_file_that_breaks_drops_out(model: Path, tmp_path: Path) -> None:
     assert "0/000.png" not in contents(tmp_path / "index")
 
 
-def test_killed_anywhere_and_run_again_it_is_the_same_index(
+def test_killed_at_any_write_an_index_has_its_old_rows_or_the_new(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kill the run before or after a file gets its name, at random ones, until a run has ended."""
-    photos, draw = tmp_path / "photos", random.Random(0)
-    write_photos(photos, range(40))
-    monkeypatch.setattr(embedding, "FLUSH_SECONDS", 0.0)
+    """Kill an update before the 1st, the 2nd ... file that it opens to write, renames or removes, until one has ended."""
+    photos, index, columns = tmp_path / "photos", tmp_path / "index", schema(make_embedder(model).width)
+    write_photos(photos, range(4))
+    monkeypatch.setattr(updating, "FLUSH_SECONDS", 0.0)
+    update(index, model, photos)
+    old = list(contents(index))
+    write_photos(photos, range(4, 12))
     update(tmp_path / "whole", model, photos)
-    kills, embedded = 0, []
-    for _ in range(40):
-        countdown, after = draw.randrange(4), draw.random() < 0.5
+    kills = parts = 0
+    while kills < 99:
+        shutil.copytree(index, tmp_path / f"{kills}")
         pid = os.fork()
         if pid == 0:
             torch.set_num_threads(1)
-            _kill_at_rename(countdown, after)
+            _kill_at_write(kills)
             try:
-                update(tmp_path / "index", model, photos, batch_size=4)
+                update(tmp_path / f"{kills}", model, photos, batch_size=4)
             finally:
                 os._exit(0)
-        status = os.waitpid(pid, 0)[1]
-        if not os.WIFSIGNALED(status):
+        if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
             break
+        rows = read_rows(tmp_path / f"{kills}", columns)
+        assert rows is not None
+        assert rows["id"][:] in (old, list(contents(tmp_path / "whole")))
+        parts = max(parts, len(read_parts(tmp_path / f"{kills}", columns)))
+        update(tmp_path / f"{kills}", model, photos, batch_size=4)
+        assert_same(tmp_path / f"{kills}", tmp_path / "whole")
         kills += 1
-        parts = len(list((tmp_path / "index").glob("parts/*.arrow")))
-        embedded.append(parts)
-    assert kills >= 3
-    assert max(embedded) >= 3
-    update(tmp_path / "index", model, photos, batch_size=4)
-    assert_same(tmp_path / "index", tmp_path / "whole")
+    assert kills > 10
+    assert parts == 2
+
+
+def _kill_at_write(countdown: int) -> None:
+    def hook(event: str, args: tuple) -> None:
+        nonlocal countdown
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            if countdown == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            countdown -= 1
+
+    sys.addaudithook(hook)
+
+
+def test_a_reader_beside_updates_sees_the_old_rows_or_the_new(index: Path, tmp_path: Path) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    info, rows = open_index(tmp_path / "index")
+    table, ended = rows.data.table, threading.Event()
+
+    def write() -> None:
+        while not ended.wait(0.02):
+            replace_rows(tmp_path / "index", [table], info.columns)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(write)
+        try:
+            for _ in range(150):
+                assert len(open_index(tmp_path / "index")[1]) == 30
+        finally:
+            ended.set()
+        running.result()
+
+
+def _cut(path: Path, left: int) -> None:
+    path.write_bytes(path.read_bytes()[:left])
+
+
+def _flip(folder: Path) -> None:
+    """Flip a bit of an embedding."""
+    path, vector = _rows(folder), datasets.load_from_disk(str(folder)).data.column("embedding").chunks[0]
+    content, found = bytearray(path.read_bytes()), vector.flatten().to_numpy().tobytes()[64:128]
+    content[content.index(found) + 9] ^= 2
+    path.write_bytes(content)
+
+
+def _without_numbers(folder: Path) -> None:
+    """Embeddings that are NaN, in an index of before checksums."""
+    info, rows = open_index(folder)
+    table, column = rows.data.table, rows.data.table.schema.get_field_index("embedding")
+    holes = pa.FixedSizeListArray.from_arrays(pa.array(np.full(len(table) * info.width, np.nan, np.float16)), info.width)
+    replace_rows(folder, [table.set_column(column, "embedding", holes)], info.columns)
+    _set(folder / "state.json", tandem_crc32=None)
+
+
+def _set(path: Path, **values: Any) -> None:
+    content = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({name: value for name, value in content.items() if name != "tandem_crc32" or value}))
+
+
+def _rows(folder: Path) -> Path:
+    return next(folder.glob("data-*.arrow"))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "rows cut": lambda folder: _cut(_rows(folder), 9999),
+    "ten bytes": lambda folder: _cut(_rows(folder), 10),
+    "rows empty": lambda folder: _cut(_rows(folder), 0),
+    "rows gone": lambda folder: _rows(folder).unlink(),
+    "rows garbage": lambda folder: _rows(folder).write_bytes(b"x" * 9999),
+    "a bit of a row": _flip,
+    "not finite": _without_numbers,
+    "state empty": lambda folder: _cut(folder / "state.json", 0),
+    "state a list": lambda folder: (folder / "state.json").write_text("[]"),
+    "state without files": lambda folder: _set(folder / "state.json", _data_files=[]),
+    "state of a file outside": lambda folder: _set(folder / "state.json", _data_files=[{"filename": "/etc/passwd"}]),
+    "description gone": lambda folder: (folder / "dataset_info.json").unlink(),
+    "description cut": lambda folder: _cut(folder / "dataset_info.json", 40),
+    "info cut": lambda folder: _cut(folder / "index.json", 40),
+    "info not UTF-8": lambda folder: (folder / "index.json").write_bytes(b"\xff"),
+    "info deep": lambda folder: (folder / "index.json").write_text("[" * 100_000),
+    "model null": lambda folder: _set(folder / "index.json", model=None),
+    "states of an index without": lambda folder: _set(folder / "index.json", states=[[3, 4]]),
+    "width of text": lambda folder: _set(folder / "index.json", width="abc"),
+    "another width": lambda folder: _set(folder / "index.json", width=7),
+    "another medium": lambda folder: _set(folder / "index.json", medium="sound"),
+    "no medium": lambda folder: _set(folder / "index.json", medium="<b>"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_index_is_named_with_the_remedy(name: str, index: Path, model: Path, photos: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+    shutil.copytree(index, folder)
+    DAMAGES[name](folder)
+    for use in (lambda: Searcher(folder, device="cpu"), lambda: update(folder, model, photos)):
+        with pytest.raises(ValueError, match=rf"{folder}.*Delete the folder, and run scripts/embed.py again"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "\0"])
+def test_what_is_no_folder_is_no_index(name: str, model: Path, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for use in (lambda: Searcher(tmp_path / name), lambda: update(tmp_path / name, model, photos)):
+        with pytest.raises((ValueError, RunError), match="index_dir is|null byte"):
+            use()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_is_a_line_and_the_old_rows_stay(
+    number: int, index: Path, model: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    shutil.copytree(photos, tmp_path / "photos")
+    write_photos(tmp_path / "photos", range(30, 32))
+
+    class Full(Exception):
+        pass
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for module, name in ((updating, "write_part"), (pa, "OSFile"), (index_folder, "write_atomic")):
+        with monkeypatch.context() as patch, pytest.raises(RunError, match=rf"{tmp_path}/index.*{os.strerror(number)}"):
+            patch.setattr(module, name, refuse)
+            update(tmp_path / "index", model, tmp_path / "photos")
+        assert len(contents(tmp_path / "index")) == 30
+    assert update(tmp_path / "index", model, tmp_path / "photos").images == 32
+
+
+def test_rows_stay_whose_files_cannot_be_read_for_a_moment(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder or a file: what is gone drops out, and what is only out of reach is kept."""
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(8))
+    update(index, model, photos)
+    (photos / "1/001.png").unlink()
+    listed = os.scandir
+
+    def scan(path: Any) -> Any:
+        if str(path).endswith("photos/0"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scan)
+        done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.skipped, done.images) == (0, 7, 1, 1, 7)
+    found = Searcher(index, device="cpu").search_text("a red circle", 9)
+    assert len(found) == 7
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.images) == (0, 7, 0, 7)
+    assert list(contents(index)) == sorted(contents(index))
+
+    def read(path: str, *args: Any) -> bytes:
+        raise Fault("read_error", f"{path}: Stale file handle")
+
+    os.utime(photos / "0/000.png", ns=(1, 1))
+    monkeypatch.setattr(updating, "read_file", read)
+    assert update(index, model, photos).kept == 7
 
 
 @pytest.mark.slow
@@ -186,22 +350,6 @@ def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
     assert (done.embedded, done.kept, done.removed, done.images) == (15, 992, 3, 1007)
 
 
-def _kill_at_rename(countdown: int, after: bool) -> None:
-    rename = Path.replace
-
-    def dying(self: Path, target: Path) -> Path:
-        nonlocal countdown
-        countdown -= 1
-        if countdown < 0 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        found = rename(self, target)
-        if countdown < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found
-
-    Path.replace = dying  # type: ignore[method-assign]
-
-
 def test_a_damaged_part_is_not_read(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_photos(tmp_path / "photos", range(6))
     update(tmp_path / "whole", model, tmp_path / "photos")
@@ -209,6 +357,7 @@ def test_a_damaged_part_is_not_read(model: Path, tmp_path: Path, caplog: pytest.
     (tmp_path / "index/index.json").write_bytes((tmp_path / "whole/index.json").read_bytes())
     (tmp_path / "index/parts/a.arrow").write_bytes(next((tmp_path / "whole").glob("data*")).read_bytes()[:-4000])
     (tmp_path / "index/parts/.b.arrow.1.tmp").write_bytes(b"half")
+    (tmp_path / "index/parts/folder").mkdir()
     assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 6
     assert "is damaged" in caplog.text
     assert_same(tmp_path / "index", tmp_path / "whole")

@@ -175,7 +175,9 @@ def read_rows(folder: Path, columns: pa.Schema) -> datasets.Dataset | None:
         return None
     # While an update ends, the files that state.json named a moment ago are gone: then there is a new one.
     try:
-        return retry(lambda: _checked_rows(folder, columns), lambda error: isinstance(error, FileNotFoundError), _PAUSES)
+        return retry(
+            lambda: _checked_rows(folder, columns), lambda error: isinstance(error, FileNotFoundError), _PAUSES
+        )
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"--index_dir is {folder}; the index is damaged ({one_line(error)}). Delete the folder, and run "
@@ -189,7 +191,9 @@ def _checked_rows(folder: Path, columns: pa.Schema) -> datasets.Dataset:
     table = rows.data.table
     if not table.schema.equals(columns):
         raise ValueError(f"its columns are {', '.join(table.column_names)}, and not those of index.json")
-    if {Path(each["filename"]).name for each in rows.cache_files} != {each["filename"] for each in state["_data_files"]}:
+    if {Path(each["filename"]).name for each in rows.cache_files} != {
+        each["filename"] for each in state["_data_files"]
+    }:
         raise FileNotFoundError(folder / _STATE)  # exchanged between the two readings
     if state.get(_CHECKSUM, _checksum(table)) != _checksum(table):
         raise ValueError("its rows are not those that were written")
@@ -230,7 +234,9 @@ def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema) -
     features = datasets.Features.from_arrow_schema(columns)
     try:
         names = _write_shards(folder, run, tables, features.arrow_schema)
-        written = pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names])
+        written = pa.concat_tables(
+            [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
+        )
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in names],
             "_fingerprint": run,

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from mm_utils.data.faults import REASONS, Fault, storable
 from mm_utils.data.media import FEATURES, cached_rows
-from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits
+from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, file_fault
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.source import Source
@@ -54,8 +54,7 @@ def list_folder(folder: str, allow_outside: bool = False, medium: str = "image")
     jail, found, skipped = Jail(folder, allow_outside), [], []
 
     def set_aside(error: OSError) -> None:
-        fault = Fault("permission_denied", f"{error.filename}: {error.strerror}")
-        skipped.append(skip(os.path.relpath(error.filename, folder), fault))
+        skipped.append(skip(os.path.relpath(error.filename, folder), file_fault(error, error.filename)))
 
     for place, folders, files in os.walk(folder, onerror=set_aside):
         folders[:] = [name for name in folders if not name.startswith(".")]

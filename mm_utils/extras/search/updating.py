@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import datasets
@@ -38,10 +38,12 @@ from mm_utils.extras.search.index import (
     write_skipped,
 )
 from mm_utils.extras.search.listing import Listing, Skip, stamps
+from mm_utils.files import is_about
 
 logger = logging.getLogger(__name__)
 
 _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
+_PASSING = ("permission_denied", "read_error")  # reasons that say nothing of an image that was embedded before
 _SHOWN = [name for name in STAMPS.names if name != "content_hash"]
 
 
@@ -50,11 +52,11 @@ class Plan:
     """What a run has to do.
 
     Attributes:
-        table: `stamps` of all images of the listing.
+        table: `stamps` of all images of the listing, and then of those of the index that cannot be looked at now.
         known: rows of the index and, after them, of parts.
         indexed: how many of them are of the index.
         parts: names of these parts.
-        kept: for each image of the listing, the row of `known` that holds it; None if it must be embedded.
+        kept: for each image of the table, the row of `known` that holds it; None if it must be embedded.
         removed: rows of the index whose image is not listed any more.
     """
 
@@ -67,7 +69,7 @@ class Plan:
 
     @property
     def todo(self) -> list[int]:
-        """Images of the listing that must be embedded."""
+        """Places in the listing of images that must be embedded."""
         return [place for place, row in enumerate(self.kept) if row is None]
 
 
@@ -97,10 +99,10 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
         ValueError: if the folder holds something else.
     """
     plan, todo = None, None
-    with _lock(folder, accelerator):
+    with _lock(folder, accelerator), _explained(folder):
         if accelerator.is_main_process:
             info = start_index(folder, model, embedder)
-            plan = make_plan(folder, listing, embedder.columns)
+            plan = make_plan(folder, listing, info.columns)
             todo = plan.todo
             logger.info("%s", describe(plan, info.medium))
         [todo] = broadcast_object_list([todo])
@@ -153,13 +155,24 @@ def make_plan(folder: Path, listing: Listing, columns: pa.Schema) -> Plan:
     known = pa.concat_tables([indexed, *parts.values()])
     place_of = {name: place for place, name in enumerate(listing.ids)}
     kept: list[int | None] = [None] * len(listing.ids)
+    out_of_reach = {each["id"] for each in listing.skipped if each["reason"] in _PASSING}
+    unseen: list[int] = []
     listed, removed = table.drop(["captions"]).to_pylist(), 0
     for row, old in enumerate(known.select(["id", "size", "mtime_ns", "content_hash"]).to_pylist()):
         place = place_of.get(old["id"])
         if place is not None and _unchanged(old, listed[place]):
             kept[place] = row
-        removed += place is None and row < len(indexed)
-    return Plan(table, known, len(indexed), set(parts), kept, removed)
+        if place is None and row < len(indexed):
+            is_unseen = bool(out_of_reach) and not out_of_reach.isdisjoint([old["id"], *_folders_of(old["id"])])
+            unseen += [row] if is_unseen else []
+            removed += not is_unseen
+    if unseen:
+        table = pa.concat_tables([table, known.select(table.column_names).take(pa.array(unseen))])
+    return Plan(table, known, len(indexed), set(parts), [*kept, *unseen], removed)
+
+
+def _folders_of(name: str) -> list[str]:
+    return [folder.as_posix() for folder in PurePosixPath(name).parents]
 
 
 def describe(plan: Plan, medium: str) -> str:
@@ -178,8 +191,8 @@ def _unchanged(old: dict[str, Any], new: dict[str, Any]) -> bool:
         return True
     try:
         return stored_hash(read_file(new["path"], MEDIA_LIMITS)) == old["content_hash"]
-    except Fault:
-        return False
+    except Fault as fault:
+        return fault.reason in _PASSING
 
 
 def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped: list[Skip]) -> Outcome:
@@ -187,8 +200,10 @@ def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped
     new = read_parts(folder, info.columns, without=plan.parts)
     known = pa.concat_tables([plan.known, *new.values()])
     row_of = {name: len(plan.known) + row for row, name in enumerate(known["id"].slice(len(plan.known)).to_pylist())}
-    chosen = [row_of.get(listing.ids[at]) if row is None else row for at, row in enumerate(plan.kept)]
-    wanted = [(place, row) for place, row in enumerate(chosen) if row is not None]
+    ids = plan.table["id"].to_pylist()
+    chosen = [row_of.get(name) if row is None else row for name, row in zip(ids, plan.kept, strict=True)]
+    order = sorted(range(len(ids)), key=ids.__getitem__) if len(ids) > len(listing.ids) else range(len(ids))
+    wanted = [(place, row) for place in order if (row := chosen[place]) is not None]
     lines = [*listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
     if not wanted:
         raise RunError(
@@ -206,7 +221,7 @@ def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped
 
 
 def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: int) -> Iterator[pa.Table]:
-    """Give the new index's rows in blocks; kept ones with the listing's paths and captions."""
+    """Yield the new index's rows in blocks; kept ones with the listing's paths and captions."""
     rows_of_known = datasets.Dataset(known).with_format("arrow")
     for low in tqdm(range(0, len(wanted), count), desc="Writing", leave=False, delay=2):
         places, rows = zip(*wanted[low : low + count], strict=True)
@@ -226,7 +241,12 @@ def _lock(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
         return
     read_info(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--index_dir is {folder}; it cannot be made: {error.strerror}. Give another folder."
+        ) from error
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield
@@ -234,12 +254,26 @@ def _lock(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.") from error
 
 
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn an error of a disk that is full or read-only into one that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if not is_about(error, folder):
+            raise
+        raise RunError(
+            f"--index_dir is {folder}; it cannot be written: {error.strerror or error}. Free some space, and run the command again: "
+            "what has been embedded is kept."
+        ) from error
+
+
 def try_out(folder: Path, model: str, listing: Listing, embedder: Embedder, accelerator: Accelerator) -> None:
     """Log what `update_index` would do, its time and the index's size; write nothing."""
     info = read_info(folder)
     if info is not None:
         check_same_index(info, model, folder, embedder)
-    plan = make_plan(folder, listing, embedder.columns)
+    plan = make_plan(folder, listing, embedder.columns if info is None else info.columns)
     begin = time.monotonic()
     sample = plan.todo[: 2 * embedder.batch_size]
     skipped = embed_share(None, listing, sample, len(sample), embedder, accelerator)

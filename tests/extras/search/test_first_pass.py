@@ -179,7 +179,14 @@ def test_a_damaged_faiss_index_is_made_anew(damage: str, tmp_path: Path, caplog:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("IVF4096,Flat", "nonsense", "IVF0,Flat", "IVF4,Flat;nonsense=3", "IVF4,Flat;nprobe=0", "IVF4,Flat;nprobe=-1"),
+        *(
+            "IVF4096,Flat",
+            "nonsense",
+            "IVF0,Flat",
+            "IVF4,Flat;nonsense=3",
+            "IVF4,Flat;nprobe=0",
+            "IVF4,Flat;nprobe=-1",
+        ),
         "HNSW32;efSearch=0",
     ],
 )

@@ -94,15 +94,17 @@ def storing(folder: Path) -> Iterator[Path]:
     _remove_abandoned(folder.parent)
     with atomic_folder(folder) as work:
         yield work
-        (work / CHECKSUMS).write_text(json.dumps(_checksums(work)), encoding="utf-8")
+        files = sorted(path for path in work.rglob("*") if path.is_file())
+        sums = {path.relative_to(work).as_posix(): _checksum(path) for path in files}
+        (work / CHECKSUMS).write_text(json.dumps(sums), encoding="utf-8")
 
 
 def is_whole(folder: Path) -> bool:
     """Return whether a result is there and as it was written."""
     try:
-        known = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        return bool(known == _checksums(folder))
-    except (OSError, ValueError):
+        known = _known(folder)
+        return bool(known == {name: _checksum(folder / name) for name in known})
+    except (OSError, ValueError, TypeError):
         return False
 
 
@@ -132,22 +134,23 @@ def stored_value(kind: str, key: str, make: Callable[[], Any]) -> Any:
 
 def open_rows(folder: Path) -> datasets.Dataset:
     """Return the rows of all Arrow files of a result, memory-mapped, in the order of their names."""
-    return datasets.concatenate_datasets(
-        [datasets.Dataset.from_file(str(path)) for path in sorted(folder.glob("*.arrow"))]
-    )
+    names = [
+        name for name in _known(folder) if name.endswith(".arrow")
+    ]  # `datasets` keeps caches of its own beside them
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(folder / name)) for name in names])
 
 
-def _checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of each file by its path inside `folder`."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.name == CHECKSUMS or not path.is_file():
-            continue
-        name = path.relative_to(folder).as_posix()
-        found[name] = 0
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                found[name] = zlib.crc32(block, found[name])
+def _known(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of each file of a result by its path inside `folder`, as it was written."""
+    known: dict[str, int] = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    return known
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found = zlib.crc32(block, found)
     return found
 
 

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
 
 from mm_utils import files
 from mm_utils.files import replace_folder, restore_folder
-from mm_utils.stored import key_of, place_of, stamp, stored, stored_value, version_of
+from mm_utils.stored import key_of, open_rows, place_of, stamp, stored, stored_value, version_of
 
 KEY = key_of("settings", 1)
 
@@ -30,7 +31,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a cut file": lambda folder: os.truncate(folder / "rows", 7),
     "an empty file": lambda folder: os.truncate(folder / "part/more", 0),
     "a lost file": lambda folder: (folder / "part/more").unlink(),
-    "a foreign file": lambda folder: (folder / "part/rows.arrow").touch(),
     "no checksums": lambda folder: (folder / ".checksums").unlink(),
     "broken checksums": lambda folder: (folder / ".checksums").write_text("{"),
 }
@@ -46,6 +46,16 @@ def test_a_damaged_result_is_made_anew(how: str, own_cache: Path, caplog: pytest
     caplog.clear()
     assert stored("things", KEY, lambda _: pytest.fail("made again")) == folder
     assert not caplog.text
+
+
+def test_what_others_put_beside_a_result_is_no_part_of_it(own_cache: Path) -> None:
+    """`datasets` writes the caches of its transforms beside the files of a table."""
+    rows = datasets.Dataset.from_dict({"number": [3, 1, 2]})
+    folder = stored("rows", KEY, lambda work: rows.map(cache_file_name=str(work / "rows.arrow")))
+    open_rows(folder).sort("number")
+    (folder / "cache-1.arrow").write_bytes(b"another's")
+    assert stored("rows", KEY, lambda _: pytest.fail("made again")) == folder
+    assert open_rows(folder)["number"][:] == [3, 1, 2]
 
 
 def test_a_result_that_fails_leaves_nothing(own_cache: Path) -> None:

@@ -14,7 +14,7 @@ from mm_utils.data.labelled_images import LabelledArguments, load_labelled
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.medium import Clip
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.data.prepare import medium_cache
+from mm_utils.data.prepare import ingest
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
 from mm_utils.extras.sets.events import load_clips
 from mm_utils.extras.sets.questions import LOADERS, TASKS
@@ -83,7 +83,7 @@ def test_files_are_decoded_once_until_they_change(
         raise AssertionError("decoded again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(medium_cache, "Worker", refuse)
+        patch.setattr(ingest, "Worker", refuse)
         assert list(map(bytes, samples(load(file)))) == list(map(bytes, before))
         (tmp_path / "1.wav").write_bytes(tone(100, 200))
         with pytest.raises(AssertionError, match="decoded again"):

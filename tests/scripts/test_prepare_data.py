@@ -121,13 +121,47 @@ def _chunks_of_eight(items: Any) -> Any:
         yield pipeline.Chunk(number, tuple(items[at : at + 8]))
 
 
-def test_two_runs_do_not_share_a_folder(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
+def test_two_runs_do_not_share_a_folder(flags: list[str], more: list[str]) -> None:
     args = pipeline.PrepareArguments(["x"], flags[3])
     first = pipeline.workspace(args)
-    first.__enter__()
+    kept = first.__enter__() / "rows of hours"
+    kept.touch()
     with pytest.raises(ValueError, match="in use by another run"):
-        main(flags)
+        main([*flags, *more])
+    assert kept.exists()
     first.__exit__(RuntimeError, RuntimeError(), None)
+
+
+def test_an_output_that_is_a_link_is_followed_and_a_mount_point_is_refused_before_the_work(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk/there").mkdir(parents=True)
+    Path(flags[3]).symlink_to(tmp_path / "disk/there")
+    for more in ([], ["--overwrite_output_dir"]):
+        main([*flags, *more])
+        assert Path(flags[3]).is_symlink()
+        assert (tmp_path / "disk/there/report.json").is_file()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["there"]
+    monkeypatch.setattr(pipeline, "ingest_rows", lambda *_: pytest.fail("rows were read"))
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "disk/there")
+        with pytest.raises(ValueError, match=r"^--output_dir is \.; that is the current folder"):
+            main([*flags[:3], ".", *flags[4:], "--overwrite_output_dir"])
+    monkeypatch.setattr("os.path.ismount", lambda path: str(path) == str(tmp_path / "disk/there"))
+    with pytest.raises(ValueError, match=r"^--output_dir is [^;]*/out; that is a mount point"):
+        main([*flags, "--overwrite_output_dir"])
+
+
+def test_a_source_that_cannot_be_read_is_not_an_output_that_cannot_be_written(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", flags[1])
+
+    monkeypatch.setattr(pipeline, "read_source", refuse)
+    with pytest.raises(ValueError, match=r"pairs.jsonl cannot be read: Permission denied. Check the path"):
+        main(flags)
 
 
 def test_planted_leaks_are_found(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, concatenate_datasets
 
 from mm_utils.data.labelled.rows import LabelledRows, Wanted, count_bad, media_of, refuse_kind
-from mm_utils.data.prepare.medium_cache import store_media
+from mm_utils.data.prepare.cache import store_media
 from mm_utils.data.rows.columns import caption_classes
 from mm_utils.data.rows.detect import kinds_of_folder
 from mm_utils.data.rows.folders import read_classes

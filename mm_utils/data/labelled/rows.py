@@ -15,7 +15,7 @@ from mm_utils.data.faults import Fault, excerpt
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import check_files
 from mm_utils.data.paths import Jail
-from mm_utils.data.prepare.medium_cache import TIMES, media_records, store_media
+from mm_utils.data.prepare.cache import TIMES, media_records, store_media
 from mm_utils.data.rows.columns import (
     MEDIUM_NAMES,
     SUFFIXES,

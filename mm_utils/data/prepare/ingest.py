@@ -2,22 +2,22 @@
 
 A finished chunk is two files: `part-N.arrow` with the rows (`PART_SCHEMA`, the images in the form in which they are kept)
 and, renamed into place last, `part-N.json` with the faults. A chunk whose second file exists and was made of the same
-records with the same settings is not done again, so an interrupted run resumes there.
+records and files, with the same settings and decoders, is not done again, so an interrupted run resumes there.
 """
 
 import hashlib
 import json
 import math
 import os
-import pickle
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import PIL
 import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
@@ -30,8 +30,18 @@ from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.regions import moments_of, regions_of
 from mm_utils.data.prepare.timed import MOST_BYTES, Medium, TimedArguments, store_medium
 from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, ImageRef, Record
+from mm_utils.data.rows.records import (
+    ArrowImage,
+    BadRow,
+    FileImage,
+    FramesImage,
+    ImageRef,
+    MemberImage,
+    ParquetImage,
+    Record,
+)
 from mm_utils.files import write_atomic
+from mm_utils.stored import stamp, version_of
 
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
 IMAGE_TYPE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -66,6 +76,7 @@ PART_SCHEMA = pa.schema(
     }
 )
 FIRST_CHUNK = 64  # rows
+_VERSION = 3  # part of every key; raise it with every change of the rows that are written
 PSNR_EVERY = 100  # rows of which one is decoded again to measure the loss of storing
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
@@ -81,11 +92,13 @@ class Storage:
             they are and are named by their paths.
         short_side: larger images are shrunk to it, in pixels; None keeps the original bytes.
         timed: the form of clips and sounds.
+        captioned: whether records have captions, which are checked.
     """
 
     store: str
     short_side: int | None
-    timed: TimedArguments = field(default_factory=TimedArguments, repr=False, compare=False)
+    timed: TimedArguments = field(default_factory=TimedArguments, compare=False)
+    captioned: bool = field(default=True, compare=False)
 
 
 IN_PLACE = Storage("reference", None)
@@ -101,10 +114,6 @@ class Chunk:
 
     number: int
     items: tuple[Record | BadRow, ...]
-
-    def key(self, settings: str) -> str:
-        """Return a hash of everything that the result depends on."""
-        return hashlib.blake2b(pickle.dumps((self.items, settings)), digest_size=16).hexdigest()
 
 
 @dataclass
@@ -125,6 +134,35 @@ class ChunkResult:
     notes: dict[str, int]
 
 
+def key_of_rows(items: Iterable[Record | BadRow], *settings: Any) -> tuple[str, int]:
+    """Return a hash of all that decides what becomes of rows, and their number.
+
+    These are the rows, the size and date of every file that holds an image, the settings, the decoders and this code.
+    """
+    parts = (_VERSION, PIL.__version__, version_of("av"), settings)
+    digest = hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16)
+    archives: dict[str, str] = {}
+    count = 0
+    for item in items:
+        row = f"{item!r}{_stamps(item.image, archives)}{item.timing}" if isinstance(item, Record) else repr(item)
+        digest.update(f"{row}\n".encode("utf-8", "backslashreplace"))
+        count += 1
+    return digest.hexdigest(), count
+
+
+def _stamps(image: ImageRef, archives: dict[str, str]) -> str:
+    """Return the size and date of the files that hold an image; `archives` keeps those of archives."""
+    if isinstance(image, FileImage):
+        return stamp(image.name)
+    if isinstance(image, FramesImage):
+        return " ".join(_stamps(frame, archives) for frame in image.frames)
+    if isinstance(image, (MemberImage, ArrowImage, ParquetImage)):
+        if image.path not in archives:
+            archives[image.path] = stamp(image.path)
+        return archives[image.path]
+    return ""  # the reference is all there is
+
+
 def cut_into_chunks(items: Iterator[Record | BadRow]) -> Iterator[Chunk]:
     """Cut rows into chunks: small ones first, to fill all cores, then large ones."""
     number, held = 0, []
@@ -139,7 +177,7 @@ def cut_into_chunks(items: Iterator[Record | BadRow]) -> Iterator[Chunk]:
 
 def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage) -> ChunkResult:
     """Check and store the rows of a chunk in `folder`, or return its earlier result."""
-    key = chunk.key(repr((checks, storage, storage.timed)))
+    key, _ = key_of_rows(chunk.items, checks, storage)
     done = folder / f"part-{chunk.number:06d}.json"
     if done.is_file():
         result = ChunkResult(**json.loads(done.read_text(encoding="utf-8")))
@@ -213,7 +251,9 @@ class Worker:
             try:
                 if isinstance(item, BadRow):
                     raise item.fault
-                captions, languages = self._captions(item, notes)
+                captions, languages = (
+                    self._captions(item, notes) if self.storage.captioned else (item.captions, item.languages)
+                )
                 image = self.image(item, measured=place % PSNR_EVERY == 0, notes=notes)
                 yield {
                     **image,

@@ -36,6 +36,8 @@ from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.files import replace_folder
+from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -145,34 +147,40 @@ class Ingested:
 
 @contextmanager
 def workspace(args: PrepareArguments) -> Iterator[Path]:
-    """Yield a folder to work in; rename its folder `result` to `args.output_dir` at the end.
+    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir` at the end.
+
+    Links in the path of the output are followed once, here.
 
     Raises:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.
     """
-    output, work = Path(args.output_dir), Path(args.output_dir.rstrip("/") + ".partial")
+    output = Path(args.output_dir).resolve()
+    work = output.with_name(f"{output.name}.partial")
     try:
         _refuse_taken(output, args)
-        if args.overwrite_output_dir:
-            shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "lock", blocking=False):
             _refuse_taken(output, args)  # again, as the last holder of the lock may be done
-            shutil.rmtree(work / "result", ignore_errors=True)  # half of it, where a run was killed while writing
+            _empty(work, everything=args.overwrite_output_dir)
             with _left_with_a_word(work):
                 yield work
             flush(work / "result")
-            if output.exists():
-                os.replace(output, work / "replaced")
-            os.replace(work / "result", output)
+            replace_folder(work / "result", output)
         shutil.rmtree(work)
     except Timeout:
         raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None
     except OSError as error:
         raise ValueError(
-            f"--output_dir is {output}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some space or "
-            "give another folder; the same command resumes where this stopped."
+            f"--output_dir is {args.output_dir}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some "
+            "space or give another folder; the same command resumes where this stopped."
         ) from error
+
+
+def _empty(work: Path, everything: bool) -> None:
+    """Remove the half result of a run that was killed while writing, or everything but the lock."""
+    for path in work.iterdir():
+        if path.name == "result" or (everything and path.name != "lock"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager
@@ -192,19 +200,25 @@ def _left_with_a_word(work: Path) -> Iterator[None]:
 
 
 def _refuse_taken(output: Path, args: PrepareArguments) -> None:
-    """Refuse to replace anything but a prepared data set, and one that a source is read from."""
+    """Refuse to replace what is no prepared data set, what a source is read from, a mount point, the current folder."""
+    if os.path.ismount(output) or output == Path.cwd():
+        kind = "the current folder" if output == Path.cwd() else "a mount point"
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; that is {kind}, and the result takes the place of a folder. Give a folder "
+            "inside it."
+        )
     if not output.exists() or not any(output.iterdir()):
         return
     if not args.overwrite_output_dir:
         raise ValueError(
-            f"--output_dir is {output}; it is not empty. Replace it with --overwrite_output_dir, or give another folder."
+            f"--output_dir is {args.output_dir}; it is not empty. Replace it with --overwrite_output_dir, or give another folder."
         )
-    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output.resolve())]
+    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output)]
     if inside:
-        raise ValueError(f"--output_dir is {output}; {inside[0]} is read from it. Give another folder.")
+        raise ValueError(f"--output_dir is {args.output_dir}; {inside[0]} is read from it. Give another folder.")
     if not (output / "report.json").is_file():
         raise ValueError(
-            f"--output_dir is {output}; it holds no prepared data set but something else, which is not removed. Give "
+            f"--output_dir is {args.output_dir}; it holds no prepared data set but something else, which is not removed. Give "
             "another folder."
         )
 
@@ -223,14 +237,56 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     Raises:
         ValueError: if a source cannot be read, or more than `plan.max_bad_fraction` of its rows are bad.
     """
-    sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
+    with _reading(*sources):
+        sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
     found = Ingested({source.name: SourceTally(source) for source in sources})
+    given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
+    for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work, "Checking images"):
+        _count(found, result)
+        found.parts.append(part)
+        for tally in found.sources.values():
+            if tally.rows >= _EARLY_ROWS:
+                _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+    for tally in found.sources.values():
+        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+    return found
+
+
+def rows_of(source: Source, paths: PathArguments) -> Iterator[Record | BadRow]:
+    """Yield the rows of a source.
+
+    Raises:
+        ValueError: also if a file of the source cannot be read.
+    """
+    with _reading(source):
+        yield from read_source(source, paths)
+
+
+@contextmanager
+def _reading(*sources: Source) -> Iterator[None]:
+    """Turn the system's refusal to read a file of a source into a ValueError that names it."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename or " ".join(source.path for source in sources)
+        reason = error.strerror or one_line(error)
+        raise ValueError(
+            f"{sources[0].title}; {named} cannot be read: {reason}. Check the path and its permissions."
+        ) from error
+
+
+def ingest_rows(
+    rows: Iterable[Record | BadRow], plan: IngestPlan, work: Path, title: str
+) -> Iterator[tuple[Path, ChunkResult]]:
+    """Check and store rows on all cores; yield the files of each chunk, in order. Existing ones are kept.
+
+    Raises:
+        ValueError: if a process was killed.
+    """
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
-    given = (row for source in sources for row in itertools.islice(read_source(source, paths), plan.max_rows))
-    rows = _of_one_kind(given, plan.storage)
     with (
-        tqdm(desc="Checking images", unit=" rows", smoothing=0.05) as bar,
+        tqdm(desc=title, unit=" rows", smoothing=0.05) as bar,
         # Forked processes need not import anything again, which would take longer than a small data set.
         ProcessPoolExecutor(
             plan.workers,
@@ -242,12 +298,8 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
         try:
             arguments = (parts, plan.checks, plan.storage)
             for number, result in _in_order(pool, cut_into_chunks(rows), arguments, 2 * plan.workers):
-                _count(found, result)
-                found.parts.append(parts / f"part-{number:06d}.arrow")
                 bar.update(sum(result.rows.values()))
-                for tally in found.sources.values():
-                    if tally.rows >= _EARLY_ROWS:
-                        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+                yield parts / f"part-{number:06d}.arrow", result
         except BrokenProcessPool as error:
             raise ValueError(
                 "a process that decodes images was killed, probably for lack of memory. Give fewer with --num_proc; the "
@@ -256,9 +308,6 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    for tally in found.sources.values():
-        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
-    return found
 
 
 def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[Record | BadRow]:

@@ -44,7 +44,7 @@ def ids(folder: Path) -> list[str]:
 
 
 def results(own_cache: Path) -> list[str]:
-    return sorted(path.name for path in (own_cache / "tandem_pairs").iterdir() if path.suffix != ".lock")
+    return sorted(path.name for path in (own_cache / "tandem_pairs").iterdir() if path.name[0] != ".")
 
 
 def test_files_stay_files_and_the_second_start_reads_the_result(
@@ -114,7 +114,7 @@ def test_a_damaged_result_is_prepared_anew(folder: Path, own_cache: Path, caplog
     [shard] = (own_cache / "tandem_pairs").rglob("*.arrow")
     shard.write_bytes(shard.read_bytes()[:100])
     assert len(ids(folder)) == 6
-    assert "prepared anew; check the disk" in caplog.text
+    assert "made anew. Check the disk" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 import hashlib
 import io
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from mm_utils.data.images import open_image
 from mm_utils.data.prepare import ingest as module
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
-from mm_utils.data.rows.records import BadRow, BytesImage, Record
+from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImage, ImageRef, MemberImage, Record
 from tests.data.prepare.fault_images import save
 
 JPEG, RAW = Storage("jpeg", 64), Storage("raw", 64)
@@ -144,6 +147,35 @@ def test_a_chunk_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert stored(tmp_path, *items) == first
     again, _ = stored(tmp_path, *items, storage=RAW)
     assert again != first[0]
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
+    "the file is another picture": lambda path, _: path.write_bytes(save(picture(90, 90), "JPEG")),
+    "its date": lambda path, _: os.utime(path, ns=(0, 0)),
+    "it is gone": lambda path, _: path.unlink(),
+    "PyAV is gone": lambda _, patch: patch.setitem(sys.modules, "av", None),
+    "Pillow": lambda _, patch: patch.setattr("PIL.__version__", "1.0"),
+    "this code": lambda _, patch: patch.setattr(module, "_VERSION", 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["file", "frames", "member"])
+def test_a_chunk_is_done_again_when_what_it_depends_on_changes(
+    kind: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(content := save(picture(), "JPEG"))
+    ref: ImageRef = FileImage(str(path))
+    if kind == "frames":
+        ref = FramesImage("frames", (ref, ref), None)
+    elif kind == "member":
+        ref = MemberImage("a.jpg", str(path), 0, len(content))
+    items = (Record("pairs", "line 1", None, ref, ["a gradient"], medium="clip" if kind == "frames" else "image"),)
+    key = stored(tmp_path, *items)[1].key
+    assert stored(tmp_path, *items)[1].key == key
+    CHANGES[change](path, monkeypatch)
+    assert stored(tmp_path, *items)[1].key != key
 
 
 def test_an_interrupted_chunk_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ class EmbedArguments:
         "clips or sounds, of these.",
     )
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
-    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
-    dataloader_num_workers: str = arg("auto", "Processes that decode images, per rank; auto = one per spare core.")
+    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
+    dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
     keep_fusion_states: bool = arg(
         False,
         "Also keep what the fusion head reads of an image, so that re-ranking is faster and needs no image files.",

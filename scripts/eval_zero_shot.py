@@ -40,7 +40,7 @@ class EvalZeroShotArguments:
     """The model to evaluate, and the folder of the results."""
 
     model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
-    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
+    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     output_dir: str | None = arg(None, "Also write metrics.json, classes.csv and confusion.png to this folder.")
 
     def __post_init__(self) -> None:

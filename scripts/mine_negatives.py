@@ -37,8 +37,8 @@ class MineArguments:
     model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
     dataset_name: str | None = arg(None, "A folder that scripts/prepare_data.py wrote; only its train split is mined.")
     output_dir: str | None = arg(None, "The new data set goes here; --dataset_name of a training script reads it.")
-    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
-    dataloader_num_workers: str = arg("auto", "Processes that decode images, per rank; auto = one per spare core.")
+    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
+    dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
     dry_run: bool = arg(False, "Mine the first rows, say how long all would take, and write nothing.")
 

@@ -53,8 +53,8 @@ class ZeroShotArguments:
     )
     rerank_top_k: int = arg(
         0,
-        "Also measure after the fusion head reorders the first K classes of every image, at the cost of K x templates pairs "
-        "per image; 0 = do not.",
+        "Also measure after the fusion head reorders the first K classes of every row, at the cost of K x templates pairs "
+        "per row; 0 = do not.",
     )
 
     def __post_init__(self) -> None:
@@ -78,9 +78,9 @@ class ClassTexts(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """Results of the images that could be decoded, in row order, on all ranks: int64 `[M]`."""
+    """Results of the rows that could be decoded, in row order, on all ranks: int64 `[M]`."""
 
-    row: Tensor  # the image's row in the data set
+    row: Tensor  # its place in the data set
     label: Tensor  # its class
     rank: Tensor  # rank of its class among all, from 1
     guess: Tensor  # its class if that is first, else the wrong class of the highest score
@@ -227,7 +227,7 @@ def _rerank(
 
 
 def rank_and_guess(score_bC: Tensor, label_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rank of each image's class, and its guess, as in `Predictions`."""
+    """Return the rank of each row's class, and its guess, as in `Predictions`."""
     is_right_bC = one_hot(label_b, score_bC.shape[1]).bool()
     rank_b = best_rank(score_bC, is_right_bC)
     rival_b = score_bC.masked_fill(is_right_bC, -torch.inf).argmax(1)
@@ -257,7 +257,7 @@ def report_classes(accelerator: Accelerator, evaluator: ZeroShotEvaluator, folde
     rows = class_figures(confused, classes)
     worst = sorted((row for row in rows if row.accuracy is not None), key=lambda row: row.accuracy or 0.0)[:_SHOWN]
     lines = [f"{row.name[:32]:<34}{row.images:>7,}{row.accuracy:>9.3f}  {row.most_confused_with}" for row in worst]
-    heading = f"{'least accurate classes':<34}{'images':>7}{'accuracy':>9}  most often taken for"
+    heading = f"{'least accurate classes':<34}{'rows':>7}{'accuracy':>9}  most often taken for"
     logger.info("\n%s", "\n".join([heading, *lines]))
     if folder is None:
         return
@@ -269,7 +269,7 @@ def report_classes(accelerator: Accelerator, evaluator: ZeroShotEvaluator, folde
 
 
 def confusions(found: Predictions) -> dict[tuple[int, int], int]:
-    """Count the images by (class, guess); pairs that do not occur are left out."""
+    """Count the rows by (class, guess); pairs that do not occur are left out."""
     pairs, times = torch.stack([found.label, found.guess], 1).unique(dim=0, return_counts=True)
     return {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
 

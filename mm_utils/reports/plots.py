@@ -245,10 +245,10 @@ def _draw_image(ax: Axes, image: Image.Image, score: float, hit: bool) -> None:
 
 
 def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], out_path: Path) -> None:
-    """Draw how many images of each class were taken for which class, as a matrix in percent.
+    """Draw how many rows of each class were taken for which class, as a matrix in percent.
 
     Args:
-        counts: number of images for each (class, predicted class).
+        counts: number of rows for each (class, predicted class).
         classes: names of the classes; of more than 50, those of the most frequent mistakes are shown.
         out_path: the PNG to write.
     """
@@ -279,7 +279,7 @@ def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], o
         color = "white" if percent > 60 else INK
         ax.text(guess, label, f"{percent:.0f}", ha="center", va="center", fontsize=6.5, color=color)
     part = "" if len(shown) == len(classes) else f"; the {len(shown)} most confused of {len(classes):,} classes"
-    set_title(ax, f"Images of a class, in %{part}")
+    set_title(ax, f"Rows of a class, in %{part}")
     save_figure(figure, out_path)
 
 

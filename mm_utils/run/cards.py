@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -283,8 +284,8 @@ def _card(
         license=run.settings.get("license"),
         datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
         hyperparameters={name: value for name, value in run.settings.items() if value is not None},
-        hardware=device_name(run.accelerator.device),
-        precision=run.accelerator.mixed_precision,
+        hardware=device_name(run.accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
+        precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
         num_processes=run.accelerator.num_processes,
         **values,
     )

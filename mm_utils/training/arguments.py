@@ -43,9 +43,9 @@ class TrainingArguments:
         "auto (as is predicted to be faster, from times measured at the start). It does not change what is learnt.",
     )
     per_device_eval_batch_size: int = arg(
-        64, "Images per process and forward pass in evaluation. It does not change the metrics."
+        64, "Rows per process and forward pass in evaluation. It does not change the metrics."
     )
-    num_train_epochs: float = arg(12.0, "Passes over the training images.")
+    num_train_epochs: float = arg(12.0, "Passes over the training rows.")
     max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
     logging_steps: int = arg(10, "Log every N steps.")
     eval_steps: int = arg(
@@ -73,14 +73,14 @@ class TrainingArguments:
     early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
-        0.01, "Stop once more than this share of the training images cannot be read; each is replaced by another."
+        0.01, "Stop once more than this share of the training rows cannot be read; each is replaced by another."
     )
     ddp_timeout: float = arg(
         300.0,
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
     )
     allow_changed_run: bool = arg(
-        False, "Resume although data, seed or batch sizes have changed, so that steps have other images."
+        False, "Resume although data, seed or batch sizes have changed, so that steps have other rows."
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
     script = "pretrain"  # no flag: `start_run` sets the name of the script that runs
@@ -149,7 +149,7 @@ class TrainingArguments:
             self.eval_strategy = "steps" if has_baseline else "no"
 
     def total_steps(self, num_rows: int) -> int:
-        """Return the number of steps of the whole run, for a training split of `num_rows` images."""
+        """Return the number of steps of the whole run, for a training split of `num_rows`."""
         if self.max_steps > 0:
             return self.max_steps
         pairs = round(self.num_train_epochs * num_rows)

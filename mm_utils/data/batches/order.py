@@ -104,7 +104,7 @@ class GlobalOrder:
     """Endless sequence of global batches.
 
     Args:
-        num_rows: images of the training split.
+        num_rows: rows of the training split.
         sizes: pairs per step.
         seed: decides the permutations.
         arrangement: all rows in a fixed order, in which each block of consecutive rows is shuffled as one

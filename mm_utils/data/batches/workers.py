@@ -62,7 +62,7 @@ class CheckedLoader:
 def choose_workers(most: int, rate: Callable[[int], float]) -> int:
     """Return the smallest of 1, 2, 4 ... `most` workers whose rate is within 10 % of the best.
 
-    `rate` returns the images per second of a number of workers. The search ends at a number that is not faster than the one
+    `rate` returns the rows per second of a number of workers. The search ends at a number that is not faster than the one
     before. Logs the rates.
     """
     rates: dict[int, float] = {}
@@ -77,7 +77,7 @@ def choose_workers(most: int, rate: Callable[[int], float]) -> int:
 
 
 def loading_rate(loader: DataLoader) -> float:
-    """Measure images per second, after each worker's first batch, with as many of each worker."""
+    """Measure rows per second, after each worker's first batch, with as many of each worker."""
     batches = iter(loader)
     for _ in islice(batches, loader.num_workers):
         pass

@@ -49,8 +49,8 @@ _LEAKS = {"exact": "the very same", "near": "nearly the same", "by_id": "of the 
 class ReconcileArguments:
     """Handling of duplicates, of leaks between splits, and of rows whose source names no split."""
 
-    validation_fraction: float = arg(0.05, "Share of the images without a split that is held out for validation.")
-    test_fraction: float = arg(0.0, "Share of the images without a split that is held out for the test.")
+    validation_fraction: float = arg(0.05, "Share of the rows without a split that is held out for validation.")
+    test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.")
     on_leakage: str = arg(
         "error",
         "The same image in two splits: error (stop and say which), drop (it stays in test, else in validation) or keep.",

@@ -457,7 +457,7 @@ def test_flags_that_need_all_rows_are_refused() -> None:
         StreamingArguments(True).check(2, False, False)
     with pytest.raises(ValueError, match="--cache_features is set; "):
         StreamingArguments(True).check(1, True, False)
-    with pytest.raises(ValueError, match="--balance is set; a stream is dealt"):
+    with pytest.raises(ValueError, match="--balance is set; a stream is assigned"):
         StreamingArguments(True).check(1, False, True)
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from mm_utils.arguments import arg, parse_args, to_dict
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.pairs import load_benchmark, load_split
+from mm_utils.data.pairs import load_split
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, caption_probes
 from mm_utils.evaluation.retrieval_report import report_retrieval
-from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark
+from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
 from mm_utils.extras.grounding.moments import grounding_evaluator, report_grounding, with_grounding
 from mm_utils.extras.grounding.regions import has_regions, tokenize_moments
 from mm_utils.model.build import load_model

@@ -38,8 +38,7 @@ from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findin
 from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
 from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.extras.benchmarks.named import named_source
+from mm_utils.data.rows.source import PathArguments, Source, resolved
 from mm_utils.reports.data_card import DatasetHubArguments, push_data_set, write_data_card
 from mm_utils.reports.data_report import write_report
 from mm_utils.run.start import run_script, set_up_logging
@@ -63,7 +62,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [named_source(Source.parse(item)) for item in args.sources]
+        sources = [resolved(Source.parse(item)) for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks, timed), work)
 
         # 3. Rows together: duplicates, leaks, splits.

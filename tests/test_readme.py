@@ -391,7 +391,7 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     write_inputs(places)
     monkeypatch.syspath_prepend(str(places))
     found = [block for page in ROOT.glob("docs/*.md") for language, block in blocks(page) if language == "python"]
-    assert len(found) == 3
+    assert len(found) >= 3
     model = ["--train_file", "pairs.jsonl", "--image_size", "32", "--global_batch_size", "16", "--max_steps", "1"]
     pretrain.main([*model, "--output_dir", "outputs/small"])
     embed.main(["--model_name_or_path", "outputs/small", "--images", "photos", "--index_dir", "outputs/index"])

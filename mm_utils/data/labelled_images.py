@@ -1,5 +1,6 @@
 """Load one split of labelled media, with readable class names, for zero-shot evaluation."""
 
+import difflib
 import itertools
 import logging
 import re
@@ -17,19 +18,14 @@ from torch import Tensor
 from mm_utils.arguments import arg
 from mm_utils.data.labelled.folders import read_class_folder
 from mm_utils.data.labelled.rows import LabelledRows, Wanted, read_dataset
+from mm_utils.data.labelled.shards import CLASS_NAMES, read_labelled_shards, shards_by_split, templates_beside
 from mm_utils.data.media import kind_of
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLIT_NAMES, caption_classes, listed
 from mm_utils.data.rows.source import PathArguments, Source, class_names
 from mm_utils.data.rows.stored import dataset_jail, load_splits
-from mm_utils.extras.benchmarks.clip_layout import (
-    CLASS_NAMES,
-    holds_shards,
-    read_labelled_shards,
-    shards_by_split,
-    templates_beside,
-)
-from mm_utils.extras.benchmarks.named import CLASSIFICATION, Benchmark, fetch, find_benchmark
+from mm_utils.data.rows.webdataset import holds_shards
+from mm_utils.doors import entries, load
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,7 @@ class LabelledArguments:
     label_column: str | None = arg(None, "Column of labels; found by its type (ClassLabel) or its usual names.")
     classes: str | None = arg(
         None,
-        f"A benchmark, {', '.join(CLASSIFICATION)}: its classes and prompts and, without --dataset_name, its "
+        f"A benchmark, {', '.join(entries('CLASS_BENCHMARKS'))}: its classes and prompts and, without --dataset_name, its "
         "images from the Hub. Or a file: lines 'id name' for folders such as n01440764, one name a line in the order of the "
         "labels, or JSON {id: name}. Default: the names that the data has.",
     )
@@ -66,7 +62,7 @@ class LabelledArguments:
             raise ValueError(f"--max_eval_samples is {self.max_eval_samples}; it counts from 1. Drop it for all.")
 
     @property
-    def benchmark(self) -> Benchmark | None:
+    def benchmark(self) -> Any:
         """The benchmark that `classes` names; None for a file.
 
         Raises:
@@ -74,8 +70,13 @@ class LabelledArguments:
         """
         if self.classes is None or Path(self.classes).is_file():
             return None
-        title = f"--classes is {self.classes}; there is no such file and no such benchmark"
-        return find_benchmark(CLASSIFICATION, self.classes, title)
+        known = entries("CLASS_BENCHMARKS")
+        if self.classes not in known:
+            close = difflib.get_close_matches(self.classes, known, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            title = f"--classes is {self.classes}; there is no such file and no such benchmark"
+            raise ValueError(f"{title}. Known are {', '.join(known)}.{hint}")
+        return load(known[self.classes])(self.classes)
 
 
 @dataclass
@@ -109,7 +110,7 @@ def load_labelled(args: LabelledArguments, medium: str = "image") -> LabelledIma
     benchmark = args.benchmark
     if args.dataset_name is None and benchmark is not None:
         title = f"--classes is {benchmark.name}"
-        name = fetch(benchmark, title)
+        name = benchmark.fetch(title)
     else:
         name, title = str(args.dataset_name), f"--dataset_name is {args.dataset_name}"
     if Path(name).is_file():
@@ -204,7 +205,7 @@ def _sample(rows: Dataset, label_M: Tensor, most: int | None) -> tuple[Dataset, 
     return rows.select(places), label_M[places]
 
 
-def _of_benchmark(known: list[str] | None, benchmark: Benchmark, title: str) -> dict[str, int] | None:
+def _of_benchmark(known: list[str] | None, benchmark: Any, title: str) -> dict[str, int] | None:
     """Return the benchmark's class of each label that the data names."""
     places = None if known is None else benchmark.places(known)
     if known is not None and places is None:

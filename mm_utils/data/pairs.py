@@ -19,19 +19,16 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, Features, concatenate_datasets
+from datasets import Dataset, DatasetDict
 
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, held_out
 from mm_utils.data.rows.detect import METADATA_FILES, is_image_folder, metadata_files
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded, resolved
+from mm_utils.data.rows.webdataset import holds_shards
 from mm_utils.data.scenes import load_scenes
-from mm_utils.extras.benchmarks.clip_layout import holds_shards
-from mm_utils.extras.benchmarks.named import CAPTIONS, Benchmark, fetch, named_source
-from mm_utils.extras.sets import is_embedded
-from mm_utils.extras.sets.events import load_clips
-from mm_utils.extras.sets.tones import load_sounds
+from mm_utils.doors import entries, load
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +46,12 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
         ValueError: in one line, if a file or column does not exist, a file cannot be parsed, an id names two images, more
             than half of the rows of a source are bad, or train has fewer than 2 pairs.
     """
-    sources = _sources(args)
+    sources = sources_of(args)
     title = ", ".join(source.title for source in sources) or "no source is given"
     if not sources:
         pairs = load_scenes()
     elif is_embedded(args.dataset_name):
-        pairs = load_clips() if args.dataset_name == "clips" else load_sounds()
+        pairs = load(entries("SETS")[str(args.dataset_name)])()
     elif args.dataset_name is not None and is_prepared(args.dataset_name):
         pairs = open_prepared(args.dataset_name, title, args.dataset_config_name, args.allow_outside_root)
     else:
@@ -76,37 +73,6 @@ def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
     if split not in pairs:
         raise ValueError(f"--split is {split}; the data has {', '.join(pairs)}.")
     return split, pairs[split]
-
-
-def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None = None) -> tuple[str, Dataset]:
-    """Load a retrieval benchmark's images with their first five captions; return the split too.
-
-    The split is by default the benchmark's. The images are those of the source that `args` names, and without any from the Hub. Other numbers of images than the
-    benchmark's are logged.
-
-    Raises:
-        ValueError: in one line, if that fails, or there is no such split.
-    """
-    split, title = split or benchmark.split, f"--benchmark is {benchmark.name}"
-    if _sources(args):
-        pairs = load_pairs(args, need_train=False)
-    else:
-        folder = Path(fetch(benchmark, title), benchmark.split)
-        source = Source(str(folder), "webdataset", benchmark.name, split=benchmark.split, title=title)
-        pairs = load_or_prepare([source], PathArguments(), args.preprocessing_num_workers)
-        pairs = first_rows(pairs, args, title, need_train=False)
-    if split not in pairs:
-        raise ValueError(f"{title}; the data has {', '.join(pairs)}, but not {split}. Set --split to one of them.")
-    rows = pairs[split]
-    if len(rows) != benchmark.images:
-        logger.warning(
-            "%s: %s images, and the benchmark has %s; the figures are not those of the benchmark",
-            title, f"{len(rows):,}", f"{benchmark.images:,}",
-        )  # fmt: skip
-    names = [name for name in ("captions", "languages") if name in rows.column_names]
-    first = {name: [each[:CAPTIONS] for each in rows[name]] for name in names}
-    kept = Dataset.from_dict(first, Features({name: rows.features[name] for name in names}))
-    return split, concatenate_datasets([rows.remove_columns(names), kept], axis=1)
 
 
 def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, need_train: bool = True) -> DatasetDict:
@@ -134,12 +100,13 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
             yield from captions
 
 
-def _sources(args: DataArguments) -> list[Source]:
+def sources_of(args: DataArguments) -> list[Source]:
+    """Return the sources that the flags name, none for the embedded scenes."""
     if args.dataset_name:
         title, config = f"--dataset_name is {args.dataset_name}", args.dataset_config_name
         kind = "webdataset" if holds_shards(args.dataset_name) else "datasets"
         source = Source(args.dataset_name, kind, args.dataset_name, config=config, title=title, **args.columns)
-        return [named_source(source)]
+        return [resolved(source)]
     if args.dataset_dir:
         kind = "webdataset" if holds_shards(args.dataset_dir) else "imagefolder"
         if kind == "imagefolder":

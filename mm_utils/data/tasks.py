@@ -28,7 +28,8 @@ from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, held_out
 from mm_utils.data.rows.source import PathArguments
 from mm_utils.data.rows.stored import dataset_jail, load_splits
-from mm_utils.extras.sets.questions import LOADERS, TASKS
+from mm_utils.data.scenes import load_scenes
+from mm_utils.doors import entries, load
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class TaskArguments:
 
     task: str | None = arg(
         None,
-        f"A task on an embedded set of the model's kind: {', '.join(TASKS)}. Default without a source: scenes:describes.",
+        f"A task on an embedded set of the model's kind: {', '.join(entries('TASKS'))}. Default without a source: scenes:describes.",
     )
     dataset_name: str | None = arg(
         None,
@@ -74,8 +75,8 @@ class TaskArguments:
             raise ValueError(f"{' and '.join(sources)} are given together; labels have one source. Keep one of them.")
         if not sources:
             self.task = "scenes:describes"
-        if self.task and self.task not in TASKS:
-            raise ValueError(f"--task is {self.task}; choose one of {', '.join(TASKS)}.")
+        if self.task and self.task not in entries("TASKS"):
+            raise ValueError(f"--task is {self.task}; choose one of {', '.join(entries('TASKS'))}.")
         for name in ("validation_file", "test_file"):
             if getattr(self, name) and not self.train_file:
                 raise ValueError(f"--{name} is given without --train_file; it goes with it. Give both.")
@@ -184,9 +185,10 @@ def _read(args: TaskArguments, medium: str) -> tuple[dict[str, LabelledRows], st
 
 
 def _read_embedded(name: str) -> dict[str, LabelledRows]:
-    found = {}
-    for split, rows in LOADERS[name.partition(":")[0]]().items():
-        places, texts, labels = map(list, zip(*TASKS[name](rows), strict=True))
+    found, of_set, ask = {}, name.partition(":")[0], load(entries("TASKS")[name])
+    splits = load_scenes() if of_set == "scenes" else load(entries("SETS")[of_set])()
+    for split, rows in splits.items():
+        places, texts, labels = map(list, zip(*ask(rows), strict=True))
         beside = Dataset.from_dict({"text": texts, "answers": [[label] for label in labels]})
         images = media_of(rows).select(places)
         found[split] = LabelledRows(name, datasets.concatenate_datasets([images, beside], axis=1))

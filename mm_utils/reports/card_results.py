@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import SPLIT_NAMES
-from mm_utils.extras.sets import is_embedded
+from mm_utils.data.rows.source import is_embedded
 from mm_utils.files import write_atomic
 from mm_utils.text import one_line, printable, redact
 

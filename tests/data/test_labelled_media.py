@@ -16,8 +16,10 @@ from mm_utils.data.media.medium import Clip
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare import ingest
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
+from mm_utils.doors import entries
+from mm_utils.doors import load as load_entry
+from mm_utils.extras.sets import events
 from mm_utils.extras.sets.events import load_clips
-from mm_utils.extras.sets.questions import LOADERS, TASKS
 from tests.data.media_files import COLOURS, clip, media_rows, tone
 
 
@@ -224,12 +226,12 @@ def test_what_comes_first_is_asked_of_the_embedded_sets(tmp_path: Path, monkeypa
 
     rows = small()["train"]
     asked: Dataset = rows
-    examples = list(TASKS["clips:first"](asked))
+    examples = list(load_entry(entries("TASKS")["clips:first"])(asked))
     assert [row for row, *_ in examples] == list(range(12))
     for row, text, answer in examples:
         first = min(rows[row]["moments"], key=lambda moment: moment["span"][0])
         assert (text, first["phrase"].split()[1]) == ("what comes first?", answer)
-    monkeypatch.setitem(LOADERS, "clips", small)
+    monkeypatch.setattr(events, "load_clips", small)
     task = load_task(TaskArguments(task="clips:describes"), "clip")
     assert task.classes == ["no", "yes"]
     assert [len(task.splits[split]) for split in ("train", "validation", "test")] == [24, 8, 8]

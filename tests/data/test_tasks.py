@@ -10,12 +10,13 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
-from mm_utils.data import media
+from mm_utils.data import media, tasks
 from mm_utils.data.batches.dataset import Pairs, TrainingTransform
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.scenes import COLOURS, load_scenes
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
-from mm_utils.extras.sets.questions import LOADERS, TASKS
+from mm_utils.doors import entries
+from mm_utils.doors import load as load_entry
 from mm_utils.model.processor import train_tokenizer
 from tests.data.prepare.fault_images import grey
 
@@ -122,7 +123,7 @@ def test_names_of_classes_are_kept_and_numbers_are_sorted(tmp_path: Path) -> Non
 
 def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(load_scenes, num_train=20, num_eval=8, cache_dir=tmp_path)
-    monkeypatch.setitem(LOADERS, "scenes", small)
+    monkeypatch.setattr(tasks, "load_scenes", small)
     task = load_task(TaskArguments(max_train_samples=20, max_eval_samples=10))
     assert task.title == "--task is scenes:describes"
     assert {name: len(rows) for name, rows in task.splits.items()} == {"train": 20, "validation": 10, "test": 10}
@@ -188,6 +189,8 @@ def test_a_line_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog
     assert sum(map(len, load(file).splits.values())) == 6
     assert f"1 of 7 rows are left out ({file}, line 1 is not valid JSON" in caplog.text
 
+
+TASKS = {name: load_entry(path) for name, path in entries("TASKS").items()}
 
 # -- tasks on the embedded scenes ----------------------------------------------------------------------------------------
 

@@ -31,13 +31,10 @@ from mm_utils.data.prepare.regions import moments_of, regions_of
 from mm_utils.data.prepare.timed import MOST_BYTES, Medium, TimedArguments, store_medium
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.data.rows.records import (
-    ArrowImage,
     BadRow,
     FileImage,
     FramesImage,
     ImageRef,
-    MemberImage,
-    ParquetImage,
     Record,
 )
 from mm_utils.files import write_atomic
@@ -156,11 +153,12 @@ def _stamps(image: ImageRef, archives: dict[str, str]) -> str:
         return stamp(image.name)
     if isinstance(image, FramesImage):
         return " ".join(_stamps(frame, archives) for frame in image.frames)
-    if isinstance(image, (MemberImage, ArrowImage, ParquetImage)):
-        if image.path not in archives:
-            archives[image.path] = stamp(image.path)
-        return archives[image.path]
-    return ""  # the reference is all there is
+    path = getattr(image, "path", None)  # of an archive, a table or a database
+    if path is None:
+        return ""  # the reference is all there is
+    if path not in archives:
+        archives[path] = stamp(path)
+    return archives[path]
 
 
 def cut_into_chunks(items: Iterator[Record | BadRow]) -> Iterator[Chunk]:

@@ -26,6 +26,8 @@ from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import read_datasets, read_metadata, read_parquet, read_text
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array, parse_json
 from mm_utils.data.rows.webdataset import read_webdataset
+from mm_utils.doors import entries, load
+from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
@@ -68,9 +70,27 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         )
     if source.format == "imagefolder":
         return read_metadata(source, safety, files) if files else read_caption_files(source, safety)
+    if source.format not in _READERS:
+        return _read_own(source, safety)
     if source.format not in ("datasets", "webdataset") and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
     return _READERS[source.format](source, safety)
+
+
+def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read by the reader of an extra, or by a user's, which `format` names as module.function."""
+    try:
+        read = load(entries("SOURCES").get(source.format, source.format))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{source.title}, format={source.format}; it cannot be imported ({one_line(error)})."
+        ) from error
+    for item in read(source, safety):
+        if not isinstance(item, (Record, BadRow)):
+            raise ValueError(
+                f"{source.title}, format={source.format}; it yields {type(item).__name__}. Yield Record or BadRow."
+            )
+        yield item
 
 
 def detect(source: Source) -> str:
@@ -86,6 +106,9 @@ def detect(source: Source) -> str:
         return "webdataset"
     if path.is_dir():
         return _of_folder(path, source)
+    own = entries("SOURCE_SUFFIXES").get(path.suffix.lower())
+    if own is not None and path.is_file():
+        return str(own)
     if path.is_file():
         return _of_file(path, source)
     if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", source.path) and not path.suffix:

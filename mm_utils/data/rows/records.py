@@ -84,7 +84,7 @@ class UrlImage(ImageRef):
 
     def read(self, limits: Limits) -> bytes:
         """Download the image, from a public address only."""
-        return _checked(download(self.name, limits), self.name, limits)
+        return checked_bytes(download(self.name, limits), self.name, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class BytesImage(ImageRef):
 
     def read(self, limits: Limits) -> bytes:
         """Return the bytes."""
-        return _checked(self.data, self.name, limits)
+        return checked_bytes(self.data, self.name, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class ArrowImage(ImageRef):
     def read(self, limits: Limits) -> bytes:
         """Read the cell."""
         cell = _mapped(self.path).fast_slice(self.row, 1).column(self.column)[0]
-        return _checked(_bytes_of(cell), self.name, limits)
+        return checked_bytes(_bytes_of(cell), self.name, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class ParquetImage(ImageRef):
         except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
             _cursor.cache_clear()
             raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
-        return _checked(_bytes_of(cell), self.name, limits)
+        return checked_bytes(_bytes_of(cell), self.name, limits)
 
 
 @dataclass(slots=True)
@@ -341,7 +341,8 @@ def _bytes_of(cell: pa.Scalar) -> bytes | None:
     return encode(open_image(value), "png") if raw_size(value) else value["bytes"]
 
 
-def _checked(data: bytes | None, name: str, limits: Limits) -> bytes:
+def checked_bytes(data: bytes | None, name: str, limits: Limits) -> bytes:
+    """Return the bytes of an image; raise image_empty or too_many_bytes."""
     if not data:
         raise Fault("image_empty", f"{name} has {'no' if data is None else '0'} bytes")
     if len(data) > limits.max_bytes:

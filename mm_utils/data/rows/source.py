@@ -15,6 +15,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES, Columns
+from mm_utils.doors import entries, load
 
 FORMATS = {
     "jsonl": "one JSON object a line",
@@ -125,7 +126,8 @@ class Source:
 
     Attributes:
         path: a file, a folder, a pattern of shards, or a repository on the Hub.
-        format: a key of `FORMATS`; "" recognises it by the path and the content.
+        format: a key of `FORMATS` or of the extras' `SOURCES`, or a reader of one's own as ``module.function``; "" recognises
+            it by the path and the content.
         name: the source's name in rows, reports and warnings; by default the last part of `path`.
         image_root: folder that image paths are relative to and may not leave; by default the data file's.
         split: the split of all rows, whatever the rows say.
@@ -135,7 +137,7 @@ class Source:
         captions: the list or folder of captions of the format ``parallel``.
         classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
         templates: captions of classes, with the name at ``{}``.
-        config: the configuration of a data set on the Hub.
+        config: the configuration of a data set on the Hub, or the table of a database.
         delimiter: what stands between the cells of a CSV or TSV file; found in its header where None.
         medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
         title: beginning of error messages, which names the flag.
@@ -168,8 +170,12 @@ class Source:
         title = self.title or f"--sources has {self.path}"
         object.__setattr__(self, "title", title)
         object.__setattr__(self, "name", storable(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1]))
-        if self.format and self.format not in FORMATS:
-            raise ValueError(f"{title}, format={self.format}; known are {', '.join(FORMATS)}.{_close(self.format)}")
+        formats = (*FORMATS, *entries("SOURCES"))
+        if self.format and self.format not in formats and "." not in self.format:
+            raise ValueError(
+                f"{title}, format={self.format}; known are {', '.join(formats)}, and a function of your own as "
+                f"module.function.{_close(self.format, formats)}"
+            )
         if self.medium not in MEDIA:
             known = ", ".join(MEDIA)
             raise ValueError(f"{title}, medium={self.medium}; known are {known}.{_close(self.medium, MEDIA)}")
@@ -233,6 +239,20 @@ class Source:
         """Return the captions that the templates make of the name of a class."""
         usual = media.MEDIA[medium].templates
         return [each.replace("{}", name) for each in (usual if self.templates == TEMPLATES else self.templates)]
+
+
+def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
+    """Return whether --dataset_name means an embedded set; a file or folder goes before."""
+    return dataset_name in entries("SETS") and not os.path.exists(str(dataset_name))
+
+
+def resolved(source: Source) -> Source:
+    """Return the source of the data that a name stands for, such as a benchmark's; others as they are."""
+    path = entries("NAMED_SOURCES").get(source.path)
+    if path is None or os.path.exists(source.path):
+        return source
+    found: Source = load(path)(source)
+    return found
 
 
 def class_names(source: Source) -> dict[str, str]:

@@ -47,7 +47,7 @@ _KINDS = {Image: "image", Video: "clip", Audio: "sound"}
 
 
 @dataclass
-class _Table:
+class Table:
     """Rows of a file or split; embedded images are `ImageRef`s, `jail` resolves paths."""
 
     unit: str
@@ -62,7 +62,7 @@ def read_text(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     beside = path.parent.parent / "audio"  # ESC-50 has meta/esc50.csv and audio/
     is_esc = path.name.lower() == "esc50.csv" and beside.is_dir()
     builder = RecordBuilder(source, safety, beside if is_esc else path.parent)
-    return _records(_text_table(path, builder, f".{source.format}"), builder)
+    return records_of(_text_table(path, builder, f".{source.format}"), builder)
 
 
 def read_metadata(source: Source, safety: PathArguments, files: dict[str | None, Path]) -> Iterator[Record | BadRow]:
@@ -75,7 +75,7 @@ def read_metadata(source: Source, safety: PathArguments, files: dict[str | None,
         builder = RecordBuilder(source, safety, path.parent, source.path)
         table = _parquet_table(path, builder) if path.suffix == ".parquet" else _text_table(path, builder)
         prefix = f"{path.parent.name}/{path.name}, " if len(files) > 1 else ""
-        yield from _records(table, builder, prefix, split, by_folder=split is None)
+        yield from records_of(table, builder, prefix, split, by_folder=split is None)
 
 
 def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -83,14 +83,14 @@ def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | Bad
     path = Path(source.path)
     if not path.is_dir():
         builder = RecordBuilder(source, safety, path.parent)
-        yield from _records(_parquet_table(path, builder), builder)
+        yield from records_of(_parquet_table(path, builder), builder)
         return
     builder = RecordBuilder(source, safety, path)
     unread: list[Fault] = []
     for file in sorted(path / name for name in files_below(path, (".parquet",), unread)):
         check_own_file(file, path, safety.allow_outside_root, source.title)
         split = SPLIT_NAMES.get(file.name.replace(".", "-").split("-")[0].lower()) or SPLIT_NAMES.get(file.parent.name)
-        yield from _records(_parquet_table(file, builder), builder, f"{file.relative_to(path)}, ", split)
+        yield from records_of(_parquet_table(file, builder), builder, f"{file.relative_to(path)}, ", split)
     yield from unread_rows(builder, unread)
 
 
@@ -109,7 +109,7 @@ def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | Ba
             yield builder.bad(f"split {given}", Fault("unknown_split", detail))
             continue
         table = _dataset_table(dataset, f"{source.title}, split {given}", builder, jail)
-        yield from _records(table, builder, f"split {given}, ", split)
+        yield from records_of(table, builder, f"split {given}, ", split)
 
 
 def text_table(
@@ -151,9 +151,10 @@ def with_raw_images(dataset: Dataset, column: str, title: str, medium: str = "im
     return dataset, None
 
 
-def _records(
-    table: _Table, builder: RecordBuilder, prefix: str = "", split: str | None = None, by_folder: bool = False
+def records_of(
+    table: Table, builder: RecordBuilder, prefix: str = "", split: str | None = None, by_folder: bool = False
 ) -> Iterator[Record | BadRow]:
+    """Return the records of a table's rows, `split` where they name none."""
     for number, values in table.rows:
         where = f"{prefix}{table.unit} {number}"
         if isinstance(values, BadLine):
@@ -167,7 +168,7 @@ def _records(
 
 
 def _record(
-    table: _Table, builder: RecordBuilder, where: str, values: dict[str, Any], split: str | None, by_folder: bool
+    table: Table, builder: RecordBuilder, where: str, values: dict[str, Any], split: str | None, by_folder: bool
 ) -> Record:
     if None in values:
         raise Fault("malformed_row", "more cells than columns; a separator without quotes?")
@@ -199,7 +200,7 @@ def time_of(value: Any) -> Any:
         return value
 
 
-def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> _Table:
+def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> Table:
     title, wanted = builder.source.title, builder.source.columns
     unit, names, rows = text_table(path, title, kind, builder.source.delimiter)
     shape = known_shape(names, builder.source, builder.jail.root)
@@ -211,10 +212,10 @@ def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> 
     for _, row in reversed(head):
         first |= {} if isinstance(row, BadLine) else {name: value for name, value in row.items() if not is_null(value)}
     columns = find_columns(names, title, wanted, first=first)
-    return _Table(unit, columns, itertools.chain(head, rows), builder.jail)
+    return Table(unit, columns, itertools.chain(head, rows), builder.jail)
 
 
-def _parquet_table(path: Path, builder: RecordBuilder) -> _Table:
+def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
     title = f"{builder.source.title}, {path.name}"
     try:
         opened = ParquetRows(str(path), title)
@@ -222,7 +223,7 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> _Table:
         raise ValueError(f"{title}; it cannot be read as Parquet ({one_line(error)}). Write it anew.") from error
     columns = find_table_columns(opened.file.schema_arrow, title, builder.source.columns)
     rows = _parquet_rows(opened, path, columns, _embeds(opened.file, columns, title))
-    return _Table("row", columns, rows, builder.jail)
+    return Table("row", columns, rows, builder.jail)
 
 
 def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Columns:
@@ -297,12 +298,12 @@ def _bytes_in(cell: Any) -> bool:
     return isinstance(cell, bytes) or (isinstance(cell, dict) and (cell.get("bytes") or not cell.get("path")))
 
 
-def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> _Table:
+def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> Table:
     typed = _typed(dataset.features)
     spare = next(iter(typed)) if len(typed) == 1 else None
     columns = find_columns(dataset.column_names, title, builder.source.columns, spare, typed)
     raw, embedded = with_raw_images(dataset, str(columns.image), title, columns.medium)
-    return _Table("row", columns, dataset_rows(dataset, raw, columns, embedded), jail)
+    return Table("row", columns, dataset_rows(dataset, raw, columns, embedded), jail)
 
 
 def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool | None) -> Rows:

@@ -37,12 +37,11 @@ from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes
 from mm_utils.data.faults import Fault
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES
-from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.data.streams.order import InterleavedOrder
 from mm_utils.data.streams.rows import SUFFIXES, Row, check_columns, features_of, shard_kind, store_rows
 from mm_utils.data.streams.shards import DAMAGE, Shard, ShardReader, count_shards, expand
-from mm_utils.extras.sets import is_embedded
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)

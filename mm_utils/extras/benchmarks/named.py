@@ -4,7 +4,7 @@
 """
 
 import difflib
-import os
+import logging
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +12,17 @@ from typing import Any
 
 import datasets
 import yaml
+from datasets import Dataset, Features, concatenate_datasets
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from torchvision.models import ResNet50_Weights
 
-from mm_utils.data.rows.source import WORDNET_ID, Source
+from mm_utils.data.pairs import first_rows, load_pairs, sources_of
+from mm_utils.data.prepare.cache import load_or_prepare
+from mm_utils.data.rows.source import WORDNET_ID, DataArguments, PathArguments, Source
 from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
 
 CAPTIONS = 5  # of an image that retrieval benchmarks count
 
@@ -45,6 +50,10 @@ class Benchmark:
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
+
+    def fetch(self, title: str) -> str:
+        """Return the folder of its data; see `fetch`."""
+        return fetch(self, title)
 
     def places(self, known: list[str]) -> list[int] | None:
         """Return the class of each label that a data set names; None if they are not these classes.
@@ -103,12 +112,46 @@ def fetch(benchmark: Benchmark, title: str, everything: bool = False) -> str:
     return str(folder)
 
 
+def classes_of(name: str) -> Benchmark:
+    """Return a classification benchmark by its name."""
+    return CLASSIFICATION[name]
+
+
 def named_source(source: Source) -> Source:
-    """Return a source that names a retrieval benchmark with its data, others as they are."""
-    benchmark = RETRIEVAL.get(source.path)
-    if benchmark is None or os.path.exists(source.path):
-        return source
-    return replace(source, path=fetch(benchmark, source.title, everything=True), format="webdataset")
+    """Return a source that names a retrieval benchmark with its data."""
+    folder = fetch(RETRIEVAL[source.path], source.title, everything=True)
+    return replace(source, path=folder, format="webdataset")
+
+
+def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None = None) -> tuple[str, Dataset]:
+    """Load a retrieval benchmark's images with their first five captions; return the split too.
+
+    The split is by default the benchmark's. The images are those of the source that `args` names, and without any from the
+    Hub. Other numbers of images than the benchmark's are logged.
+
+    Raises:
+        ValueError: in one line, if that fails, or there is no such split.
+    """
+    split, title = split or benchmark.split, f"--benchmark is {benchmark.name}"
+    if sources_of(args):
+        pairs = load_pairs(args, need_train=False)
+    else:
+        folder = Path(fetch(benchmark, title), benchmark.split)
+        source = Source(str(folder), "webdataset", benchmark.name, split=benchmark.split, title=title)
+        pairs = load_or_prepare([source], PathArguments(), args.preprocessing_num_workers)
+        pairs = first_rows(pairs, args, title, need_train=False)
+    if split not in pairs:
+        raise ValueError(f"{title}; the data has {', '.join(pairs)}, but not {split}. Set --split to one of them.")
+    rows = pairs[split]
+    if len(rows) != benchmark.images:
+        logger.warning(
+            "%s: %s images, and the benchmark has %s; the figures are not those of the benchmark",
+            title, f"{len(rows):,}", f"{benchmark.images:,}",
+        )  # fmt: skip
+    names = [name for name in ("captions", "languages") if name in rows.column_names]
+    first = {name: [each[:CAPTIONS] for each in rows[name]] for name in names}
+    kept = Dataset.from_dict(first, Features({name: rows.features[name] for name in names}))
+    return split, concatenate_datasets([rows.remove_columns(names), kept], axis=1)
 
 
 def _benchmark(name: str, renamed: dict[int, str] | None = None, **entry: Any) -> Benchmark:

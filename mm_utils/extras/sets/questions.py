@@ -10,30 +10,29 @@ first: of clips and sounds, what comes first: the colour of the thing, the kind 
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
 
-from mm_utils.data.scenes import SIZES, TEXTURES, load_scenes, order_pairs
-from mm_utils.extras.sets.events import load_clips
-from mm_utils.extras.sets.tones import load_sounds
+from mm_utils.data.scenes import SIZES, TEXTURES, order_pairs
 
 _QUESTIONS = 2  # about a picture, among those with a single answer
 _SIDES = {"left": "to the left of", "right": "to the right of", "above": "above", "below": "below"}
 
 Example = tuple[int, str, str]
 """Row of the medium, text, name of the class."""
-Task = Callable[[datasets.Dataset], Iterator[Example]]
 
 
-def _describes(split: datasets.Dataset) -> Iterator[Example]:
+def describes(split: datasets.Dataset) -> Iterator[Example]:
+    """Ask whether a text describes the picture: a true caption and a false order of its words."""
     for row, true, false in order_pairs(split):
         yield row, true, "yes"
         yield row, false, "no"
 
 
-def _count(split: datasets.Dataset) -> Iterator[Example]:
+def count(split: datasets.Dataset) -> Iterator[Example]:
+    """Ask how many things of a size, a texture or any kind there are."""
     words = ("", *SIZES, *TEXTURES)
     for row, scene in enumerate(split.select_columns(["id", "regions"])):
         phrases = [region["phrase"].split() for region in scene["regions"]]
@@ -42,7 +41,8 @@ def _count(split: datasets.Dataset) -> Iterator[Example]:
             yield row, f"how many {word} things are there?".replace("  ", " "), str(number)
 
 
-def _colour(split: datasets.Dataset) -> Iterator[Example]:
+def colour(split: datasets.Dataset) -> Iterator[Example]:
+    """Ask for the colour of the only thing on a side of another one."""
     for row, scene in enumerate(split.select_columns(["id", "regions"])):
         questions = list(_neighbours(scene["regions"]))
         rng = random.Random(f"colour {scene['id']}")
@@ -70,25 +70,17 @@ def _side(box: list[float], other: list[float]) -> str:
     return "below" if down > 0 else "above"
 
 
-def _first(place: int) -> Task:
-    """Ask what comes first; the word at `place` of the phrase that tells it is the answer."""
-
-    def examples(split: datasets.Dataset) -> Iterator[Example]:
-        for row, moments in enumerate(split["moments"]):
-            yield row, "what comes first?", moments[0]["phrase"].split()[place]
-
-    return examples
+def first_colour(split: datasets.Dataset) -> Iterator[Example]:
+    """Ask what comes first in a clip; the answer is the colour of the thing."""
+    return _first(split, 1)
 
 
-LOADERS: dict[str, Callable[[], datasets.DatasetDict]] = {
-    "scenes": load_scenes, "clips": load_clips, "sounds": load_sounds,
-}  # fmt: skip
-TASKS: dict[str, Task] = {
-    "scenes:describes": _describes,
-    "scenes:count": _count,
-    "scenes:colour": _colour,
-    "clips:describes": _describes,
-    "clips:first": _first(1),  # the colour of the thing
-    "sounds:describes": _describes,
-    "sounds:first": _first(-1),  # tone, chord, ...
-}
+def first_kind(split: datasets.Dataset) -> Iterator[Example]:
+    """Ask what comes first in a sound: a tone, a chord, clicks or a noise."""
+    return _first(split, -1)
+
+
+def _first(split: datasets.Dataset, place: int) -> Iterator[Example]:
+    """The word at `place` of the phrase that tells what comes first is the answer."""
+    for row, moments in enumerate(split["moments"]):
+        yield row, "what comes first?", moments[0]["phrase"].split()[place]

@@ -8,10 +8,10 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
 from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
-from mm_utils.data.pairs import load_benchmark, load_pairs
+from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.benchmarks.clip_layout import holds_shards
-from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL
+from mm_utils.data.rows.webdataset import holds_shards
+from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, load_benchmark
 from tests.data.prepare.fault_images import grey
 from tests.data.rows.reading import content, read, write_tar
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.data.rows.source import Source
+from mm_utils.data.rows.source import Source, resolved
+from mm_utils.doors import entries
 from mm_utils.extras.benchmarks import named
-from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark, named_source
+from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark
 
 NUMBERS = {
     **{"imagenet1k": 1000, "cifar10": 10, "cifar100": 100, "food101": 101, "oxford_pets": 37, "flowers102": 102},
@@ -32,6 +33,11 @@ KNOWN = {
     "mnist": {0: "0", 9: "9"},
     "svhn": {0: "zero", 9: "nine"},
 }
+
+
+def test_the_door_names_the_table() -> None:
+    assert list(entries("CLASS_BENCHMARKS")) == list(CLASSIFICATION)
+    assert sorted(entries("NAMED_SOURCES")) == sorted(RETRIEVAL)
 
 
 def test_every_list_has_its_number_of_names_in_the_order_of_the_labels() -> None:
@@ -125,10 +131,10 @@ def test_a_name_as_source_stands_for_all_its_shards(
 
     monkeypatch.setattr(named, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    source = named_source(Source.parse("flickr8k,weight=2"))
+    source = resolved(Source.parse("flickr8k,weight=2"))
     assert (source.path, source.format) == (str(own_cache / "tandem_benchmarks/flickr8k"), "webdataset")
     assert (source.name, source.weight) == ("flickr8k", 2)
     other = Source.parse("pairs.jsonl")
-    assert named_source(other) is other
+    assert resolved(other) is other
     (tmp_path / "flickr8k").mkdir()
-    assert named_source(Source.parse("flickr8k")).path == "flickr8k"
+    assert resolved(Source.parse("flickr8k")).path == "flickr8k"

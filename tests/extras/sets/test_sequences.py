@@ -9,9 +9,10 @@ import pytest
 
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.rows.source import DataArguments, is_embedded
 from mm_utils.data.scenes import order_pairs
-from mm_utils.extras.sets import is_embedded, sequences
+from mm_utils.doors import entries
+from mm_utils.extras.sets import sequences
 from mm_utils.extras.sets.events import CLIPS, load_clips
 from mm_utils.extras.sets.sequences import Recipe, captions_of, draw_contents, load_sequences
 from mm_utils.extras.sets.tones import SOUNDS, load_sounds
@@ -125,7 +126,7 @@ def test_the_name_of_a_data_set_loads_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     for name, recipe in (("clips", CLIPS), ("sounds", SOUNDS)):
         monkeypatch.setattr(
-            f"mm_utils.data.pairs.load_{name}",
+            entries("SETS")[name],
             lambda recipe=recipe: load_sequences(recipe, 6, 3, 0, tmp_path / "cache"),
         )
         pairs = load_pairs(DataArguments(dataset_name=name, max_train_samples=4, max_eval_samples=2))

@@ -14,7 +14,6 @@ from datasets import Dataset, Features, Image, Value
 from datasets.exceptions import DatasetsError
 
 from mm_utils.data.paths import Limits, check_own_file
-from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.webdataset import read_shard, shard_paths, split_of_folder
 from mm_utils.text import one_line
@@ -22,15 +21,6 @@ from mm_utils.text import one_line
 CLASS_NAMES = "classnames.txt"
 _TEMPLATES = "zeroshot_classification_templates.txt"
 _FEATURES = Features({"image": Image(decode=False), "label": Value("string")})
-
-
-def holds_shards(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder, or the folder of a split in it, holds tar files."""
-    path = Path(folder)
-    if not path.is_dir():
-        return False
-    places = [path, *(place for place in path.iterdir() if place.name.lower() in SPLIT_NAMES)]
-    return any(next(place.glob("*.tar"), None) for place in places)
 
 
 def shards_by_split(folder: str, title: str) -> dict[str, list[str]]:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -230,8 +231,11 @@ class StragglerDetection(TrainerCallback):
         if distributed.world_size() > 1:
             self._device = kwargs["model"].device
             for tower in (kwargs["model"].vision_model, kwargs["model"].text_model):
-                tower.register_forward_pre_hook(self._begin_pass, prepend=True)  # measure other hooks, too
-                tower.register_forward_hook(self._end_pass)
+                if tower._compiled_call_impl is not None:  # which takes hooks into its graph
+                    tower._compiled_call_impl = self._timed(tower, tower._compiled_call_impl)
+                else:
+                    tower.register_forward_pre_hook(self._begin_pass, prepend=True)  # measure other hooks, too
+                    tower.register_forward_hook(self._end_pass)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure the step; passes outside of steps, as in evaluation, are not measured."""
@@ -259,6 +263,17 @@ class StragglerDetection(TrainerCallback):
             if distributed.rank() == 0:
                 for rank in sorted(new):
                     logger.warning("Step %d: %s", state.global_step, _describe(rank, hosts[rank], table))
+
+    def _timed(self, tower: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a compiled tower's call, measured from outside of its graph."""
+
+        def timed(*inputs: Any, **named: Any) -> Any:
+            self._begin_pass(tower, inputs)
+            output = call(*inputs, **named)
+            self._end_pass(tower, inputs, output)
+            return output
+
+        return timed
 
     def _begin_pass(self, tower: nn.Module, inputs: Any) -> None:
         if self._in_step:

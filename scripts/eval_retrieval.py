@@ -19,16 +19,17 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from datasets import DatasetDict
+
 from mm_utils.arguments import arg, parse_args, to_dict
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_split
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, caption_probes
+from mm_utils.doors import entries, load
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, caption_probes, in_turn
 from mm_utils.evaluation.retrieval_report import report_retrieval
 from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
-from mm_utils.extras.grounding.moments import grounding_evaluator, report_grounding, with_grounding
-from mm_utils.extras.grounding.regions import has_regions, tokenize_moments
 from mm_utils.model.build import load_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor_of
@@ -81,11 +82,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             split, rows = load_benchmark(RETRIEVAL[args.benchmark], data_args, args.split)
         else:
             split, rows = load_split(data_args, args.split or "validation")
-        rows = tokenize_captions(rows, processor.tokenizer, loader_args.max_seq_length)
-        rows = tokenize_moments(rows, processor.tokenizer, loader_args.max_seq_length)
+        others = [each for make in map(load, entries("SPLIT_EVALUATORS").values()) if (each := make(rows)) is not None]
+        readers, length = [reader for each in others for reader in each.readers], loader_args.max_seq_length
+        rows = tokenize_splits(DatasetDict({split: rows}), processor.tokenizer, length, readers=readers)[split]
         if args.output_dir:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    loaders = make_loaders(loader_args, accelerator.device, processor, has_regions(rows))
+    loaders = make_loaders(loader_args, accelerator.device, processor, readers)
     captions = sum(map(len, rows["captions"]))
     logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium.kind, f"{captions:,}")
 
@@ -99,13 +101,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     model = accelerator.unwrap_model(model)
-    grounding = grounding_evaluator(loaders.regions and model.region_head is not None, loaders.medium.kind)
-    metrics = with_grounding(evaluator, grounding)(model, loader, accelerator)
+    metrics = in_turn(evaluator, *others)(model, loader, accelerator)
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
-    if args.output_dir:
-        report_grounding(accelerator, grounding, rows, loaders.medium, Path(args.output_dir))
+    for each in others if args.output_dir else ():
+        each.report(accelerator, rows, loaders, Path(args.output_dir))
     report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
     record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)

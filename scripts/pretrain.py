@@ -32,7 +32,6 @@ from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.extras.dry_run.dry_run import dry_run
 from mm_utils.extras.frozen.feature_cache import FeatureCacheArguments, cache_features
 from mm_utils.extras.frozen.teacher import cache_teacher
-from mm_utils.extras.grounding.moments import grounding_evaluator, report_grounding
 from mm_utils.extras.several_media.evaluators import evaluate_media, make_evaluators
 from mm_utils.extras.several_media.mixture import MediaArguments, open_media
 from mm_utils.extras.several_media.per_medium import build_media
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     interpolation_args, hub_args, run_args = given[InterpolationArguments], given[HubArguments], given[RunArguments]
     media_args.check(given.settings)
     stream_args.check(loader_args.similar_captions_per_batch, cache_args.cache_features, args.balance)
-    objective_args.check(stream_args.streaming, cache_args.cache_features, model_args.patch_dropout)
+    objective_args.check(given.settings)
     interpolation_args.check(model_args, bool(start_args.closed_form_images) and not stream_args.streaming)
     check_model(model_args.model_name_or_path)
     check_model(objective_args.teacher_name_or_path, "--teacher_name_or_path")
@@ -86,8 +85,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     run = start_run("pretrain", args, run_args, hub_args, given.settings)
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
-    regions, make_processor = objective_args.reads_regions, partial(load_processor, model_args)
-    data = open_media(run.accelerator, data_args, media_args, stream_args, loader_args, args, make_processor, regions)
+    readers, make_processor = objective_args.readers, partial(load_processor, model_args)
+    data = open_media(run.accelerator, data_args, media_args, stream_args, loader_args, args, make_processor, readers)
 
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
@@ -107,8 +106,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     cache_teacher(objective_args.teacher_name_or_path, data, objective, run.accelerator)
 
     # 4. Train.
-    evaluators, grounding = make_evaluators(eval_args, data), grounding_evaluator(regions, data.medium)
-    evaluate = evaluate_media(evaluators, data, args.seed, grounding)
+    evaluators, of_terms = make_evaluators(eval_args, data), objective.evaluators(data.medium)
+    evaluate = evaluate_media(evaluators, data, args.seed, of_terms)
     watchers = TemperatureClamp(highest_scale), CollapseWarning(optimizer_args.warmup_ratio, highest_scale)
     callbacks = [*default_callbacks(run, objective, data, flops), *watchers, *callbacks]
     trainer = Trainer(args, optimizer_args, run.accelerator, objective, optimizer, data, evaluate, callbacks)
@@ -122,7 +121,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         rest = data.evaluation("validation"), run.accelerator, "mean_recall", run.output_dir
         found = choose_between(interpolation_args, start, model, evaluate, *rest, save=save)
         metrics = {f"eval_{name}": value for name, value in found.items()}
-    report_grounding(run.accelerator, grounding, data.splits["validation"], data.loaders.medium, run.output_dir)
+    for evaluator in of_terms:
+        evaluator.report(run.accelerator, data.splits["validation"], data.loaders, run.output_dir)
     finish_run(run, model, data, evaluators, metrics, argv)
     return metrics
 

@@ -50,13 +50,8 @@ DATA_FLOOR_OF = {name: floor for floor, names in enumerate(DATA_FLOORS) for name
 METRICS = {"retrieval_recall", "classification_scores"}  # folders of `evaluate.load`, which import nothing of ours
 MODELLING = PACKAGE / "model/modeling_fusion_dual_encoder.py"  # travels in one file
 STILL_THREADED = {
-    ("data.batches.dataset", "extras.grounding.regions"),
-    ("data.batches.loaders", "extras.grounding.regions"),
-    ("data.training_data", "extras.grounding.regions"),
     ("evaluation.retrieval", "extras.altered.captions"),
     ("evaluation.retrieval", "extras.altered.probes"),
-    ("objectives.build", "extras.altered.captions"),
-    ("objectives.contrastive", "extras.grounding.regions"),
     ("run.callbacks", "extras.placement.balance"),
     ("run.finish", "extras.several_media.per_medium"),
     ("training.trainer", "extras.placement.preparation"),

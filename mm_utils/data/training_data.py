@@ -1,7 +1,7 @@
 """Open a run's data: files, prepared sets, embedded scenes, streams, cached features."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 from transformers import ProcessorMixin
 
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
 from mm_utils.data.batches.machine_limits import check_loading
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
@@ -23,7 +24,7 @@ from mm_utils.data.streams.loader import train_stream
 from mm_utils.data.streams.rows import shard_kind
 from mm_utils.data.streams.stream import HELD_OUT, Stream, StreamingArguments, open_stream
 from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
-from mm_utils.extras.grounding.regions import tokenize_pairs
+from mm_utils.doors import entries
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def open_data(
     loader_args: LoaderArguments,
     schedule: Schedule,
     make_processor: Callable[..., ProcessorMixin],
-    regions: bool = False,
+    readers: Sequence[ColumnReader] = (),
 ) -> TrainingData:
     """Open the pairs that the arguments name, tokenised, with their loaders.
 
@@ -130,7 +131,7 @@ def open_data(
         schedule: the arguments that decide the order and the size of batches.
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
             `seconds` of its window.
-        regions: read the regions of images, or the moments of clips and sounds, too.
+        readers: what terms read besides media and captions.
 
     Raises:
         ValueError: if the source cannot be read, with file, line or column and what to do.
@@ -149,12 +150,11 @@ def open_data(
             captions = iterate_captions(splits["train"])
         processor = _processor(make_processor, captions, splits, loader_args)
         length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
-        splits = tokenize_pairs(splits, processor.tokenizer, length, workers, regions=regions)
-    if not regions and "moments" in splits["validation"].column_names:
-        logger.info(
-            "The rows have moments that no term reads; add moments:0.5 to --objectives to learn when something is."
-        )
-    return make_data(accelerator, splits, stream, processor, loader_args, schedule, regions, total)
+        splits = tokenize_splits(splits, processor.tokenizer, length, workers, readers)
+    rows = splits["validation"]
+    for column in entries("UNREAD").keys() & set(rows.column_names) - {reader.source(rows) for reader in readers}:
+        logger.info("The rows have %s that no term reads; %s", column, entries("UNREAD")[column])
+    return make_data(accelerator, splits, stream, processor, loader_args, schedule, readers, total)
 
 
 def _processor(
@@ -202,11 +202,11 @@ def make_data(
     processor: ProcessorMixin,
     loader_args: LoaderArguments,
     schedule: Schedule,
-    regions: bool = False,
+    readers: Sequence[ColumnReader] = (),
     total_rows: dict[str, int] | None = None,
 ) -> TrainingData:
     """Put tokenised splits, or a stream and its validation split, into batches."""
-    loaders = make_loaders(loader_args, accelerator.device, processor, regions)
+    loaders = make_loaders(loader_args, accelerator.device, processor, readers)
     sizes, eval_batch_size = schedule.batch_sizes, schedule.per_device_eval_batch_size
     check_loading(loaders, sizes.sizes[-1], eval_batch_size, streaming=stream is not None)
     order: GlobalOrder | Stream

@@ -195,6 +195,18 @@ class RetrievalEvaluator:
         return weight_FV
 
 
+def in_turn(*evaluators: Evaluate) -> Evaluate:
+    """Return an evaluator with the metrics of all of these."""
+
+    def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for evaluate in evaluators:
+            found |= evaluate(model, loader, accelerator)
+        return found
+
+    return measure
+
+
 def order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
     """Return the tokenised probes of order: of words in scenes, of events in clips and sounds."""
     probes = word_order(rows)

@@ -1,42 +1,34 @@
 """Build the objective that `--objectives` names: terms with their weights."""
 
-import importlib
 import itertools
 import logging
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
-from mm_utils.extras.altered.captions import AlteredTokens
+from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.doors import entries, load
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.contrastive import (
-    Altered,
-    Contrastive,
-    Distillation,
-    InfoNCE,
-    MomentCovering,
-    PairwiseSigmoid,
-    RegionPointing,
-    SelfDistillation,
-)
+from mm_utils.objectives.captioning import Captioning
+from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.joint import JointObjective
-from mm_utils.objectives.language import Captioning, MaskedLanguageModelling
-from mm_utils.objectives.matching import Matching
-from mm_utils.objectives.packing import pack_captions
-from mm_utils.objectives.terms import Term
+from mm_utils.objectives.terms import EmbeddingTerm, Term
 
 logger = logging.getLogger(__name__)
 
-CONTRASTIVE = (InfoNCE, PairwiseSigmoid)
-OTHERS = (
-    *(Altered, Matching, MaskedLanguageModelling, Captioning),
-    *(RegionPointing, MomentCovering, SelfDistillation, Distillation),
-)
-NAMES = [term.name for term in (*CONTRASTIVE, *OTHERS)]
+_CORE: dict[str, type[Term]] = {term.name: term for term in (InfoNCE, PairwiseSigmoid, Captioning)}
+_READ_BY = {
+    "matryoshka_dims": ("contrastive", "sigmoid"),
+    "hard_negatives": ("matching",),
+    "mlm_probability": ("masked_lm",),
+    "whole_word_masking": ("masked_lm",),
+}
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
 
@@ -92,24 +84,26 @@ class ObjectiveArguments:
             except ValueError:
                 raise ValueError(f"--objectives has {term!r}; write name:weight, e.g. matching:0.5.") from None
         if self.teacher_name_or_path:
-            weights.setdefault(Distillation.name, 1.0)
-        elif weights.get(Distillation.name):
+            weights.setdefault("distillation", 1.0)
+        elif weights.get("distillation"):
             raise ValueError(
                 f"--objectives is {self.objectives!r}; distillation learns from a teacher, and there is none. Give "
                 "--teacher_name_or_path."
             )
-        contrastive = [term.name for term in CONTRASTIVE if weights.get(term.name)]
-        unknown = [name for name in weights if name not in NAMES and "." not in name]
-        if unknown:
+        found = {name: weight for name, weight in weights.items() if weight}
+        if not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ValueError(f"--objectives is {self.objectives!r}; a weight is a finite number of at least 0.")
+        if {InfoNCE.name, PairwiseSigmoid.name} <= found.keys():
             raise ValueError(
-                f"--objectives has {unknown[0]!r}; there is no such term. Choose of {', '.join(NAMES)}, or write module.Class."
+                f"--objectives is {self.objectives!r}; contrastive and sigmoid share one temperature. Drop one of them."
             )
-        if len(contrastive) != 1 or not all(0 <= weight < math.inf for weight in weights.values()):
+        terms = {name: term_class(name) for name in weights}
+        if not any(issubclass(terms[name], EmbeddingTerm) and not terms[name].needs_teacher for name in found):
             raise ValueError(
-                f"--objectives is {self.objectives!r}; give contrastive:W or sigmoid:W with W above 0, and others with W of at "
-                "least 0."
+                f"--objectives is {self.objectives!r}; no term of it compares images and texts. Add contrastive, sigmoid, or an "
+                "EmbeddingTerm of your own, with a weight above 0."
             )
-        return {name: weight for name, weight in weights.items() if weight}
+        return found
 
     @property
     def widths(self) -> list[int]:
@@ -122,33 +116,30 @@ class ObjectiveArguments:
         return [int(word) for word in given]
 
     @property
-    def reads_regions(self) -> bool:
-        """True if batches must hold regions, or moments (`mm_utils.extras.grounding.regions`)."""
-        return bool(self._reading_regions)
-
-    @property
-    def _reading_regions(self) -> list[str]:
-        return [name for name in self.weights if _class(name).reads_regions]
+    def readers(self) -> list[ColumnReader]:
+        """What the terms read of rows besides media and captions."""
+        return list(dict.fromkeys(reader for name in self.weights for reader in term_class(name).readers))
 
     def highest_scale(self, model: FusionDualEncoderModel) -> float:
         """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
         return self.max_logit_scale or max(100.0, model.logit_scale.exp().item())
 
-    def check(self, streaming: bool, cache_features: bool, patch_dropout: float) -> None:
-        """Raise ValueError if regions or a teacher are asked for and the data lacks their needs."""
-        if streaming and Distillation.name in self.weights:
-            raise ValueError(
-                f"--teacher_name_or_path is {self.teacher_name_or_path}; a teacher runs once over all rows, and --streaming "
-                "has them never at hand. Drop one of them."
-            )
-        reasons = {
-            "streaming": streaming and "reads no regions",
-            "cache_features": cache_features and "keeps no regions",
-            "patch_dropout": patch_dropout and "leaves no grid of patches",
-        }
-        for flag, reason in reasons.items():
-            if reason and (names := self._reading_regions):
-                raise ValueError(f"--objectives asks for {names[0]}, and --{flag} {reason}. Drop one of them.")
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError if a term cannot be trained with the other flags, given by name, or a flag has no term."""
+        for flag, terms in _READ_BY.items():
+            if getattr(self, flag) != getattr(ObjectiveArguments, flag) and not set(terms) & self.weights.keys():
+                raise ValueError(
+                    f"--{flag} is {getattr(self, flag)}; it is for {' and '.join(terms)}, which --objectives does not have. "
+                    "Drop it."
+                )
+        for name in self.weights:
+            term = term_class(name)
+            refuses = dict(term.refuses)
+            if not all(reader.optional for reader in term.readers):
+                refuses.setdefault("streaming", "reads media and captions alone")
+            for flag, reason in refuses.items():
+                if settings[flag]:
+                    raise ValueError(f"--objectives has {name}, and --{flag} {reason}. Drop one of them.")
 
 
 def build_objective(
@@ -162,7 +153,7 @@ def build_objective(
     Raises:
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
     """
-    weights = {_term(name, args, seed, tokenizer): weight for name, weight in args.weights.items()}
+    weights = {term_class(name).build(args, seed, tokenizer): weight for name, weight in args.weights.items()}
     if not any(isinstance(term, PairwiseSigmoid) for term in weights):
         model.remove_logit_bias()
     for term in weights:
@@ -172,7 +163,7 @@ def build_objective(
             )
         term.prepare(model)
     objective = JointObjective(model, weights)
-    if args.pack_captions and not (objective.groups_texts and pack_captions(model)):
+    if args.pack_captions and not (objective.groups_texts and load(entries("TEXT_ENCODERS")["packed"])(model)):
         logger.warning(
             "--pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",
             type(model.text_model).__name__,
@@ -187,37 +178,33 @@ def build_objective(
     return objective
 
 
-def _term(name: str, args: ObjectiveArguments, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> Term:
-    if name == Matching.name:
-        return Matching(seed, hard=args.hard_negatives)
-    if name == Altered.name:
-        assert tokenizer is not None
-        return Altered(AlteredTokens(tokenizer).of, seed)
-    if name == MaskedLanguageModelling.name:
-        assert tokenizer is not None
-        return MaskedLanguageModelling(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
-    found = _class(name)
-    return found(seed, args.widths) if issubclass(found, Contrastive) else found(seed)
+def term_class(name: str) -> type[Term]:
+    """Return the class of a term: of the core, of an extra, or module.Class from the current folder or a package.
 
-
-def _class(name: str) -> type[Term]:
-    known: dict[str, type[Term]] = {term.name: term for term in (*CONTRASTIVE, *OTHERS)}
-    return known.get(name) or _own_term(name)
-
-
-def _own_term(path: str) -> type[Term]:
-    """Import a term given as module.Class, from the current folder or an installed package."""
-    module, _, name = path.rpartition(".")
+    Raises:
+        ValueError: if there is none, with what to do.
+    """
+    if name in _CORE:
+        return _CORE[name]
+    known = entries("TERMS")
+    if name not in known and "." not in name:
+        names = ", ".join([*_CORE, *known])
+        raise ValueError(
+            f"--objectives has {name!r}; there is no such term. Choose of {names}, or write module.Class."
+        )
+    path = known.get(name, name)
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = load(path)
     except (ImportError, AttributeError) as error:
+        module, _, attribute = path.rpartition(".")
         raise ValueError(
-            f"--objectives has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class {name}."
+            f"--objectives has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class "
+            f"{attribute}."
         ) from error
     finally:
         sys.path.remove(os.getcwd())
     if not (isinstance(found, type) and issubclass(found, Term)):
         raise ValueError(f"--objectives has {path}; that is no subclass of mm_utils.objectives.Term. Make it one.")
-    found.name = found.name or name
+    found.name = found.name or found.__name__
     return found

@@ -5,6 +5,7 @@ afterwards, a part of the batch at a time (`part`), together with the rows that 
 `mm_utils.objectives.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,24 @@ from torch import Tensor, nn
 
 from mm_utils import distributed
 from mm_utils.copies import HostCopy
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import row_keys, set_row_keys
 from mm_utils.objectives.losses import GlobalBatch, gather_batch
 from mm_utils.objectives.padding import encode_in_groups
-from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs, Plan, Report, RowTerm, Term
+from mm_utils.objectives.terms import (
+    Batch,
+    EmbeddingTerm,
+    EncodedBatch,
+    Evaluator,
+    LossInputs,
+    Plan,
+    Report,
+    RowTerm,
+    Term,
+)
 from mm_utils.roll_call import RollCall
 
 
@@ -38,6 +50,7 @@ class Objective(nn.Module):
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
+        readers: what the terms read of rows besides media and captions.
         needs_teacher: True if a term learns from the weight average.
         medium: the kind of media of the step; None for that of a model with one.
         tower_steps: the step from which the towers stay as they are and the head's terms are trained, and not before; None for
@@ -50,6 +63,7 @@ class Objective(nn.Module):
     seed = 0
     row_ids = "ids"
     pairs_per_image = 0
+    readers: Sequence[ColumnReader] = ()
     needs_teacher = False
     medium: str | None = None
     tower_steps: int | None = None
@@ -168,9 +182,15 @@ class JointObjective(Objective):
         self.weights = weights
         self.most_rows = 0  # that a rank had in a step so far
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
+        self.readers = tuple(dict.fromkeys(reader for term in weights for reader in term.readers))
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
         self.needs_teacher = any(term.needs_teacher for term in weights)
+
+    def evaluators(self, medium: str) -> list[Evaluator]:
+        """Return what measures the terms, one of a class."""
+        found = (term.evaluator(medium) for term in self.weights)
+        return list({type(each): each for each in found if each is not None}.values())
 
     @property
     def reads_pairs(self) -> bool:
@@ -184,8 +204,8 @@ class JointObjective(Objective):
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step; ask for what hosts must know, so that they need not wait for the towers."""
-        widths = (batch[name].shape[1] for name in ("input_ids", "negative_input_ids") if name in batch)
-        roll = RollCall(batch["ids"], max(widths), self.most_rows)
+        texts = [value for name, value in batch.items() if name.endswith("input_ids")]
+        roll = RollCall(batch["ids"], max(ids.shape[1] for ids in texts if ids.dim() == 2), self.most_rows)
         tokens = {"tokens": HostCopy(batch["input_ids"])} if any(term.reads_tokens for term in self.weights) else {}
         return super().with_keys(batch, step) | {"roll_call": roll} | tokens
 
@@ -262,8 +282,8 @@ class JointObjective(Objective):
         batch = batch if self.groups_texts else batch | {"lengths": []}
         surrogate_loss = encoded.scale.new_zeros(())
         for scalar, gradient in zip((encoded.scale, encoded.bias), plan.scalar_gradients, strict=False):
-            if gradient is not None and scalar is not None:
-                surrogate_loss = surrogate_loss + share * gradient * scalar
+            if scalar is not None:  # a loss may do without it, and DDP waits for a gradient
+                surrogate_loss = surrogate_loss + share * (0 if gradient is None else gradient) * scalar
         for name, gradient in gradients.items():
             if gradient is not None:
                 surrogate_loss = surrogate_loss + (encoded.embeds[name] * gradient).sum()

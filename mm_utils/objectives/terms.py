@@ -8,14 +8,19 @@ result for any division of the batch among processes and micro-batches.
 Shape letters: n this rank's pairs (or those of a part of the batch), N the global batch, L tokens, E embedding width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+import datasets
 import torch
+from accelerate import Accelerator
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.objectives.losses import GlobalBatch
 
@@ -94,6 +99,23 @@ class Plan:
     rows: dict[str, RowPlan] = field(default_factory=dict)
 
 
+class Evaluator:
+    """Measures a model on batches of evaluation; all ranks get the same metrics.
+
+    Attributes:
+        readers: what it reads of rows besides media and captions.
+    """
+
+    readers: Sequence[ColumnReader] = ()
+
+    def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Return the metrics by name."""
+        raise NotImplementedError
+
+    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Any, folder: Path) -> None:
+        """Draw pictures of the last evaluation, which was on `rows` by these `Loaders`; called on all ranks."""
+
+
 class Term:
     """One term of the loss. It holds no parameters: those belong to the model, which is saved.
 
@@ -102,7 +124,8 @@ class Term:
         heads: the optional parts of the model that this term trains.
         pairs_per_image: how many pairs the fusion head scores for each image.
         reads_taps: True if `embed` reads `EncodedBatch.taps`.
-        reads_regions: True if batches must hold regions, or moments (`mm_utils.extras.grounding.regions`).
+        readers: what the term reads of rows besides media and captions, and how that becomes part of a batch.
+        refuses: flags that the term cannot be trained with, and why: the end of a sentence that begins with the flag.
         reads_tokens: True if `plan` reads tokens on the host, as `tokens` of the batch (`mm_utils.copies.HostCopy`).
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.
@@ -113,12 +136,22 @@ class Term:
     heads: ClassVar[tuple[str, ...]] = ()
     pairs_per_image: ClassVar[int] = 0
     reads_taps: ClassVar[bool] = False
-    reads_regions: ClassVar[bool] = False
+    readers: ClassVar[Sequence[ColumnReader]] = ()
+    refuses: ClassVar[Mapping[str, str]] = {}
     reads_tokens: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0):
         self.seed = seed
+
+    @classmethod
+    def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "Term":
+        """Return the term of a run: its `ObjectiveArguments`, its seed, and the tokenizer of its texts."""
+        return cls(seed)
+
+    def evaluator(self, medium: str) -> Evaluator | None:
+        """Return what measures on images, clips or sounds what the term teaches; terms share one of a class."""
+        return None
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add to the model the parts that the term needs, once, before training.

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.objectives.matching import MATCH_PRIOR_ENTROPY
-
 logger = logging.getLogger(__name__)
 
 Row = dict[str, float]
@@ -176,7 +174,7 @@ def _of_head(rows: list[Row]) -> Iterator[Finding]:
         yield Finding(
             "matching",
             f"matching_loss is {_mean(rows, 'matching_loss'):.4f} over {_steps(rows)}; the share of matches alone gives "
-            f"{MATCH_PRIOR_ENTROPY}, so the fusion head distinguishes no pairs, though the towers do. Train longer, "
+            f"{_mean(rows, 'matching_loss') + _mean(rows, 'matching_lift'):.4f}, so the fusion head distinguishes no pairs, though the towers do. Train longer, "
             "give matching more weight in --objectives, or look for captions that are right for several images.",
         )
 

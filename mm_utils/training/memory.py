@@ -5,7 +5,7 @@ during training (`mm_utils.objectives.grad_cache`), so nothing has to be tried u
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from mm_utils import distributed
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.terms import Batch
 
@@ -56,7 +57,8 @@ def find_micro_batch_size(
     def peak(pairs: int) -> int:
         reset_peak(accelerator.device)
         for step in {0, accelerator.unwrap_model(objective).tower_steps or 0}:  # a step of each part of the run
-            backward(accelerator, objective, synthetic_batch(batch, pairs, max_seq_length), step, pairs)
+            tried = synthetic_batch(batch, pairs, max_seq_length, accelerator.unwrap_model(objective).readers)
+            backward(accelerator, objective, tried, step, pairs)
             objective.zero_grad()
         return peak_bytes(accelerator.device)
 
@@ -84,8 +86,8 @@ def largest_that_fits(peak: Callable[[int], int], trials: list[int], available: 
     return max(1, min(largest, fits if fits < ROUND_TO else fits // ROUND_TO * ROUND_TO))
 
 
-def synthetic_batch(batch: Batch, pairs: int, length: int) -> Batch:
-    """Return so many blank pairs of captions of one length, with all that `batch` has."""
+def synthetic_batch(batch: Batch, pairs: int, length: int, readers: Sequence[ColumnReader]) -> Batch:
+    """Return `pairs` blank pairs with captions of one length, with all that `batch` has."""
     ones = batch["input_ids"].new_ones(pairs, length)
     inputs = {
         name: value.new_zeros(pairs, *value.shape[1:])
@@ -98,15 +100,10 @@ def synthetic_batch(batch: Batch, pairs: int, length: int) -> Batch:
     if "all_input_ids" in batch:
         captions = ones.new_ones(pairs, batch["all_input_ids"].shape[1], length)
         inputs |= {"all_input_ids": captions, "all_attention_mask": captions}
-    inputs |= {name: ones for name in batch if name.startswith("negative_")}
-    regions = {
-        name: value.new_ones(pairs, *value.shape[1:]) for name, value in batch.items() if name.startswith("region_")
-    }
-    if regions:
-        regions["region_boxes"][..., :2] = 0  # else boxes would be empty
+    for reader in readers:
+        inputs |= reader.blank(batch, pairs, length)
     return {
         **inputs,
-        **regions,
         "input_ids": ones,
         "attention_mask": ones,
         "rows": ones.new_zeros(pairs),

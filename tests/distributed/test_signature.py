@@ -18,13 +18,15 @@ from datasets import DatasetDict
 
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import make_loaders
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.pairs import iterate_captions
-from mm_utils.extras.grounding.regions import tokenize_pairs
+from mm_utils.extras.albef.negatives import NEGATIVE_IDS, Negatives
+from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.build import ModelArguments, load_model
 from mm_utils.model.processor import load_processor
 from mm_utils.training.arguments import TrainingArguments
-from tests.data.batches.test_regions import rows_with_moments
+from tests.extras.grounding.test_regions import rows_with_moments
 from tests.kit.ranks import run_on_ranks
 from tests.kit.training_runs import (
     BATCH,
@@ -38,7 +40,6 @@ from tests.kit.training_runs import (
     scenes_on_this_rank,
     train,
     weights_of,
-    without_negatives,
 )
 from tests.model.stock_folders import write_stock
 
@@ -60,10 +61,10 @@ def runs_on_this_rank(
     """Objectives in numbers of parts: which images each step showed this rank."""
     world, accelerator = distributed.world_size(), accelerator_of_this_rank()
     rows, processor = scenes_on_this_rank(accelerator, model_args)
-    loaders = make_loaders(NO_WORKERS, accelerator.device, processor)
+    loaders = make_loaders(NO_WORKERS, accelerator.device, processor, [Negatives()])
     seen = {}
     for objective, parts in cases:
-        seen_rows = rows if "self_distillation" in objective else without_negatives(rows)
+        seen_rows = rows if "self_distillation" in objective else rows.remove_columns(NEGATIVE_IDS)
         start = earlier_run(root, GOES_ON[world], objective, parts) / f"checkpoint-{STOP}" if resumed else None
         args = arguments(folder_of(root, world, objective, parts, resumed), objective, parts)
         seen[objective, parts] = train(model_args, objective, args, start, processor, seen_rows, loaders)[1]
@@ -83,8 +84,8 @@ def sounds_on_this_rank(root: Path, model_args: ModelArguments, objective: str) 
     with accelerator.main_process_first():
         rows = rows_with_moments(moments, contents, seconds)
         processor = load_processor(model_args, iterate_captions(rows), "sound", 1.0)
-        rows = tokenize_pairs(DatasetDict(train=rows), processor.tokenizer, 64, regions=True)["train"]
-    loaders = make_loaders(NO_WORKERS, accelerator.device, processor, regions=True)
+        rows = tokenize_splits(DatasetDict(train=rows), processor.tokenizer, 64, readers=[RegionReader()])["train"]
+    loaders = make_loaders(NO_WORKERS, accelerator.device, processor, [RegionReader()])
     for parts in (1, 2):
         args = arguments(folder_of(root, distributed.world_size(), objective, parts, False), objective, parts)
         train(model_args, objective, args, None, processor, rows, loaders)

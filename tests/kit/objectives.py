@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
+from mm_utils.extras.altered.term import Altered
+from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
-from mm_utils.objectives.contrastive import Altered, Distillation
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import GlobalBatch
 

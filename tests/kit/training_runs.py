@@ -15,9 +15,10 @@ from transformers import ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.batches.tokens import NEGATIVE_IDS, global_order, tokenize_splits
+from mm_utils.data.batches.tokens import global_order, tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.albef.negatives import Negatives
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
@@ -84,11 +85,7 @@ def scenes_on_this_rank(accelerator: Accelerator, model_args: ModelArguments) ->
         captions = pairs["train"]["captions"]
         wrong = [captions[place - 1] if place % 3 else [] for place in range(len(captions))]
         pairs["train"] = pairs["train"].add_column("negatives", wrong, feature=List(Value("string")))
-        return tokenize_splits(pairs, processor.tokenizer, 64)["train"], processor
-
-
-def without_negatives(rows: Dataset) -> Dataset:
-    return rows.remove_columns(["negatives", NEGATIVE_IDS])
+        return tokenize_splits(pairs, processor.tokenizer, 64, readers=[Negatives()])["train"], processor
 
 
 def train(

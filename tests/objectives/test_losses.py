@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils import distributed
+from mm_utils.extras.albef.matching import hard_negatives
 from mm_utils.objectives.losses import (
     Tile,
     distilled_info_nce,
@@ -22,7 +23,6 @@ from mm_utils.objectives.losses import (
     same_pair,
     sigmoid_loss,
 )
-from mm_utils.objectives.matching import hard_negatives
 from tests.kit.objectives import dense_info_nce, dense_sigmoid, other_positives_of
 from tests.kit.ranks import run_on_ranks
 

@@ -10,12 +10,14 @@ import pytest
 from datasets import load_from_disk
 from PIL import Image
 
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import on_disk, pipeline
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.grounding.regions import tokenize_pairs
+from mm_utils.extras.albef.negatives import Negatives
+from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.processor import cached_tokenizer
 from scripts.prepare_data import main
 
@@ -252,7 +254,8 @@ def test_what_is_corrected_and_prepared_again_is_trained_on(tmp_path: Path) -> N
     for values in changes:
         main(["--sources", str(write_source(tmp_path / "raw", 12, **values)), *flags])
         pairs = load_pairs(DataArguments(dataset_name=output))
-        row = tokenize_pairs(pairs, tokenizer, 64, None, regions=True)["train"].select([0]).remove_columns("image")
+        rows = tokenize_splits(pairs, tokenizer, 64, readers=[RegionReader(), Negatives()])["train"]
+        row = rows.select([0]).remove_columns("image")
         read.append(json.dumps({name: row[name][:] for name in row.column_names if name not in given}, default=str))
     assert len(set(read)) == len(changes)
 

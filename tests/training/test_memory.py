@@ -18,20 +18,20 @@ from tests.kit.objectives import ALONE, global_batch, tiny_objective
 
 def test_trials_have_regions_where_batches_do() -> None:
     objective, batch = tiny_objective("regions"), global_batch()
-    tried = memory.synthetic_batch(batch, 5, 7)
+    tried = memory.synthetic_batch(batch, 5, 7, objective.readers)
     assert {name: len(value) for name, value in tried.items()} == dict.fromkeys(tried, 5)
     assert {name for name in tried if name.startswith("region_")} == {
         name for name in batch if name.startswith("region_")
     }
     assert all(value.isfinite() for value in objective(tried, 0).values())
     assert not any(
-        name.startswith("region_") for name in memory.synthetic_batch({"input_ids": batch["input_ids"]}, 5, 7)
+        name.startswith("region_") for name in memory.synthetic_batch({"input_ids": batch["input_ids"]}, 5, 7, ())
     )
 
 
 def test_trials_have_negatives_where_batches_do() -> None:
     objective, batch = tiny_objective("matching_with_negatives"), global_batch("negatives")
-    tried = memory.synthetic_batch(batch, 5, 7)
+    tried = memory.synthetic_batch(batch, 5, 7, objective.readers)
     assert {name: tuple(value.shape) for name, value in tried.items() if name.startswith("negative_")} == {
         "negative_input_ids": (5, 7),
         "negative_attention_mask": (5, 7),

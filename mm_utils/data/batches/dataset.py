@@ -21,14 +21,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 
 from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
+from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.directional_words import has_direction
-from mm_utils.data.batches.hard_negatives import draw_negatives
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
-from mm_utils.data.batches.tokens import NEGATIVE_IDS, collate_all_captions, collate_negatives, pad_captions
+from mm_utils.data.batches.tokens import collate_all_captions, pad_captions
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.augment import Window, jitter_colors
 from mm_utils.data.media.medium import Medium
-from mm_utils.extras.grounding.regions import REGION_COLUMNS, collate_regions, visible_regions
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
@@ -43,11 +42,11 @@ class Transform(ABC):
 
     Attributes:
         medium: how images, clips or sounds are read.
-        regions: whether examples have their regions (`mm_utils.extras.grounding.regions`).
+        readers: what examples have besides medium and captions.
     """
 
     medium: Medium
-    regions: bool = False
+    readers: Sequence[ColumnReader] = ()
 
     def __call__(self, batch: Columns) -> Columns:
         """Return the columns of the examples, as `datasets` expects them from a transform."""
@@ -66,7 +65,7 @@ class Transform(ABC):
     @property
     def columns(self) -> set[str]:
         """The columns to read, as far as a data set has them."""
-        return _COLUMNS | REGION_COLUMNS if self.regions else _COLUMNS
+        return _COLUMNS.union(*(reader.columns for reader in self.readers))
 
     @abstractmethod
     def _show(self, row: dict[str, Any]) -> Example:
@@ -94,8 +93,8 @@ class EvaluationTransform(Transform):
             "caption_keys": row["caption_keys"],
             "languages": row.get("languages") or [""] * len(row["input_ids"]),
         }
-        if self.regions:
-            example |= visible_regions(row, size, window)
+        for reader in self.readers:
+            example |= reader.example(row, Shown(size, window), None)
         return example
 
 
@@ -103,7 +102,7 @@ class EvaluationTransform(Transform):
 class TrainingTransform(Transform):
     """Show a random square of an image with one of its captions.
 
-    An example is a pure function of (seed, epoch, image id): caption, negative, crop, colours and mirroring. Rows with
+    An example is a pure function of (seed, epoch, image id): caption, crop, colours and mirroring. Rows with
     features of a frozen tower (`mm_utils.data.batches.column_cache`) give these; where they stand for images, none is decoded.
 
     The batch may have a column `epoch`; without it, the examples are those of epoch 0.
@@ -121,7 +120,7 @@ class TrainingTransform(Transform):
     @property
     def columns(self) -> set[str]:
         """The columns to read, as far as a data set has them."""
-        return super().columns | {NEGATIVE_IDS} | ({"captions", "regions"} if self.horizontal_flip else set())
+        return super().columns | ({"captions", "regions"} if self.horizontal_flip else set())
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row, see `Transform.examples`."""
@@ -129,8 +128,6 @@ class TrainingTransform(Transform):
         counts = np.array([len(captions) for captions in batch["input_ids"]])
         keys = np.array(batch["image_key"])
         drawn = {"epoch": epochs.tolist(), "caption": choose_captions(self.seed, epochs, keys, counts).tolist()}
-        if NEGATIVE_IDS in batch:
-            drawn["negative"] = draw_negatives(batch[NEGATIVE_IDS], self.seed, epochs, keys)
         return super().examples({**batch, **drawn})
 
     def _show(self, row: dict[str, Any]) -> Example:
@@ -143,14 +140,13 @@ class TrainingTransform(Transform):
         example["all_input_ids"] = [
             row["input_ids"][(row["caption"] + more) % count] for more in range(min(count, MOST_CAPTIONS))
         ]
-        if "negative" in row:
-            example["negative"] = row["negative"]
-        if SKIPPED in row:
-            return {**example, **feature_tensors(row, row["caption"])}
-        draw = f"{self.seed} {row['epoch']} {row['id']}"
-        example["pixel_values"], size, window = self._part(row, random.Random(draw))
-        if self.regions:  # with draws of their own, so that the crop is the same without them
-            example |= visible_regions(row, size, window, random.Random(f"{draw} regions"))
+        shown = None
+        if SKIPPED not in row:
+            rng = random.Random(f"{self.seed} {row['epoch']} {row['id']}")
+            example["pixel_values"], *seen = self._part(row, rng)
+            shown = Shown(*seen)
+        for reader in self.readers:
+            example |= reader.example(row, shown, self.seed)
         return {**example, **feature_tensors(row, row["caption"])}
 
     def _part(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[float, float], Window]:
@@ -233,24 +229,22 @@ class Collator:
         languages: list of t, "" where unknown; empty in training
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
-        negative_input_ids, negative_attention_mask: with `negatives`, int64 `[b, L]`, all zeros where an image has none
         all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
-        region_boxes, ..., with `regions`: see `mm_utils.extras.grounding.regions`
+        what `readers` collate
 
     Attributes:
         pad_token_id: token id of padding.
         medium: how images, clips or sounds are read.
         longest_first: sort rows by length, as described above.
         cached: the features of no example, see `mm_utils.data.batches.column_cache.empty_features`.
-        regions, negatives: whether examples have regions, and a negative, perhaps an empty one.
+        readers: those of the examples.
     """
 
     pad_token_id: int
     medium: Medium
     longest_first: bool = False
     cached: dict[str, Tensor] = field(default_factory=dict)
-    regions: bool = False
-    negatives: bool = False
+    readers: Sequence[ColumnReader] = ()
 
     def __call__(self, examples: list[Example]) -> Batch:
         """Collate the examples of `Pairs`."""
@@ -278,8 +272,9 @@ class Collator:
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
             **(collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),
-            **(collate_regions(kept, self.pad_token_id) if self.regions else {}),
-            **(collate_negatives(kept, self.pad_token_id) if self.negatives else {}),
+            **{
+                name: each for reader in self.readers for name, each in reader.collate(kept, self.pad_token_id).items()
+            },
         }
 
 

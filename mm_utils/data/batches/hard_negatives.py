@@ -1,29 +1,18 @@
-"""Hard negatives: rows with similar captions in groups, and drawn wrong captions.
+"""Hard negatives: rows with similar captions in groups.
 
 Groups are found once per data set and without a model, from the words that two rows share, rare words counting most: a
 weighted Jaccard similarity (weights: inverse document frequency), estimated by min-wise hashing (Broder, 1997; with weights,
 a race of exponential clocks). Rows that agree in many hashes are grouped first.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import pyarrow as pa
 
-from mm_utils.data.batches.order import choose_captions, scramble
+from mm_utils.data.batches.order import scramble
 
 # Numbers of hashes that must agree, in turn. Of pairs that share 96 % of their weight, half agree in 16.
 ROUNDS = (16, 12, 8, 6, 4, 3, 2)
 TRIES = 4  # per number of hashes
-
-
-def draw_negatives(
-    negatives: Sequence[list[list[int]]], seed: int, epochs: np.ndarray, image_keys: np.ndarray
-) -> list[list[int]]:
-    """Draw one of each image's negatives by a hash of (seed, epoch, image key), if it has any."""
-    counts = np.array([max(1, len(of_image)) for of_image in negatives])
-    places = choose_captions(seed, epochs, ~image_keys, counts)  # other keys than captions have, or both went in step
-    return [of_image[place] if of_image else [] for of_image, place in zip(negatives, places, strict=True)]
 
 
 def group_similar(input_ids: pa.ChunkedArray, size: int, seed: int = 0) -> np.ndarray:

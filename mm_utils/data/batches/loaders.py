@@ -1,7 +1,7 @@
 """Load rows as batches: decoded and augmented in workers, normalised on the device."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.copies import DeviceCopies
 from mm_utils.data.batches.column_cache import column_digest, empty_features, image_digest
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import (
     Batch,
     Collator,
@@ -24,7 +25,7 @@ from mm_utils.data.batches.dataset import (
     TrainingTransform,
 )
 from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
-from mm_utils.data.batches.tokens import NEGATIVE_IDS, tokenizer_digest
+from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import (
     RestartingLoader,
     choose_workers,
@@ -34,7 +35,6 @@ from mm_utils.data.batches.workers import (
 from mm_utils.data.media.medium import Medium, kind_of
 from mm_utils.data.media.of_processor import SOUND_JITTER, check_window, read_by
 from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.extras.grounding.regions import regions_column
 
 _MAX_WORKERS = 16
 _MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
@@ -162,7 +162,7 @@ class Loaders:
     Attributes:
         pad_token_id: the tokenizer's.
         medium: how images, clips or sounds are read.
-        regions: whether batches have the regions of their images, see `mm_utils.extras.grounding.regions`.
+        readers: what batches have besides media and captions, where rows have it.
         division: how training batches are dealt to the ranks.
     """
 
@@ -170,7 +170,7 @@ class Loaders:
     device: torch.device
     pad_token_id: int
     medium: Medium
-    regions: bool = False
+    readers: Sequence[ColumnReader] = ()
     division: Division = EQUAL_SHARES
     _measured: int | None = field(default=None, init=False)
 
@@ -189,11 +189,8 @@ class Loaders:
         }
         if rows is not None:
             found["images"] = image_digest(rows)
-            if self.regions:
-                column = regions_column(rows)
-                found[column] = column_digest(rows, column)
-            if NEGATIVES in rows.column_names:
-                found[NEGATIVES] = column_digest(rows, NEGATIVES)
+            columns = {NEGATIVES, *(reader.source(rows) for reader in self.readers)} & set(rows.column_names)
+            found |= {column: column_digest(rows, column) for column in sorted(columns)}
         return found
 
     def blank(self, count: int) -> Tensor:
@@ -208,10 +205,10 @@ class Loaders:
     def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
         self.check_medium(rows)
-        pairs = TrainingPairs(rows, self.training_transform(order.seed))
+        readers = self._readers(rows)
+        pairs = TrainingPairs(rows, self.training_transform(order.seed, readers))
         batches = RankBatches(order, start, stop, self.division)
-        kinds = empty_features(rows), self.regions, NEGATIVE_IDS in rows.column_names
-        collate = Collator(self.pad_token_id, self.medium, True, *kinds)
+        collate = Collator(self.pad_token_id, self.medium, True, empty_features(rows), readers)
         has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
         if not has_choice or "vision_pooled" in collate.cached:
             return self._loader(pairs, batches, collate, self.arguments.num_workers)
@@ -230,14 +227,18 @@ class Loaders:
             ValueError: if the rows hold other media than the model is for.
         """
         self.check_medium(rows)
-        pairs = Pairs(rows, EvaluationTransform(self.medium, self.regions))
-        collate = Collator(self.pad_token_id, self.medium, regions=self.regions)
+        readers = [reader for reader in self._readers(rows) if reader.in_evaluation]
+        pairs = Pairs(rows, EvaluationTransform(self.medium, readers))
+        collate = Collator(self.pad_token_id, self.medium, readers=readers)
         return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate, self.arguments.num_workers)
 
-    def training_transform(self, seed: int) -> TrainingTransform:
+    def _readers(self, rows: datasets.Dataset) -> list[ColumnReader]:
+        return [reader for reader in self.readers if reader.columns <= set(rows.column_names)]
+
+    def training_transform(self, seed: int, readers: Sequence[ColumnReader] = ()) -> TrainingTransform:
         """Return what makes training examples of rows."""
         args = self.arguments
-        return TrainingTransform(self.medium, self.regions, seed, args.color_jitter, args.horizontal_flip)
+        return TrainingTransform(self.medium, readers, seed, args.color_jitter, args.horizontal_flip)
 
     @property
     def workers(self) -> int:
@@ -281,7 +282,10 @@ class Loaders:
 
 
 def make_loaders(
-    arguments: LoaderArguments, device: torch.device, processor: ProcessorMixin, regions: bool = False
+    arguments: LoaderArguments,
+    device: torch.device,
+    processor: ProcessorMixin,
+    readers: Sequence[ColumnReader] = (),
 ) -> Loaders:
     """Return the loaders of a model's media, whose kind, size and window its processor knows.
 
@@ -293,4 +297,4 @@ def make_loaders(
     for name in medium.unused:
         if getattr(arguments, name):
             raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium.kind}s. Drop it.")
-    return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, regions)
+    return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, readers)

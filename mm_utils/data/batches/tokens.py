@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,20 +10,17 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import List, Value
 from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.hard_negatives import group_similar
 from mm_utils.data.batches.language_codes import own_codes
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.rows.columns import NEGATIVES
 
 _CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
-NEGATIVE_IDS = "negative_input_ids"  # a column, and a tensor of a batch
-_FEATURES = {"input_ids": [[Value("int32")]], "image_key": Value("int64"), "caption_keys": [Value("int64")]}
 _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
 
 
@@ -35,29 +32,17 @@ def tokenize_captions(
     `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64 hashes; equal keys mean the same
     image or, except for case and spacing, the same caption.
 
-    Where rows have `negatives`, captions that are wrong for the image, `negative_input_ids` has their token ids. One that is
-    also a caption of the image is left out. They are taken to be in the language of the row's first caption.
-
     Captions are tokenised by the rules of `encode_captions`. Only ids and texts are read and only the new columns are
     written, see `add_columns`.
 
     Raises:
-        ValueError: if a row has languages, and not as many as captions, or if `negatives` are no lists of texts.
+        ValueError: if a row has languages, and not as many as captions.
     """
     codes = own_codes(tokenizer, languages_of(rows))
-    columns = [name for name in ("id", "captions", "languages", NEGATIVES) if name in rows.column_names]
+    columns = [name for name in ("id", "captions", "languages") if name in rows.column_names]
     compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
-    content: tuple = (fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items()))
-    features = None
-    if NEGATIVES in columns:
-        if rows.features[NEGATIVES] != List(Value("string")):
-            raise ValueError(
-                f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
-                "that are wrong for it. Write it anew."
-            )
-        content, features = (*content, NEGATIVES), datasets.Features({**_FEATURES, NEGATIVE_IDS: [[Value("int32")]]})
-    name, title = Hasher.hash(content), "Tokenising captions"
-    return add_columns(rows, columns, compute, name, title=title, num_proc=num_proc, features=features)
+    name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())))
+    return add_columns(rows, columns, compute, name, title="Tokenising captions", num_proc=num_proc)
 
 
 def encode_captions(
@@ -112,12 +97,6 @@ def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: in
     return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
 
 
-def collate_negatives(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad the negatives of all images, perhaps empty ones, to the longest."""
-    padded = pad_captions([example["negative"] for example in examples], pad_token_id)
-    return dict(zip((NEGATIVE_IDS, "negative_attention_mask"), padded, strict=True))
-
-
 def image_key(image_id: str) -> int:
     """Return a hash of 63 bits, the same for the same id."""
     return _key(image_id)
@@ -144,12 +123,18 @@ def fingerprint(rows: datasets.Dataset) -> str:
 
 
 def tokenize_splits(
-    pairs: datasets.DatasetDict, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None = None
+    pairs: datasets.DatasetDict,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    num_proc: int | None = None,
+    readers: Iterable[ColumnReader] = (),
 ) -> datasets.DatasetDict:
-    """Tokenise the captions of every split, see `tokenize_captions`."""
-    return datasets.DatasetDict(
-        {name: tokenize_captions(rows, tokenizer, max_seq_length, num_proc) for name, rows in pairs.items()}
-    )
+    """Tokenise the captions of every split, see `tokenize_captions`, and add the columns of readers."""
+    found = {name: tokenize_captions(rows, tokenizer, max_seq_length, num_proc) for name, rows in pairs.items()}
+    for reader in readers:
+        for name, rows in found.items():
+            found[name] = reader.prepare(rows, name, tokenizer, max_seq_length, num_proc)
+    return datasets.DatasetDict(found)
 
 
 def global_order(
@@ -202,25 +187,13 @@ def _tokenize(
     if wanted is not None:
         all_captions = [row if is_wanted else [] for row, is_wanted in zip(all_captions, wanted, strict=True)]
     all_languages = _languages_of(rows, all_captions)
-
-    def encode(all_texts: list[list[str]], all_languages: list[list[str]]) -> list[list[list[int]]]:
-        texts, languages = ([item for row in column for item in row] for column in (all_texts, all_languages))
-        tokens = iter(encode_captions(tokenizer, texts, languages, max_seq_length, codes))
-        return [[next(tokens) for _ in row] for row in all_texts]
-
-    found: Columns = {
-        "input_ids": encode(all_captions, all_languages),
+    texts, languages = ([item for row in column for item in row] for column in (all_captions, all_languages))
+    tokens = iter(encode_captions(tokenizer, texts, languages, max_seq_length, codes))
+    return {
+        "input_ids": [[next(tokens) for _ in row] for row in all_captions],
         "image_key": [image_key(image_id) for image_id in rows["id"]],
         "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
     }
-    if NEGATIVES in rows:
-        listed = [
-            [text for text in given or () if own and caption_key(text) not in own]
-            for given, own in zip(rows[NEGATIVES], found["caption_keys"], strict=True)
-        ]
-        languages = [of_row[:1] * len(texts) for of_row, texts in zip(all_languages, listed, strict=True)]
-        found[NEGATIVE_IDS] = encode(listed, languages)
-    return found
 
 
 def _languages_of(rows: Columns, all_captions: list[list[str]]) -> list[list[str]]:

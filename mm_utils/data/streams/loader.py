@@ -28,13 +28,7 @@ _SHOWN = 4  # files of a step that a message names
 def train_stream(
     loaders: Loaders, stream: Stream, tokenizer: PreTrainedTokenizerBase, start: int, stop: int
 ) -> DeviceLoader:
-    """Return this rank's share of the global batches of steps `start` to `stop` of a stream.
-
-    Raises:
-        ValueError: if regions are asked for.
-    """
-    if loaders.regions:
-        raise ValueError("--objectives asks for regions, and --streaming reads none. Drop one of them.")
+    """Return this rank's share of the global batches of steps `start` to `stop` of a stream."""
     transform = loaders.training_transform(stream.order.seed)
     collate = Collator(loaders.pad_token_id, loaders.medium, longest_first=True)
     steps = StreamSteps(stream, tokenizer, loaders.arguments.max_seq_length, transform, collate)

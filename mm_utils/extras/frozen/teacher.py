@@ -17,12 +17,12 @@ from mm_utils.data.batches.column_cache import column_digest, image_digest
 from mm_utils.data.batches.loaders import make_loaders
 from mm_utils.data.batches.tokens import fingerprint, tokenize_captions, tokenizer_digest
 from mm_utils.data.training_data import TrainingData
+from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.extras.frozen.feature_cache import Block, Source, weights_digest
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives import JointObjective
-from mm_utils.objectives.contrastive import Distillation
 
 
 def cache_teacher(name: str | None, data: TrainingData, objective: JointObjective, accelerator: Accelerator) -> None:

@@ -24,12 +24,14 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from mm_utils import distributed
+from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import caption_key
-from mm_utils.data.media.medium import Medium
+from mm_utils.data.media.medium import Medium, kind_of
 from mm_utils.evaluation.metrics import mean_with_interval
-from mm_utils.evaluation.retrieval import Evaluate
-from mm_utils.extras.grounding.pointing import PointingEvaluator, grounded, hits, report_pointing
+from mm_utils.extras.grounding.pointing import grounded, hits
+from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.terms import Evaluator
 from mm_utils.reports.plots import BLUE, GREEN, MUTED, ORANGE, draw_text, new_figure, save_figure, style_axes, wrap
 
 SHOWN, COLUMNS = 12, 3  # phrases in moments.png, and of a row
@@ -54,12 +56,14 @@ class Found(NamedTuple):
     profile: Tensor  # `[T]` probabilities
 
 
-class MomentEvaluator:
+class MomentEvaluator(Evaluator):
     """Measure moments; all ranks get the same metrics.
 
     Attributes:
         examples: some phrases of the last evaluation, different ones on each rank.
     """
+
+    readers = (RegionReader(),)
 
     def __init__(self) -> None:
         self.examples: list[Found] = []
@@ -68,6 +72,8 @@ class MomentEvaluator:
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of `moment_metrics` for batches with moments."""
         self.examples, device = [], accelerator.device
+        if model.region_head is None:  # it was not trained to find moments
+            return {}
         rows = [torch.empty(0, dtype=torch.long, device=device)]
         columns = [torch.empty(0, 5, dtype=torch.double, device=device)]
         scale = distributed.full_tensor(model.logit_scale.detach()).float().exp()
@@ -85,6 +91,26 @@ class MomentEvaluator:
         return moment_metrics(
             distributed.gather(torch.cat(rows), sizes), distributed.gather(torch.cat(columns), sizes)
         )
+
+    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Loaders, folder: Path) -> None:
+        """Draw `moments.png`: the profile of some phrases over time, in seconds of their medium.
+
+        It shows the true span and the one that was found, which is green where their IoU is at least 0.5, else orange.
+        """
+        if not accelerator.is_main_process or not self.examples:
+            return
+        columns = min(COLUMNS, len(self.examples))
+        lines = -(-len(self.examples) // columns)
+        figure = new_figure(4.2 * columns, 1.7 * lines)
+        for number, example in enumerate(self.examples, 1):
+            _draw_profile(figure.add_subplot(lines, columns, number), example, rows[example.row], loaders.medium)
+        save_figure(figure, Path(folder, "moments.png"))
+
+
+def of_split(rows: datasets.Dataset) -> MomentEvaluator | None:
+    """Return what measures a trained model on a split with moments."""
+    has_moments = kind_of(rows.features) != "image" and "moments" in rows.column_names
+    return MomentEvaluator() if has_moments else None
 
 
 def fit_span(profile_RT: Tensor) -> Tensor:
@@ -158,54 +184,6 @@ def _by_fixed_span(true_N2: Tensor) -> dict[str, float]:
         for name, measure in MEASURES.items():
             best[name] = max(best[name], measure(overlap).mean(0).max().item())
     return best
-
-
-def grounding_evaluator(wanted: bool, medium: str) -> PointingEvaluator | MomentEvaluator | None:
-    """Return what measures where phrases are, in images or time; None if not wanted."""
-    if not wanted:
-        return None
-    return PointingEvaluator() if medium == "image" else MomentEvaluator()
-
-
-def with_grounding(evaluate: Evaluate, grounding: Evaluate | None) -> Evaluate:
-    """Return an evaluator that also measures `grounding`, on batches with regions or moments."""
-    if grounding is None:
-        return evaluate
-    return lambda model, loader, accelerator: (
-        evaluate(model, loader, accelerator) | grounding(model, loader, accelerator)
-    )
-
-
-def report_grounding(
-    accelerator: Accelerator,
-    grounding: PointingEvaluator | MomentEvaluator | None,
-    rows: datasets.Dataset,
-    medium: Medium,
-    folder: Path,
-) -> None:
-    """Draw `regions.png` or `moments.png` from the last evaluation, which was on `rows`."""
-    if isinstance(grounding, MomentEvaluator):
-        report_moments(accelerator, grounding, rows, medium, folder)
-    else:
-        report_pointing(accelerator, grounding, rows, folder)
-
-
-def report_moments(
-    accelerator: Accelerator, moments: MomentEvaluator, rows: datasets.Dataset, medium: Medium, folder: Path
-) -> None:
-    """On the main process, draw `moments.png` from the last evaluation, which was on `rows`.
-
-    It has the profile of some phrases over time, in seconds of their medium, with the true span and the one that was found,
-    which is green where their IoU is at least 0.5, else orange.
-    """
-    if not accelerator.is_main_process or not moments.examples:
-        return
-    columns = min(COLUMNS, len(moments.examples))
-    lines = -(-len(moments.examples) // columns)
-    figure = new_figure(4.2 * columns, 1.7 * lines)
-    for number, example in enumerate(moments.examples, 1):
-        _draw_profile(figure.add_subplot(lines, columns, number), example, rows[example.row], medium)
-    save_figure(figure, Path(folder, "moments.png"))
 
 
 def _draw_profile(ax: Axes, example: Found, row: dict, medium: Medium) -> None:

@@ -21,12 +21,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
+from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.images import open_image
 from mm_utils.data.media.augment import center_square
 from mm_utils.evaluation.metrics import mean_with_interval
-from mm_utils.extras.grounding.regions import Regions, regions_of
+from mm_utils.extras.grounding.regions import RegionReader, Regions, regions_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.terms import Evaluator
 from mm_utils.reports.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
 
 TILES, COLUMNS, SIDE = 18, 6, 160  # of regions.png: phrases, phrases per row, pixels of an image
@@ -42,12 +44,14 @@ class Pointed(NamedTuple):
     heat: Tensor  # `[h, w]` cosines of the cells with the phrase
 
 
-class PointingEvaluator:
+class PointingEvaluator(Evaluator):
     """Measure pointing and choice; all ranks get the same metrics.
 
     Attributes:
         examples: some phrases of the last evaluation, different ones on each rank.
     """
+
+    readers = (RegionReader(),)
 
     def __init__(self) -> None:
         self.examples: list[Pointed] = []
@@ -71,6 +75,20 @@ class PointingEvaluator:
             self.examples += map(Pointed, *lists, heat_Rhw[shown].cpu())
         sizes = distributed.gather_sizes(sum(map(len, found)), device)
         return region_metrics(distributed.gather(torch.cat(found), sizes), distributed.gather(torch.cat(areas), sizes))
+
+    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Loaders, folder: Path) -> None:
+        """Draw `regions.png`: the image of some phrases with the box, the cosines, and the highest cell.
+
+        Box and title are green for a hit, else orange.
+        """
+        if not accelerator.is_main_process or not self.examples:
+            return
+        columns = min(COLUMNS, len(self.examples))
+        lines = -(-len(self.examples) // columns)
+        figure = new_figure(1.7 * columns, 1.9 * lines)
+        for number, example in enumerate(self.examples, 1):
+            _draw_tile(figure.add_subplot(lines, columns, number), example, rows[example.row])
+        save_figure(figure, Path(folder, "regions.png"))
 
 
 def grounded(
@@ -128,24 +146,6 @@ def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
     heat_Rn = heat_Rhw.flatten(1)
     best, rival = (heat_Rn.masked_fill(~mask, -torch.inf).amax(1) for mask in (inside_Rn, ~inside_Rn))
     return best > rival
-
-
-def report_pointing(
-    accelerator: Accelerator, pointing: PointingEvaluator | None, rows: datasets.Dataset, folder: Path
-) -> None:
-    """On the main process, draw `regions.png` from the last evaluation, which was on `rows`.
-
-    It has the image of each phrase with its box, the cosines, and the highest cell; box and title are green for a hit, else
-    orange.
-    """
-    if not accelerator.is_main_process or pointing is None or not pointing.examples:
-        return
-    columns = min(COLUMNS, len(pointing.examples))
-    lines = -(-len(pointing.examples) // columns)
-    figure = new_figure(1.7 * columns, 1.9 * lines)
-    for number, example in enumerate(pointing.examples, 1):
-        _draw_tile(figure.add_subplot(lines, columns, number), example, rows[example.row])
-    save_figure(figure, Path(folder, "regions.png"))
 
 
 def _draw_tile(ax: Axes, example: Pointed, row: dict) -> None:

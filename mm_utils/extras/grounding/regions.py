@@ -3,7 +3,7 @@
 A moment of a clip or a sound, a span with a phrase, is a region on the time axis: x is time, in seconds of the stored medium, y
 is one wide, and the square is the window of time that an example shows. So what regions have, moments have too.
 
-`tokenize_regions` adds columns for the r regions of a row; `Collator` makes a batch of b images with at most K regions:
+`RegionReader` adds columns for the r regions of a row, and makes a batch of b images with at most K regions:
 
 ==========================  ===========================  ===========================================================
 name                        in a row                     in a batch
@@ -21,6 +21,7 @@ A region is left out if less than half of it is in the square: its phrase would 
 """
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
-from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenize_splits, tokenizer_content
+from mm_utils.data.batches.column_reader import ColumnReader, Shown
+from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenizer_content
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.augment import Window
 
@@ -57,69 +59,80 @@ _FEATURES = datasets.Features(
         "region_keys": [Value("int64")],
     }
 )
-REGION_COLUMNS = set(_FEATURES)
 
 
-def tokenize_pairs(
-    pairs: datasets.DatasetDict,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    num_proc: int | None = None,
-    regions: bool = False,
-) -> datasets.DatasetDict:
-    """Tokenise the captions of all splits and, with `regions`, phrases of regions or moments."""
-    found = tokenize_splits(pairs, tokenizer, max_seq_length, num_proc)
-    return tokenize_regions(found, tokenizer, max_seq_length, num_proc) if regions else found
+class RegionReader(ColumnReader):
+    """Reads the regions of images, or the moments of clips and sounds; phrases are tokenised like captions."""
 
+    columns = frozenset(_FEATURES)
 
-def tokenize_regions(
-    pairs: datasets.DatasetDict, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None = None
-) -> datasets.DatasetDict:
-    """Add the columns above to all splits, computed once in the datasets cache.
+    def source(self, rows: datasets.Dataset) -> str:
+        """Return `regions` of images, `moments` of clips and sounds."""
+        return "regions" if kind_of(rows.features) == "image" else "moments"
 
-    Phrases are tokenised like captions.
+    def prepare(
+        self,
+        rows: datasets.Dataset,
+        split: str,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_length: int,
+        num_proc: int | None = None,
+    ) -> datasets.Dataset:
+        """Add the columns above, computed once in the datasets cache.
 
-    Raises:
-        ValueError: if a split has no column `regions` (`moments` for clips and sounds), if the training split has none, or
-            if one is not a box, or a span, and a phrase.
-    """
-    found = {}
-    for name, rows in pairs.items():
-        column = regions_column(rows)
+        Raises:
+            ValueError: if the split has no such column, if the training split has no region, or if one is not a box, or a
+                span, and a phrase.
+        """
+        column = self.source(rows)
         if column not in rows.column_names:
             raise ValueError(
-                f"the {name} split has no column {column}; it has {', '.join(rows.column_names)}. Take {column} out of "
+                f"the {split} split has no column {column}; it has {', '.join(rows.column_names)}. Take {column} out of "
                 f"--objectives, or give every row a list of {_MEANING[column]}."
             )
         cache = Hasher.hash((column, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
         compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
-        options = {"title": f"Tokenising {column}", "num_proc": num_proc, "features": _FEATURES}
         read = ("id", column) if column == "regions" else ("id", column, "seconds")
-        found[name] = add_columns(rows, read, compute, cache, **options)
-    if "train" in found and not has_regions(found["train"]):
-        raise ValueError(f"no row of the train split has {column}. Take {column} out of --objectives.")
-    return datasets.DatasetDict(found)
+        title = f"Tokenising {column}"
+        found = add_columns(rows, read, compute, cache, title=title, num_proc=num_proc, features=_FEATURES)
+        if split == "train" and not any(map(len, found.select_columns(["region_keys"])["region_keys"])):
+            raise ValueError(f"no row of the train split has {column}. Take {column} out of --objectives.")
+        return found
 
+    def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
+        """Return the regions that are shown; in training at most `MAX_REGIONS`, drawn apart from the crop."""
+        assert shown is not None  # cached features are refused by the terms
+        rng = None if seed is None else random.Random(f"{seed} {row['epoch']} {row['id']} regions")
+        return visible_regions(row, *shown, rng)
 
-def tokenize_moments(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
-) -> datasets.Dataset:
-    """Add the columns above to clips or sounds with moments; return other rows as they are."""
-    if regions_column(rows) != "moments" or "moments" not in rows.column_names:
-        return rows
-    return tokenize_regions(datasets.DatasetDict(rows=rows), tokenizer, max_seq_length)["rows"]
+    def collate(self, examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+        """Lay the regions of each example beside each other."""
+        counts = np.array([len(example["region_keys"]) for example in examples], np.int64)
+        is_region_bK = np.arange(counts.max(initial=1)) < counts[:, None]
+        input_ids, attention_mask = pad_captions(
+            [ids for row in examples for ids in row["region_input_ids"]], pad_token_id
+        )
 
+        def spread(values: np.ndarray, blank: int) -> Tensor:
+            spread_bK = np.full((*is_region_bK.shape, *values.shape[1:]), blank, values.dtype)
+            spread_bK[is_region_bK] = values
+            return torch.from_numpy(spread_bK)
 
-def regions_column(rows: datasets.Dataset) -> str:
-    """Return the column of regions: `regions` of images, `moments` of clips and sounds."""
-    return "regions" if kind_of(rows.features) == "image" else "moments"
+        boxes = [np.empty((0, 4), np.float32), *(example["region_boxes"] for example in examples)]
+        return {
+            "region_boxes": spread(np.concatenate(boxes), 0),
+            "region_input_ids": spread(input_ids.numpy(), pad_token_id),
+            "region_attention_mask": spread(attention_mask.numpy(), 0),
+            "region_keys": spread(np.array([key for row in examples for key in row["region_keys"]], np.int64), 0),
+        }
 
-
-def has_regions(rows: datasets.Dataset) -> bool:
-    """Return whether the rows have the columns of `tokenize_regions` and at least one region."""
-    if "region_keys" not in rows.column_names:
-        return False
-    return any(map(len, rows.select_columns(["region_keys"])["region_keys"]))
+    def blank(self, batch: dict[str, Any], count: int, length: int) -> dict[str, Tensor]:
+        """Return as many regions as an example of the batch has, each of them the whole square."""
+        names = [name for name in batch if name.startswith("region_")]
+        found = {name: batch[name].new_ones(count, *batch[name].shape[1:]) for name in names}
+        if found:
+            found["region_boxes"][..., :2] = 0
+        return found
 
 
 def _tokenize(
@@ -191,7 +204,7 @@ def visible_regions(
     """Return the regions that a row's square or window shows, as fields of an example.
 
     Args:
-        row: the row's columns of `tokenize_regions`.
+        row: the row's columns of `RegionReader`.
         size: width and height of the stored image, in whose pixels the boxes are; (seconds, 1) of a clip or a sound.
         window: the part of the image that the square shows; one of time may go on after the medium's end.
         rng: draws `MAX_REGIONS` if there are more; None keeps all.
@@ -225,28 +238,6 @@ def boxes_in(window: Window, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     inside = edges.clip(0, 1).astype(np.float32)
     whole, left = (each[:, 2:] - each[:, :2] for each in (edges, inside))
     return inside, (left.prod(1) >= MIN_VISIBLE_SHARE * whole.prod(1)) & (left > 0).all(1)
-
-
-def collate_regions(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Collate the fields of `visible_regions` to the tensors of a batch."""
-    counts = np.array([len(example["region_keys"]) for example in examples], np.int64)
-    is_region_bK = np.arange(counts.max(initial=1)) < counts[:, None]
-    input_ids, attention_mask = pad_captions(
-        [ids for row in examples for ids in row["region_input_ids"]], pad_token_id
-    )
-
-    def spread(values: np.ndarray, blank: int) -> Tensor:
-        spread_bK = np.full((*is_region_bK.shape, *values.shape[1:]), blank, values.dtype)
-        spread_bK[is_region_bK] = values
-        return torch.from_numpy(spread_bK)
-
-    boxes = [np.empty((0, 4), np.float32), *(example["region_boxes"] for example in examples)]
-    return {
-        "region_boxes": spread(np.concatenate(boxes), 0),
-        "region_input_ids": spread(input_ids.numpy(), pad_token_id),
-        "region_attention_mask": spread(attention_mask.numpy(), 0),
-        "region_keys": spread(np.array([key for row in examples for key in row["region_keys"]], np.int64), 0),
-    }
 
 
 class Regions(NamedTuple):

@@ -104,7 +104,7 @@ def seconds_per_pair(
     """
     lengths = batch["lengths"]
     [length] = distributed.max_over_ranks([round(sum(lengths) / max(1, len(lengths)))], accelerator.device)
-    blank = objective.with_keys(synthetic_batch(batch, pairs, max(1, length)), step)
+    blank = objective.with_keys(synthetic_batch(batch, pairs, max(1, length), objective.readers), step)
     objective.train()
     with restored_buffers(objective):
         turns = [_seconds_of_pass(accelerator, objective, blank, step) for _ in range(1 + TURNS)]

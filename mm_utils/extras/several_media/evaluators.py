@@ -7,7 +7,7 @@ Shape letters: A queries of one medium, B items of another, C captions that both
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
 
 import datasets
@@ -19,10 +19,8 @@ from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, best_rank
 from mm_utils.evaluation.metrics import CUTOFFS
-from mm_utils.evaluation.retrieval import Evaluate, EvaluationArguments, RetrievalEvaluator, order_probes
+from mm_utils.evaluation.retrieval import Evaluate, EvaluationArguments, RetrievalEvaluator, in_turn, order_probes
 from mm_utils.evaluation.train_recall import with_train_recall
-from mm_utils.extras.grounding.moments import MomentEvaluator, with_grounding
-from mm_utils.extras.grounding.pointing import PointingEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 logger = logging.getLogger(__name__)
@@ -44,15 +42,15 @@ def evaluate_media(
     evaluators: Mapping[str, RetrievalEvaluator],
     data: TrainingData,
     seed: int,
-    grounding: PointingEvaluator | MomentEvaluator | None,
+    others: Sequence[Evaluate],
 ) -> Evaluate:
     """Return what measures each medium's validation retrieval, with its own evaluator.
 
-    With one medium, metrics have their plain names, with `grounding` and the recall of training images. With several, all
+    With one medium, metrics have their plain names, with those of `others` and the recall of training images. With several, all
     begin with their medium, as `sound_mean_recall`; `mean_recall` is the mean over media.
     """
     measures = {
-        medium: with_train_recall(with_grounding(evaluator, grounding), data.media[medium], seed)
+        medium: with_train_recall(in_turn(evaluator, *others), data.media[medium], seed)
         for medium, evaluator in evaluators.items()
     }
     if len(measures) == 1:

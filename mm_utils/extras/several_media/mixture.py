@@ -6,7 +6,7 @@ others a tower rests: it has no gradient, so that neither weight decay nor momen
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from transformers import ProcessorMixin
 
 from mm_utils.arguments import arg
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.machine_limits import check_loading
@@ -170,7 +171,7 @@ def open_media(
     loader_args: LoaderArguments,
     schedule: Schedule,
     make_processor: Callable[..., ProcessorMixin],
-    regions: bool = False,
+    readers: Sequence[ColumnReader] = (),
 ) -> TrainingData:
     """Open the data that the arguments name: one medium as `open_data`, several as `Mixture`.
 
@@ -184,7 +185,7 @@ def open_media(
     """
     names = media_args.names(data_args.dataset_name)
     if not names:
-        return open_data(accelerator, data_args, stream_args, loader_args, schedule, make_processor, regions)
+        return open_data(accelerator, data_args, stream_args, loader_args, schedule, make_processor, readers)
     of_names = [
         replace(data_args, dataset_name=None if name == SCENES and not Path(name).exists() else name) for name in names
     ]
@@ -210,7 +211,7 @@ def open_media(
         unused = {flag: getattr(LoaderArguments, flag) for flag in MEDIA[medium].unused}
         loading = replace(loader_args, dataloader_num_workers=str(workers), **unused)
         make = partial(processor_of, at=at)
-        parts[medium] = open_data(accelerator, args, stream_args, loading, own, make, regions)
+        parts[medium] = open_data(accelerator, args, stream_args, loading, own, make, readers)
         parts[medium].name = args.dataset_name
     first, *others = [part.loaders for part in parts.values()]
     check_loading(first, schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size, others=others)

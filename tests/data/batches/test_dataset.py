@@ -1,7 +1,6 @@
 """Rows become examples, and examples batches: caption, crop, mirroring, padding, unreadable images."""
 
 import io
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, List, Value, disable_progress_bars
+from datasets import Dataset, disable_progress_bars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -77,42 +76,6 @@ def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedToke
         assert max(map(said.count, said)) < 20  # 10 each in expectation
         assert len({example["pixel_values"].numpy().tobytes() for example in examples}) == 40
     assert any(not equal(one, other) for one, other in zip(found[0], found[1], strict=True))
-
-
-def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedTokenizerFast) -> None:
-    negatives = [[f"picture {WORDS[other]}" for other in range(index % 5)] for index in range(6)]
-    plain = tokenize_captions(rows_of(6, broken=[5]), tokenizer, 16)
-    rows = tokenize_captions(
-        rows_of(6, broken=[5]).add_column("negatives", negatives, feature=List(Value("string"))), tokenizer, 16
-    )
-    drawn = {}
-    for seed, epoch in itertools.product((0, 1), range(24)):
-        found = training_pairs(rows, seed=seed).__getitems__([(row, epoch) for row in range(5)])
-        turned = training_pairs(rows.select([4, 3, 2, 1, 0]), seed=seed).__getitems__([(4, epoch), (0, epoch)])
-        assert [turned[0]["negative"], turned[1]["negative"]] == [found[0]["negative"], found[4]["negative"]]
-        alone = training_pairs(plain, seed=seed).__getitems__([(row, epoch) for row in range(5)])
-        for one, other in zip(found, alone, strict=True):
-            negative = one.pop("negative")
-            assert equal(one, other)  # caption and crop are drawn as before
-            drawn.setdefault((seed, one["row"]), []).append(
-                number_said(torch.tensor(negative), tokenizer) if negative else None
-            )
-            if one["row"] == 4:
-                drawn.setdefault((seed, "caption"), []).append(len(one["input_ids"][0]))
-    assert set(drawn[0, 0]) == {None}
-    assert set(drawn[0, 4]) == set(range(4))
-    assert drawn[0, 4] != drawn[1, 4]
-    pairs = loaders().train(rows, GlobalOrder(6, BatchSizes((0,), (6,)), seed=0), 0, 1)
-    [batch] = pairs
-    said = [
-        number_said(ids, tokenizer) if mask.any() else None
-        for ids, mask in zip(batch["negative_input_ids"], batch["negative_attention_mask"], strict=True)
-    ]
-    assert said == [drawn[0, row][0] for row in batch["rows"].tolist()]
-    assert not any(
-        name.startswith("negative")
-        for name in next(iter(loaders().train(plain, GlobalOrder(6, BatchSizes((0,), (6,)), seed=0), 0, 1)))
-    )
 
 
 @pytest.mark.parametrize("mixed", [False, True])

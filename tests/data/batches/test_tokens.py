@@ -25,7 +25,6 @@ from transformers import (
 )
 
 from mm_utils.data.batches.tokens import (
-    NEGATIVE_IDS,
     caption_key,
     encode_captions,
     fingerprint,
@@ -48,29 +47,6 @@ def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = tokenize_captions(one_row("one " * 100, "two"), tokenizer, 10)[0]["input_ids"]
     assert list(map(len, tokens)) == [10, 3]
     assert tokens[0][-1] == tokenizer.sep_token_id
-
-
-def with_negatives(rows: Dataset, negatives: list[Any], kind: Any = TEXTS) -> Dataset:
-    return rows.add_column("negatives", negatives, feature=kind)
-
-
-def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = rows_of(4)
-    plain = tokenize_captions(rows, tokenizer, 16)
-    given = [["Picture  ZERO", "picture two"], [], None, ["picture one"]]
-    found = tokenize_captions(with_negatives(rows, given), tokenizer, 16)
-    expected = encode_captions(tokenizer, ["picture two", "picture one"], None, 16)
-    assert list(found[NEGATIVE_IDS]) == [[expected[0]], [], [], [expected[1]]]
-    for name in ("input_ids", "image_key", "caption_keys"):
-        assert list(found[name]) == list(plain[name])
-    assert NEGATIVE_IDS not in plain.column_names
-    none = tokenize_captions(with_negatives(rows, [[]] * 4), tokenizer, 16)
-    assert list(none[NEGATIVE_IDS]) == [[]] * 4
-
-
-def test_negatives_that_are_no_lists_are_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"the column negatives holds Value\('string'\); it should have.*a list"):
-        tokenize_captions(with_negatives(rows_of(2), ["a", "b"], Value("string")), tokenizer, 16)
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):

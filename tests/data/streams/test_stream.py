@@ -19,11 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from mm_utils import distributed
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import caption_key, image_key, tokenize_captions
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.loader import StreamBatches, StreamSteps, merge_parts, train_stream
+from mm_utils.data.streams.loader import StreamBatches, StreamSteps, merge_parts
 from mm_utils.data.streams.order import Reader
 from mm_utils.data.streams.stream import Stream, StreamingArguments, open_stream
 from mm_utils.data.training_data import load_validation_file
@@ -441,13 +440,6 @@ def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(given: dict[str
 def test_flags_are_checked(given: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StreamingArguments(True, **given)
-
-
-def test_a_stream_has_no_regions() -> None:
-    arguments = LoaderArguments(16, dataloader_num_workers="0")
-    loaders = Loaders(arguments, torch.device("cpu"), 0, media.Image(IMAGE_SIZE), regions=True)
-    with pytest.raises(ValueError, match="--streaming reads none"):
-        train_stream(loaders, None, None, 0, 1)  # type: ignore[arg-type]
 
 
 def test_flags_that_need_all_rows_are_refused() -> None:

@@ -17,12 +17,12 @@ from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize_captions
 from mm_utils.data.media.of_processor import read_by
 from mm_utils.data.training_data import TrainingData
+from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.extras.frozen.feature_cache import FeatureCacheArguments, Source, cache_features
 from mm_utils.extras.frozen.teacher import cache_teacher
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
-from mm_utils.objectives.contrastive import Distillation
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer, rows_of
 from tests.extras.several_media.small_media import split_of

@@ -20,14 +20,13 @@ from mm_utils.extras.grounding.moments import (
     Found,
     MomentEvaluator,
     fit_span,
-    grounding_evaluator,
     moment_metrics,
     overlaps,
-    report_grounding,
 )
 from mm_utils.extras.grounding.pointing import PointingEvaluator
+from mm_utils.extras.grounding.regions import RegionReader
+from mm_utils.extras.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives import ObjectiveArguments
-from mm_utils.objectives.contrastive import MomentCovering, RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
 from tests.extras.grounding.test_pointing import IMAGES, GridModel, batches, measured, whole_batch
 from tests.kit.ranks import run_on_ranks
@@ -178,10 +177,9 @@ def test_without_moments_there_are_no_metrics() -> None:
 
 
 def test_the_medium_decides_what_is_measured() -> None:
-    assert isinstance(grounding_evaluator(True, "image"), PointingEvaluator)
-    for medium in ("clip", "sound"):
-        assert isinstance(grounding_evaluator(True, medium), MomentEvaluator)
-        assert grounding_evaluator(False, medium) is None
+    for term in (RegionPointing(), MomentCovering()):
+        assert isinstance(term.evaluator("image"), PointingEvaluator)
+        assert all(isinstance(term.evaluator(medium), MomentEvaluator) for medium in ("clip", "sound"))
 
 
 # -- the loss -----------------------------------------------------------------------------------------------------------
@@ -212,12 +210,8 @@ def test_the_loss_is_half_pointing_and_half_covering() -> None:
 
 @pytest.mark.parametrize("term", ["moments", "regions", f"{__name__}.OwnTerm"])
 def test_terms_say_that_they_read_moments(term: str) -> None:
-    arguments = ObjectiveArguments(f"contrastive:0.5,{term}:0.5")
-    assert arguments.reads_regions
-    name = term.rpartition(".")[2]
-    with pytest.raises(ValueError, match=rf"--objectives asks for .*{name}, and --streaming reads no regions"):
-        arguments.check(True, False, 0.0)
-    assert not ObjectiveArguments("contrastive:1,captioning:1").reads_regions
+    assert ObjectiveArguments(f"contrastive:0.5,{term}:0.5").readers == [RegionReader()]
+    assert not ObjectiveArguments("contrastive:1,captioning:1").readers
 
 
 # -- the picture --------------------------------------------------------------------------------------------------------
@@ -230,16 +224,16 @@ def test_the_main_process_draws_examples(tmp_path: Path) -> None:
         {"image": seconds, "moments": [{"span": [0.5, 1.0], "phrase": phrase} for phrase in phrases]}
         for seconds in (2.0, 4.0)
     ]
-    timed: Any = SimpleNamespace(read=lambda seconds, rng: (None, (seconds, 1.0), Window(0, 0, 4 / seconds, 1)))
+    timed: Any = SimpleNamespace(read=lambda seconds, rng=None: (None, (seconds, 1.0), Window(0, 0, 4 / seconds, 1)))
     evaluator = MomentEvaluator()
     evaluator.examples = [
         Found(row, caption_key(phrase), [0.125, 0.25], [0.0, 0.25], torch.rand(8))
         for row in (0, 1)
         for phrase in phrases
     ]
-    report_grounding(ACCELERATOR, evaluator, rows, timed, tmp_path)
-    report_grounding(MAIN_PROCESS, MomentEvaluator(), rows, timed, tmp_path)
-    report_grounding(MAIN_PROCESS, None, rows, None, tmp_path)
+    loaders: Any = SimpleNamespace(medium=timed)
+    evaluator.report(ACCELERATOR, rows, loaders, tmp_path)
+    MomentEvaluator().report(MAIN_PROCESS, rows, loaders, tmp_path)
     assert not (tmp_path / "moments.png").exists()
-    report_grounding(MAIN_PROCESS, evaluator, rows, timed, tmp_path)
+    evaluator.report(MAIN_PROCESS, rows, loaders, tmp_path)
     assert Image.open(tmp_path / "moments.png").width > 900

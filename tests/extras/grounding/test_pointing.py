@@ -1,6 +1,7 @@
 """Pointing and choice against loops, on any number of processes; the picture, and the loss of regions."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,17 +12,16 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.scenes import load_scenes
-from mm_utils.extras.grounding.moments import with_grounding
+from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.extras.grounding.pointing import (
     Pointed,
     PointingEvaluator,
     chosen,
     hits,
-    report_pointing,
 )
 from mm_utils.extras.grounding.regions import Regions
+from mm_utils.extras.grounding.terms import RegionPointing
 from mm_utils.objectives import ObjectiveArguments
-from mm_utils.objectives.contrastive import RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
 from tests.truthful_model import ACCELERATOR, MAIN_PROCESS
 
@@ -155,15 +155,15 @@ def test_the_loss_is_the_probability_of_pointing_outside() -> None:
     assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
 
 
-@pytest.mark.parametrize(
-    ("at", "flag"), [(0, "--streaming reads"), (1, "--cache_features keeps"), (2, "--patch_dropout leaves")]
-)
-def test_settings_without_regions_are_refused(at: int, flag: str) -> None:
-    given = [(at == 0), (at == 1), 0.5 * (at == 2)]
-    with pytest.raises(ValueError, match=f"--objectives asks for regions, and {flag} no .*Drop one"):
-        ObjectiveArguments("contrastive:1,regions:0.5").check(*given)  # type: ignore[arg-type]
-    ObjectiveArguments("contrastive:1").check(*given)  # type: ignore[arg-type]
-    ObjectiveArguments("contrastive:1,regions:1").check(False, False, 0.0)
+@pytest.mark.parametrize("reason", ["streaming reads", "cache_features keeps", "patch_dropout leaves"])
+@pytest.mark.parametrize("term", ["regions", "moments"])
+def test_settings_without_regions_are_refused(reason: str, term: str) -> None:
+    nothing = {"streaming": False, "cache_features": False, "patch_dropout": 0.0}
+    given = nothing | {reason.split()[0]: 0.5}
+    with pytest.raises(ValueError, match=f"--objectives has {term}, and --{reason} .*Drop one"):
+        ObjectiveArguments(f"contrastive:1,{term}:0.5").check(given)
+    ObjectiveArguments("contrastive:1,matching:1").check(given)
+    ObjectiveArguments(f"contrastive:1,{term}:1").check(nothing)
 
 
 def test_ties_and_nan_count_against_the_model() -> None:
@@ -184,10 +184,8 @@ def test_without_regions_there_are_no_metrics() -> None:
 
 def test_pointing_is_measured_with_retrieval() -> None:
     pointing: Any = lambda *_: {"pointing_accuracy": 1.0}  # noqa: E731
-    measure = with_grounding(lambda *_: {"recall": 0.5}, pointing)
+    measure = in_turn(lambda *_: {"recall": 0.5}, pointing)
     assert measure(GridModel(), [], ACCELERATOR) == {"recall": 0.5, "pointing_accuracy": 1.0}  # type: ignore[arg-type]
-    alone: Any = lambda *_: {"recall": 0.5}  # noqa: E731
-    assert with_grounding(alone, None) is alone
 
 
 def test_the_main_process_draws_examples(tmp_path: Path) -> None:
@@ -198,12 +196,11 @@ def test_the_main_process_draws_examples(tmp_path: Path) -> None:
             x, y, width, height = (side / 64 for side in region["box"])
             box, key = [x, y, x + width, y + height], caption_key(region["phrase"])
             examples.append(Pointed(row, key, box, row % 2 == 0, torch.rand(4, 4)))
-    pointing = PointingEvaluator()
-    for nothing in (None, pointing):
-        report_pointing(MAIN_PROCESS, nothing, rows, tmp_path)
+    pointing, loaders = PointingEvaluator(), SimpleNamespace()
+    pointing.report(MAIN_PROCESS, rows, loaders, tmp_path)  # type: ignore[arg-type]
     assert not (tmp_path / "regions.png").exists()
     pointing.examples = examples
-    report_pointing(ACCELERATOR, pointing, rows, tmp_path)
+    pointing.report(ACCELERATOR, rows, loaders, tmp_path)  # type: ignore[arg-type]
     assert not (tmp_path / "regions.png").exists()  # that is another process's to write
-    report_pointing(MAIN_PROCESS, pointing, rows, tmp_path)
+    pointing.report(MAIN_PROCESS, rows, loaders, tmp_path)  # type: ignore[arg-type]
     assert Image.open(tmp_path / "regions.png").width > 900

@@ -28,7 +28,6 @@ from tests.kit.training_runs import (
     scenes_on_this_rank,
     train,
     weights_of,
-    without_negatives,
 )
 
 
@@ -78,7 +77,7 @@ def on_this_rank(root: Path, cases: Sequence[Case], model_args: ModelArguments) 
         )  # fmt: skip
         start = root / case.goes_on / f"checkpoint-{STOP}" if case.goes_on else None
         loaders = make_loaders(NO_WORKERS, accelerator.device, processor)  # whose division a placement may change
-        trainer, seen = train(model_args, case.objective, args, start, processor, without_negatives(rows), loaders)
+        trainer, seen = train(model_args, case.objective, args, start, processor, rows, loaders)
         placed = trainer.captured.objective
         found.append((placed.split.mine if isinstance(placed, ApartObjective) else "both", seen))
     return found

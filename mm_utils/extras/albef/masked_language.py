@@ -1,15 +1,16 @@
-"""Language losses of the fusion head: masked and next tokens, from text and image."""
+"""Masked language modelling: masked tokens, from the text and its image."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, target_mask
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import pair_keys, uniform_noise
+from mm_utils.objectives.captioning import token_cross_entropy
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
@@ -55,6 +56,12 @@ class MaskedLanguageModelling(RowTerm):
         self.is_special[tokenizer.all_special_ids] = True
         self.continues = continuations(tokenizer) if whole_words else None
 
+    @classmethod
+    def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "MaskedLanguageModelling":
+        """Return the term, with the share of tokens of `--mlm_probability`."""
+        assert tokenizer is not None
+        return cls(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
+
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add a head that predicts tokens."""
         model.add_token_head()
@@ -98,61 +105,6 @@ class MaskedLanguageModelling(RowTerm):
         return token_cross_entropy(logits, labels[is_target])
 
 
-class Captioning(RowTerm):
-    """Cross-entropy of next tokens, from those before and the image (CoCa, arXiv 2205.01917).
-
-    The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both directions,
-    is left out. All captions of an image are targets (up to `mm_utils.data.batches.dataset.MOST_CAPTIONS`), each of which costs
-    one pair of the fusion head. `FusionDualEncoderModel.caption` then writes captions.
-    """
-
-    name = "captioning"
-    heads = ("token_head", "caption_adapter")
-    pairs_per_image = 1
-
-    def prepare(self, model: FusionDualEncoderModel) -> None:
-        """Add a head that predicts tokens, and an adapter for word embeddings."""
-        model.add_token_head(captions=True)
-
-    def plan(
-        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
-    ) -> RowPlan:
-        """Count the tokens of all ranks."""
-        targets = _all_captions(batch)[1][..., 1:].sum()
-        return RowPlan(distributed.sum_over_ranks(targets).clamp(min=1))
-
-    def part(
-        self,
-        model: FusionDualEncoderModel,
-        encoded: EncodedBatch,
-        batch: Batch,
-        plan: RowPlan,
-        shared: GlobalBatch,
-        start_row: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Predict all tokens but the first of the captions of this part's images."""
-        input_ids, mask = _all_captions(batch)
-        image, caption = mask.any(2).nonzero().unbind(1)
-        if len(image):
-            input_ids, mask = input_ids[image, caption], mask[image, caption]
-            longest = int(mask.sum(1).max())
-            input_ids, mask = input_ids[:, :longest], mask[:, :longest]
-        else:  # a rank without images has those of a blank pair
-            image, input_ids, mask = image.new_zeros(1), input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
-        is_target, before = target_mask(mask)
-        # index_select, because the backward of indexing adds in no fixed order on CPUs
-        keys_values = tuple(layer.index_select(1, image) for layer in encoded.keys_values)
-        logits = model.caption_logits(keys_values, input_ids, mask, before)
-        return token_cross_entropy(logits, input_ids[is_target])
-
-
-def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return ids and mask of all captions, `[n, k, L]`; of the shown ones if alone."""
-    name = "all_" if "all_input_ids" in batch else ""
-    input_ids, mask = (batch[name + column] for column in ("input_ids", "attention_mask"))
-    return (input_ids, mask) if name else (input_ids[:, None], mask[:, None])
-
-
 def continuations(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Return the tokens that continue a word, bool `[V]`.
 
@@ -168,8 +120,3 @@ def continuations(tokenizer: PreTrainedTokenizerBase) -> Tensor:
         marked = any(token.startswith(marks) for token in tokens)
         found = [marked and not token.startswith(marks) and token not in special for token in tokens]
     return torch.tensor(found)
-
-
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross-entropies, and the number of correct tokens."""
-    return F.cross_entropy(logits.float(), labels, reduction="sum"), (logits.argmax(-1) == labels).sum()

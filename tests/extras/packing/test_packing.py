@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModel
 
 from benchmarks.host_reads import HostReads
 from mm_utils.distributed import RunError
+from mm_utils.extras.packing import packing as packing_module
+from mm_utils.extras.packing.packing import PackedTower, encode_packed, pack_captions
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from mm_utils.objectives import packing as packing_module
-from mm_utils.objectives.packing import PackedTower, encode_packed, knows_padding, pack_captions, packs
-from mm_utils.objectives.padding import PASS_TOKENS, computed_tokens, encode_in_groups
+from mm_utils.objectives.padding import ENCODERS, PASS_TOKENS, computed_tokens, encode_in_groups, knows_padding
 from tests.kit.objectives import global_batch, tiny_objective
 
 WIDTHS = {
@@ -120,7 +120,7 @@ def test_packed_equals_padded(kind: str, pooling: str, order: int) -> None:
     ids, mask = captions(model.text_model.config.pad_token_id or 0, lengths)
     right = encoded(model, ids, mask, None)
     assert pack_captions(model)
-    assert packs(model)
+    assert model.text_model in ENCODERS
     found = encoded(model, ids, mask, lengths)
     assert len(found) == len(right)
     for value, expected in zip(found, right, strict=True):
@@ -134,7 +134,7 @@ def test_other_towers_stay_as_they_are(kind: str) -> None:
     model = make_model(kind)
     before = model.text_model.config._attn_implementation
     assert not pack_captions(model)
-    assert not packs(model)
+    assert model.text_model not in ENCODERS
     assert model.text_model.config._attn_implementation == before
     ids, mask = captions(model.text_model.config.pad_token_id or 0)
     for value, right in zip(encoded(model, ids, mask, LENGTHS), encoded(model, ids, mask, None), strict=True):
@@ -167,12 +167,12 @@ def test_the_flag_packs_or_says_why_not(caplog: pytest.LogCaptureFixture) -> Non
     args = ObjectiveArguments("contrastive:1", pack_captions=True)
     model = make_model("bert", fusion_layers=0)
     build_objective(model, args, 0)
-    assert packs(model)
+    assert model.text_model in ENCODERS
     assert computed_tokens(model, LENGTHS, "cuda") == sum(LENGTHS)
     other = make_model("mpnet", fusion_layers=0)
     with caplog.at_level(logging.WARNING):
         build_objective(other, args, 0)
-    assert not packs(other)
+    assert other.text_model not in ENCODERS
     assert computed_tokens(other, LENGTHS, "cuda") == 11 * 6
     assert "--pack_captions is true; a MPNetModel cannot be packed" in caplog.text
 
@@ -192,7 +192,7 @@ def test_dropout_of_attention_is_refused() -> None:
     assert pack_captions(model)
     model.text_model.encoder.layer[0].attention.self.dropout.p = 0.1
     with pytest.raises(RunError, match="Set --backbone_dropout off"):
-        encode_packed(model, *captions(0), sum(LENGTHS))
+        encode_packed(0, model, *captions(0), LENGTHS)
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])

@@ -11,32 +11,28 @@ Shape letters: n texts, L tokens of the longest, T tokens of all, C channels.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from mm_utils.distributed import RunError
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.padding import ENCODERS, masked
 
 _NAME = "packed_sdpa"
 _PROBED = (6, 3)  # lengths of the captions that are tried
-_has_padding: ContextVar[bool | None] = ContextVar("has_padding", default=None)
-_first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of the towers that pack, 0 or RoBERTa's
 
 
 def pack_captions(model: FusionDualEncoderModel) -> bool:
-    """Let `encode_packed` pack captions from now on; False if the text tower cannot.
+    """Encode captions packed from now on; return False if the text tower cannot.
 
     Raises:
         ValueError: if torch has no attention of variable length that takes a scale and a window.
@@ -60,25 +56,25 @@ def pack_captions(model: FusionDualEncoderModel) -> bool:
     tower.eval()
     for first in (0, _pad(tower) + 1):
         if _same(tower, PackedTower(tower, first, sum(_PROBED)), ids, mask):
-            _first_positions[tower] = first
+            ENCODERS[tower] = partial(encode_packed, first)
             break
     else:
         for key, config in configs.items():
             config._attn_implementation = given[key]
     tower.train(was_training)
-    return tower in _first_positions
-
-
-def packs(model: FusionDualEncoderModel) -> bool:
-    """Return whether `pack_captions` was called, and the text tower can."""
-    return model.text_model in _first_positions
+    return tower in ENCODERS
 
 
 def encode_packed(
-    model: FusionDualEncoderModel, input_ids: Tensor, attention_mask: Tensor, tokens: int, with_states: bool = True
+    first: int,
+    model: FusionDualEncoderModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    with_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `model.encode_text` does, of texts `[n, L]` with so many tokens in all."""
-    packed = PackedTower(model.text_model, _first_positions[model.text_model], tokens)
+    """Return what `model.encode_text` does, of texts `[n, L]`; `first` is as of `PackedTower`."""
+    packed = PackedTower(model.text_model, first, sum(lengths))
     stand_in = copy.copy(model)
     stand_in._modules = {**model._modules, "text_model": packed}
     return stand_in.encode_text(input_ids, attention_mask, with_states)
@@ -206,26 +202,5 @@ def _same(tower: Any, packed: PackedTower, ids: Tensor, mask: Tensor) -> bool:
     return all(one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs)
 
 
-@contextmanager
-def knows_padding(has_padding: bool) -> Iterator[None]:
-    """Tell the towers within whether any text is padded, which transformers asks the device."""
-    token = _has_padding.set(bool(has_padding))
-    try:
-        yield
-    finally:
-        _has_padding.reset(token)
-
-
-def _mask(make: Callable[..., Any], *given: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
-    """Return the mask, or None, that transformers' `make` would."""
-    padded = _has_padding.get() if attention_mask is not None and not torch.compiler.is_compiling() else None
-    if padded is not None:
-        # Causal and bidirectional masks are left out where no token is padding, and never where one is.
-        named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if padded else {}
-        attention_mask = attention_mask if padded else None
-    return make(*given, attention_mask=attention_mask, **named)
-
-
 AttentionInterface.register(_NAME, attend)
-for _name, _make in (("sdpa", sdpa_mask), ("eager", eager_mask), (_NAME, sdpa_mask)):
-    AttentionMaskInterface.register(_name, partial(_mask, _make))
+AttentionMaskInterface.register(_NAME, partial(masked, sdpa_mask))

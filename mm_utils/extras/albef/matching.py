@@ -4,19 +4,21 @@ Shape letters: P pairs, n this rank's rows, N the global batch, T rows and C col
 """
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.copies import HostCopy, to_device
+from mm_utils.extras.albef.negatives import Negatives
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
-from mm_utils.objectives.packing import knows_padding
+from mm_utils.objectives.padding import knows_padding
 from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm
 
 MATCH_PRIOR_ENTROPY = 0.6365  # one positive to two negatives: a matching loss that stays here has learnt nothing
@@ -87,10 +89,16 @@ class Matching(RowTerm):
     name = "matching"
     heads = ("fusion.match", "fusion.bridges", "fusion.cls_token")
     pairs_per_image = 3
+    readers = (Negatives(),)
 
     def __init__(self, seed: int = 0, hard: bool = True):
         super().__init__(seed)
         self.hard = hard
+
+    @classmethod
+    def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "Matching":
+        """Return the term, with negatives as `--hard_negatives` says."""
+        return cls(seed, args.hard_negatives)
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int

@@ -21,7 +21,7 @@ from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingTransform, Transform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions
+from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
 from mm_utils.data.media import FEATURES as MEDIA
 from mm_utils.data.media.augment import Window
@@ -29,9 +29,8 @@ from mm_utils.data.scenes import load_scenes
 from mm_utils.extras.grounding.regions import (
     MAX_REGIONS,
     SLACK,
+    RegionReader,
     boxes_in,
-    has_regions,
-    tokenize_regions,
     visible_regions,
 )
 from tests.data.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal, evaluation_pairs, training_pairs
@@ -40,6 +39,7 @@ disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 REGIONS = Features({**FEATURES, "regions": [{"box": [Value("float32")], "phrase": Value("string")}]})
+READERS = (RegionReader(),)
 FIELDS = {"region_boxes", "region_input_ids", "region_attention_mask", "region_keys"}
 
 
@@ -58,7 +58,7 @@ def rows_with(regions: list[Any], images: list[bytes] | None = None) -> Dataset:
 
 
 def tokenized(rows: Dataset, tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    return tokenize_regions(DatasetDict(train=tokenize_captions(rows, tokenizer, 16)), tokenizer, 16)["train"]
+    return tokenize_splits(DatasetDict(train=rows), tokenizer, 16, readers=READERS)["train"]
 
 
 # -- geometry -----------------------------------------------------------------------------------------------------------
@@ -121,10 +121,10 @@ def whites(pixels: Tensor) -> list[float]:
 @pytest.mark.parametrize(
     "transform",
     [
-        TrainingTransform(media.Image(48, min_crop_area=0.3), True),
-        TrainingTransform(media.Image(48), True),
-        TrainingTransform(media.Image(48, min_crop_area=0.3, fixed_crop=True), True),
-        EvaluationTransform(media.Image(48), True),
+        TrainingTransform(media.Image(48, min_crop_area=0.3), READERS),
+        TrainingTransform(media.Image(48), READERS),
+        TrainingTransform(media.Image(48, min_crop_area=0.3, fixed_crop=True), READERS),
+        EvaluationTransform(media.Image(48), READERS),
     ],
     ids=["random", "whole", "fixed", "evaluation"],
 )
@@ -156,7 +156,7 @@ def test_boxes_are_where_the_pixels_are(
 def test_regions_change_nothing_else(make: Callable[..., Pairs], tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(load_scenes(64, 30, 1)["train"], tokenizer, 16)
     plain = make(rows)
-    with_regions = make(tokenize_regions(DatasetDict(train=rows), tokenizer, 16)["train"], regions=True)
+    with_regions = make(RegionReader().prepare(rows, "train", tokenizer, 16), readers=READERS)
     for row in range(30):
         one, other = plain[(row, 3)], with_regions[(row, 3)]
         assert set(other) - set(one) == {"region_boxes", "region_input_ids", "region_keys"}
@@ -166,7 +166,7 @@ def test_regions_change_nothing_else(make: Callable[..., Pairs], tokenizer: PreT
 def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     listed = [a_region(2 * place, 1, 3, 5, f"picture {word}") for place, word in enumerate(WORDS)]
     rows = tokenized(rows_with([listed]), tokenizer)
-    pairs, again = (training_pairs(rows, regions=True, min_crop_area=0.99, seed=1) for _ in range(2))
+    pairs, again = (training_pairs(rows, readers=READERS, min_crop_area=0.99, seed=1) for _ in range(2))
     everything = [caption_key(region["phrase"]) for region in listed]
     chosen = [pairs[(0, epoch)]["region_keys"] for epoch in range(20)]
     assert chosen == [again[(0, epoch)]["region_keys"] for epoch in range(20)]
@@ -174,7 +174,7 @@ def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast)
     for keys in chosen:
         assert len(keys) == len(set(keys)) <= MAX_REGIONS
         assert keys == [key for key in everything if key in keys]
-    evaluated = evaluation_pairs(rows, regions=True)[(0, 0)]
+    evaluated = evaluation_pairs(rows, readers=READERS)[(0, 0)]
     assert len(evaluated["region_keys"]) > MAX_REGIONS
 
 
@@ -196,9 +196,6 @@ def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
     phrases = [region["phrase"] for region in listed[0] or []]
     assert found["region_input_ids"][1] == encode_captions(tokenizer, phrases, None, 16)
     assert found["region_keys"][1] == [caption_key("picture two")] * 2
-    assert has_regions(found)
-    assert not has_regions(found.select([2, 3]))
-    assert not has_regions(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mm_utils.extras.grounding.regions.encode_captions", lambda *_: pytest.fail("tokenised again"))
         assert tokenized(rows, tokenizer)._fingerprint == found._fingerprint
@@ -301,13 +298,8 @@ def test_moments_follow_into_the_window(seconds: float, at: float, share: float,
 
 def loaders_with_regions() -> Loaders:
     arguments = LoaderArguments(16, dataloader_num_workers="0")
-    return Loaders(
-        arguments,
-        CPU,
-        0,
-        media.Image(SIZE, (0.0,) * 3, (1.0,) * 3, arguments.min_crop_area, arguments.fixed_crop),
-        regions=True,
-    )
+    image = media.Image(SIZE, (0.0,) * 3, (1.0,) * 3, arguments.min_crop_area, arguments.fixed_crop)
+    return Loaders(arguments, CPU, 0, image, READERS)
 
 
 def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -333,9 +325,9 @@ def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenize
 
 def test_batches_without_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenized(rows_with([[a_region(0, 0, 1, 1)], []]), tokenizer)  # the first one lies outside the centre
-    pairs = evaluation_pairs(rows, regions=True)
+    pairs = evaluation_pairs(rows, readers=READERS)
     for examples, kept in (([pairs[(0, 0)], pairs[(1, 0)]], 2), ([{"skipped": "why"}], 0)):
-        batch = Collator(0, media.Image(SIZE), regions=True)(examples)
+        batch = Collator(0, media.Image(SIZE), readers=READERS)(examples)
         assert {name: tuple(batch[name].shape) for name in FIELDS} == {
             "region_boxes": (kept, 1, 4), "region_input_ids": (kept, 1, 1), "region_attention_mask": (kept, 1, 1),
             "region_keys": (kept, 1),

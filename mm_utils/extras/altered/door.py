@@ -1,0 +1,3 @@
+"""What altered captions add to the core, see `mm_utils.doors`."""
+
+TERMS = {"altered": "mm_utils.extras.altered.term.Altered"}

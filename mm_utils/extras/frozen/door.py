@@ -1,0 +1,3 @@
+"""What frozen towers add to the core, see `mm_utils.doors`."""
+
+TERMS = {"distillation": "mm_utils.extras.frozen.distillation.Distillation"}

@@ -4,13 +4,13 @@ import html
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 # Quantifiers before something else are bounded: the text may come from a data file, and the search stays linear in it.
 _SECRET_NAME = (
     r"[\w-]{0,100}?(?:(?<![a-z])(?:token|secret|password|passwd|passphrase|signature|credential|"
-    r"(?:api|access|account|private|shared[_-]?access)[_-]?key)(?![a-z])[\w-]{0,100}"
+    r"(?:api|access|account|private|shared[ _-]?access)[ _-]?key)(?![a-z])[\w-]{0,100}"
     r"|[_-](?:key|pat|pw|pwd|pass)(?![\w-]))"
 )
 _VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|\S)+"""
@@ -29,6 +29,16 @@ _REDACTIONS = [
         (rf"""(?<![\w-])(["']?{_SECRET_NAME}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}}){_VALUE}""", r"\1***"),
         (r"([?&](?:sig|key)=)[^&\s]+", r"\1***"),
         (r"(bearer\s{1,9})\S+", r"\1***"),
+        (r"(cookie:[ \t]{0,9})\S.*$", r"\1***"),
+        # CF_API_TOKEN VALUE, and a line of .netrc
+        (
+            r"(?<![\w-])((?-i:[A-Z][A-Z0-9]{0,40}(?:_[A-Z0-9]{1,40}){0,9}_(?:TOKEN|SECRET|PASSWORD|KEY)) )[\w./+=-]{12,}",
+            r"\1***",
+        ),
+        (r"(login\s{1,9}\S{1,200}\s{1,9}password\s{1,9})\S+", r"\1***"),
+        (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:(?!-----)[\s\S])*(?:-----END [A-Z ]{0,40}-----)?", "***"),
+        # mysql://user:p@ss/word@host, but not host:port/path
+        (r"([a-z][a-z0-9+]{1,20}://)[^\s/:@]{1,64}:(?!\d{1,5}(?:/|\s|$))\S{1,300}@(?=[a-z0-9])", r"\1***@"),
         # https://user:password@host, and https:/user:password@host, which pathlib makes of it
         (r"(:/{1,2})[^\s/]*@", r"\1***@"),
         # user:password@host without a scheme
@@ -38,6 +48,13 @@ _REDACTIONS = [
         (r"(?<![a-z0-9])(?:gh[pousr]_[a-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,})", "***"),
         (r"(?<![a-z0-9])(?:sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{10,}|xox[a-z]-[\w-]{8,})", "***"),
         (r"(?<![a-z0-9])(?-i:(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,})", "***"),
+        # tokens of Google's OAuth, organisations of the Hub, npm, PyPI, Docker, SendGrid, webhooks of Slack and Discord
+        (
+            r"(?<![a-z0-9])(?:ya29\.[\w-]{10,}|api_org_\w{16,}|npm_\w{20,}|pypi-[\w-]{16,}|dckr_[a-z]{2,4}_[\w-]{16,})",
+            "***",
+        ),
+        (r"(?<![a-z0-9])(?-i:SG\.)[\w-]{10,}\.[\w-]{10,}", "***"),
+        (r"((?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s\"'<>]+", r"\1***"),
         # a JSON Web Token
         (r"(?<![\w-])(?-i:eyJ)[\w-]{8,}\.[\w.-]+", "***"),
     )
@@ -45,12 +62,14 @@ _REDACTIONS = [
 # Every secret that a redaction finds has one of these beside it; most messages have none, and cost one search.
 _SUSPICIOUS = re.compile(
     "token|secret|pass|key|signature|credential|sig=|bearer|authorization|@|hf_|[_-]p(?:at|wd?)|gh[pousr]_|glpat|sk[-_]|rk_|xox|"
-    "a[ks]ia|aiza|eyj",
+    "a[ks]ia|aiza|eyj|cookie|ya29|api_org|npm_|pypi-|dckr_|sg\\.|hooks\\.slack|webhooks",
     re.IGNORECASE,
 )
 _SECRET_VARIABLE = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY)$|_(?:KEY|PAT|PW|PWD|PASS)$", re.IGNORECASE
 )
+# The folders of an absolute path, at least one; not what follows in an address, such as https://host/a/b.
+_ABSOLUTE = re.compile(r"(?<![\w:/.~…*-])(?:file://)?/(?:[^\s/:;,\"'`<>|()\[\]{}]{1,255}/)+(?=[^\s/\"'`])")
 _LONGEST_LINE = 4000  # characters of a logged line, whatever a message quotes
 # Characters that move the cursor, change the direction of writing or cannot be encoded; not line feed and tab.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -73,20 +92,38 @@ def redact(text: str) -> str:
     return text
 
 
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Redact every text in a mapping, and hide each value whose name says that it is a secret."""
+def without_secrets(values: Mapping[str, Any], clean: Callable[[str], str] = redact) -> dict[str, Any]:
+    """Clean every text in a mapping, nested ones too, and hide each value whose name says that it is a secret."""
     return {
-        name: "***" if value is not None and redact(f"{name}=x") != f"{name}=x" else _redact_inside(value)
+        name: "***" if _is_value(value) and redact(f"{name}=x") != f"{name}=x" else _clean_inside(value, clean)
         for name, value in values.items()
     }
 
 
-def _redact_inside(value: Any) -> Any:
+def _is_value(value: Any) -> bool:
+    return value is not None and not isinstance(value, (int, float, Mapping))
+
+
+def _clean_inside(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return redact(value)
+        return clean(value)
+    if isinstance(value, Mapping):
+        return without_secrets(value, clean)
     if isinstance(value, (list, tuple)):
-        return type(value)(_redact_inside(each) for each in value)
+        return type(value)(_clean_inside(each, clean) for each in value)
     return value
+
+
+def publishable(text: str) -> str:
+    """Redact a text, and name files of this machine without the folders that they are in.
+
+    Paths in the current folder become relative to it. Lone surrogates, such as bytes of old file names, are escaped.
+    """
+    text = redact(text.encode("utf-8", "backslashreplace").decode())
+    for known, shown in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
+        if known.count("/") > 1 or known == "/root":
+            text = text.replace(f"{known}/", shown)
+    return _ABSOLUTE.sub("…/", text)
 
 
 def printable(text: str) -> str:
@@ -95,7 +132,12 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """Cut a name from a data file to at most `limit` characters, for a message."""
+    """Cut a name that a data file gives to at most `limit` characters, for a message.
+
+    Secrets are redacted before: of half a secret none would be recognised.
+    """
+    if len(text) > limit:
+        text = redact(text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 

@@ -3,11 +3,12 @@
 import csv
 import io
 import logging
+import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_utils.arguments import arg, parse_args
+from mm_utils.data.faults import Fault, excerpt
 from mm_utils.reports.model_card import CardInfo, write_model_card
 from mm_utils.run.finish import report_predictions
 from mm_utils.run.start import run_script, set_up_logging
-from mm_utils.text import markdown_table, markdown_text, no_formula, one_line, redact, shortened, without_secrets
+from mm_utils.text import (
+    markdown_table,
+    markdown_text,
+    no_formula,
+    one_line,
+    publishable,
+    redact,
+    shortened,
+    without_secrets,
+)
 from scripts import pretrain
 from tests.conftest import write_corpus
 from tests.hub_server import HubServer
@@ -221,6 +232,41 @@ def test_arguments_are_published_without_secrets() -> None:
     assert without_secrets(given) == shown
 
 
+SECRET = "https://usr:PassW0rdCanary@host.example/x"
+DOORS: dict[str, Callable[[str], str]] = {
+    "a fault": lambda text: Fault("image_missing", text).detail,
+    "an excerpt": excerpt,
+    "a shortened name": shortened,
+    "an error": lambda text: one_line(ValueError(text)),
+    "a cell": markdown_text,
+    "what is published": publishable,
+    "arguments": lambda text: str(without_secrets({"a": {"b": [text]}}, publishable)),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_secret_is_hidden_before_its_text_is_cut(door: str) -> None:
+    """Wherever a cut falls, inside of the secret too."""
+    for before in (*range(0, 320, 3), *range(950, 1010, 3)):
+        assert "PassW" not in DOORS[door]("x" * before + " " + SECRET + " and more" * 200)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("{cwd}/data/pairs.jsonl is read", "data/pairs.jsonl is read"),
+        ("--train_file /mnt/disk of Jane/x", "--train_file …/disk of Jane/x"),
+        ("'/mnt/jane/a.csv', /srv/b/c", "'…/a.csv', …/c"),
+        ("file:///mnt/jane/a.csv", "…/a.csv"),
+        ("~/a/b, a/b/c, ./a/b and 1/2 of the rows/s", "~/a/b, a/b/c, ./a/b and 1/2 of the rows/s"),
+        ("https://example.org/a/b?c=/d/e", "https://example.org/a/b?c=…/e"),
+        (os.path.expanduser("~/jane/a.csv"), "~/jane/a.csv"),
+    ],
+)
+def test_what_is_published_names_no_folder_of_this_machine(text: str, shown: str) -> None:
+    assert publishable(text.replace("{cwd}", os.getcwd())) == shown
+
+
 def test_redact_is_cheap() -> None:
     text = "Step 100 was skipped: loss nan; its images are in outputs/pretrain-1/nonfinite_steps.jsonl " * 3
     began = time.perf_counter()
@@ -263,6 +309,14 @@ def test_redact_is_cheap() -> None:
         '{"Authorization": "Basic SECRET"}',
         "rsync me:SECRET@example.org/data.tar .",
         "postgres is me:SECRET@localhost",
+        "CF_API_TOKEN SECRETandmore",
+        "mysql://root:p@ss/SECRET@host/db",
+        "machine h login u password SECRET",
+        "api key = SECRET",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nSECRET\n-----END RSA PRIVATE KEY-----",
+        "Cookie: session=SECRET; other=SECRET",
+        "https://hooks.slack.com/services/T0/B0/SECRET",
+        "https://discord.com/api/webhooks/1/SECRET",
     ],
 )
 def test_redact_removes_secrets_in_any_notation(text: str) -> None:
@@ -284,6 +338,12 @@ def test_redact_removes_secrets_in_any_notation(text: str) -> None:
         "sk_live_abcDEF1234567890",
         "AKIAIOSFODNN7EXAMPLE",
         "xoxb-123456789012-abcdefABCDEF",
+        "ya29.a0AfH6SMBsecretsecretsecret",
+        "api_org_abcdefghijklmnopqrstuvwxyzABCDEFGH",
+        "npm_abcdefghijklmnopqrstuvwxyz0123456789",
+        "pypi-AgEIcHlwaS5vcmcsecretsecretsecret",
+        "dckr_pat_abcdefghijklmnopqrstuvwxyz",
+        "SG.abcdefghijklmnop.qrstuvwxyzsecretsecret",
         "AIzaSyA-1234567890abcdefghijklmnopqrstu",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9P",
     ],
@@ -296,7 +356,25 @@ def test_redact_knows_the_tokens_of_common_services(secret: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["token-", "'token=", "a_key ", "--password ", ":/", "eyJ-a", "a:", "authorization ", '"']
+    "word",
+    [
+        "token-",
+        "'token=",
+        "a_key ",
+        "--password ",
+        ":/",
+        "eyJ-a",
+        "a:",
+        "authorization ",
+        '"',
+        "A_TOKEN ",
+        "A_",
+        "login a password ",
+        "-----BEGIN PRIVATE KEY-----",
+        "my://a:b",
+        "cookie: ",
+        "ya29.",
+    ],
 )
 def test_redact_takes_linear_time(word: str) -> None:
     """A name of a data file, such as a column of a megabyte, may be quoted in a message."""
@@ -335,6 +413,7 @@ def test_redact_removes_values_of_secret_environment_variables(name: str, monkey
         "me@example.org",
         "12:00:00 the image is in a/b:c.png, and 3 risk-averse masks of sk-learn",
         "report the key of a row: 3 passes, patience 4",
+        "the password is wrong, and HF_TOKEN is not set; http://host:8080/a@b",
     ],
 )
 def test_redact_keeps_everything_else(text: str) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from mm_utils.text import redact, shortened
+
 REASONS = {
     # rows
     "malformed_row": "The line cannot be parsed. Repair it; if it is the last line, the file may be incomplete.",
@@ -107,14 +109,14 @@ NOTES = {
 }
 """note -> the conversion."""
 
-_EXCERPT, _LONGEST_DETAIL = 200, 1000  # characters
+_EXCERPT, _LONGEST_DETAIL, _LONGEST_READ = 200, 1000, 10_000  # characters; redacting reads more than is shown
 
 
 class Fault(ValueError):
     """A row that cannot be used; `reason` is a key of `REASONS`, `detail` one printable line."""
 
     def __init__(self, reason: str, detail: str):
-        detail = escaped(detail[:_LONGEST_DETAIL])
+        detail = shortened(escaped(detail[:_LONGEST_READ]), _LONGEST_DETAIL)
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
 
@@ -131,7 +133,8 @@ def escaped(text: str) -> str:
 
 def excerpt(text: str) -> str:
     """Return the beginning of a text, escaped, in at most 200 characters."""
-    return escaped(text[:_EXCERPT])[:_EXCERPT]
+    text = escaped(text[:_LONGEST_READ])
+    return (text if len(text) <= _EXCERPT else redact(text))[:_EXCERPT]
 
 
 def storable(text: str) -> str:

@@ -14,7 +14,7 @@ from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.source import is_embedded
 from mm_utils.files import write_atomic
-from mm_utils.text import one_line, printable, redact
+from mm_utils.text import one_line, printable, publishable
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class EvaluatedData(NamedTuple):
 
     def result(self, task: str, measure: str, value: float, title: str) -> EvalResult:
         """Return a figure, under a title."""
-        name, repository = (" ".join(printable(redact(text)).split()) for text in (self.name, self.repository))
+        name, repository = (" ".join(printable(publishable(text)).split()) for text in (self.name, self.repository))
         return EvalResult(
             task_type=task,
             dataset_type=repository,

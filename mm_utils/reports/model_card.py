@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from mm_utils.data.media import COLUMNS
 from mm_utils.reports.card_results import RETRIEVAL_TAGS
-from mm_utils.text import markdown_table, markdown_text, printable, redact, without_secrets
+from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
 
 _EXAMPLES = {  # of code: what a person has, how to make some, and a text
     "image": (
@@ -113,14 +113,14 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     )
     metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items()]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
-    hyperparameters = without_secrets(card.hyperparameters)
+    hyperparameters, usage = without_secrets(card.hyperparameters, publishable), _usage(card)
     parts = [
         f"---\n{_front_matter(card).to_yaml()}\n---",
         f"# {_text(card.name)}",
         retrieval if card.summary is None else f"{_text(card.summary)} {encoders}, {size}.",
         markdown_table(["at a glance", ""], [[title, _text(text)] for title, text in _glance(card)]),
         "## Use",
-        _usage(card),
+        usage,
         "## Results",
         markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
         *([card.table_note] if card.table_note else []),
@@ -146,7 +146,10 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         "candidates; they are not probabilities. Measure it on your own data before relying on it.",
     ]
     path = output_dir / "README.md"
-    path.write_text(redact("\n\n".join(parts)) + "\n", encoding="utf-8")
+    # The code alone names the folder in full, until there is a repository: it runs as pasted.
+    path.write_text(
+        "\n\n".join(part if part is usage else publishable(part) for part in parts) + "\n", encoding="utf-8"
+    )
     return path
 
 
@@ -294,12 +297,12 @@ def _details(title: str, text: str) -> str:
 
 
 def _text(value: object) -> str:
-    return markdown_text(redact(str(value)))
+    return markdown_text(publishable(str(value)))
 
 
 def _code(value: object) -> str:
     """Format a code span for a table; its fence is longer than any run of backticks inside."""
-    text = " ".join(printable(redact(str(value))).split()).replace("|", r"\|")
+    text = " ".join(printable(publishable(str(value))).split()).replace("|", r"\|")
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text or not text else f"`{text}`"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import on_disk, pipeline
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.prepare.on_disk import content_id
+from mm_utils.data.prepare.on_disk import content_id, verify
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.albef.negatives import Negatives
 from mm_utils.extras.grounding.regions import RegionReader
@@ -45,6 +46,13 @@ def flags(tmp_path: Path) -> list[str]:
     source = write_source(tmp_path / "raw")
     output = str(tmp_path / "out")
     return ["--sources", str(source), "--output_dir", output, "--image_size", "48", "--num_proc", "1"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    main(["--sources", str(write_source(folder / "raw")), "--output_dir", str(folder / "out"), "--num_proc", "1"])
+    return folder / "out"
 
 
 def report_of(folder: str | Path) -> dict[str, Any]:
@@ -164,6 +172,72 @@ def test_a_source_that_cannot_be_read_is_not_an_output_that_cannot_be_written(
     monkeypatch.setattr(pipeline, "read_source", refuse)
     with pytest.raises(ValueError, match=r"pairs.jsonl cannot be read: Permission denied. Check the path"):
         main(flags)
+
+
+def test_no_secret_and_no_folder_of_the_machine_is_published(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "mytokenvalue99")
+    source = write_source(tmp_path / "mytokenvalue99")
+    secrets = ["UrlPassw0rdSecret", "deadbeefcafe0123", "ghp_abcdefghijklmnop1234", "mytokenvalue99"]
+    rows = [
+        {"image": f"https://b.example/k.jpg?X-Amz-Signature={secrets[1]}", "captions": ["a signed thing"]},
+        *[{"image": f"https://usr:{secrets[0]}@h.example/x.jpg", "captions": ["a remote thing"]}] * 6,
+        {"image": "nowhere.jpg", "captions": ["a missing thing"]},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows) + source.read_text())
+    main(["--sources", f"{source},name={secrets[2]}", *flags[2:], "--max_bad_fraction", "0.9"])
+    for name in ("README.md", "report.md", "report.json"):
+        content = Path(flags[3], name).read_text()
+        assert [each for each in [*secrets, str(tmp_path)] if each in content] == [], name
+    assert verify(flags[3]) == 40
+
+
+STATE, INFO, NAMES, REPORT = "train/state.json", "train/dataset_info.json", "dataset_dict.json", "report.json"
+DAMAGED = {
+    **{f"{name} is {text[:20]!r}": (name, text) for name in (STATE, INFO, NAMES, REPORT) for text in ("", "[]", "{")},
+    **{f"{name} is nested": (name, "[" * 100_000) for name in (STATE, INFO, NAMES, REPORT)},
+    **{f"{name} is not UTF-8": (name, "\udcff") for name in (STATE, INFO, NAMES, REPORT)},
+    "an empty state": (STATE, "{}"),
+    "an empty report": (REPORT, "{}"),
+    "no state of a split": (STATE, None),
+    "no splits in the report": (REPORT, {"splits": {}}),
+    "another count in the report": (REPORT, {"splits": {"train": {"images": 1}}}),
+    "a lost split": (NAMES, {"splits": ["train"]}),
+    "an empty shard": ("train/data-00000-of-00001.arrow", ""),
+    "a shard of something else": ("train/data-00000-of-00001.arrow", "rows" * 1000),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_set_is_one_line_with_the_remedy(how: str, saved: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    name, content = DAMAGED[how]
+    if content is None:
+        (folder / name).unlink()
+    elif isinstance(content, dict):
+        content = json.dumps(json.loads((folder / name).read_text()) | content)
+    if content is not None:
+        (folder / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"^[^\n]*(anew|Give the --output_dir|Check its spelling)[^\n]*$"):
+        verify(str(folder))
+    if name != REPORT and how != "a lost split":
+        with pytest.raises(ValueError, match=r"^[^\n]*$"):
+            load_pairs(DataArguments(dataset_name=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["sources", "output_dir"])
+def test_a_folder_whose_name_is_not_text(name: str, tmp_path: Path) -> None:
+    odd = tmp_path / "odd\udcff"
+    write_source(odd)
+    places = {"sources": str(odd / "pairs.jsonl"), "output_dir": str(tmp_path / "out")}
+    if name == "output_dir":
+        places[name] = str(odd / "out")
+        with pytest.raises(ValueError, match=r"--output_dir is .*odd\\udcff/out; that is not UTF-8 text"):
+            pipeline.PrepareArguments([places["sources"]], places["output_dir"])
+        return
+    main([*(f"--{each}={place}" for each, place in places.items()), "--num_proc", "1"])
+    assert verify(places["output_dir"]) == 40
 
 
 def test_planted_leaks_are_found(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def is_prepared(name: str) -> bool:
         return False
     try:
         content = json.loads(report.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{report} is not valid JSON ({one_line(error)}). Prepare the data set anew.") from error
     return isinstance(content, dict) and content.get("format") == PREPARED_FORMAT
 
@@ -260,11 +260,16 @@ def verify(folder: str) -> int:
         pairs = _with_image(load_from_disk(folder))
         total = sum(map(len, pairs.values()))
         damaged = _damaged(pairs, total)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
     if damaged:
         raise ValueError(
             f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
+        )
+    counts = {name: part.get("images") for name, part in report.get("splits", {}).items()}
+    if counts != {name: len(rows) for name, rows in pairs.items()}:
+        raise ValueError(
+            f"{folder}: its report.json counts {counts}, and there are {pairs.num_rows}. Prepare it anew."
         )
     if content_fingerprint(pairs) != report.get("fingerprint"):
         raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.faults import REASONS
+from mm_utils.data.faults import REASONS, storable
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, ChunkResult, Storage, cut_into_chunks, ingest
 from mm_utils.data.prepare.timed import TimedArguments
@@ -77,6 +77,11 @@ class PrepareArguments:
             raise ValueError("--sources is empty; there is nothing to prepare. Give files, folders or repositories.")
         if not self.output_dir:
             raise ValueError("--output_dir is empty; the prepared data set needs a place. Give a folder.")
+        if self.output_dir != storable(self.output_dir):
+            raise ValueError(
+                f"--output_dir is {storable(self.output_dir)}; that is not UTF-8 text, and Arrow files need such names. Give "
+                "another folder."
+            )
         if self.image_size < 16:
             raise ValueError(f"--image_size is {self.image_size}; that is in pixels. Give at least 16, usually 224.")
         if not 0 <= self.max_bad_fraction <= 1:

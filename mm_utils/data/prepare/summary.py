@@ -14,6 +14,7 @@ from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.prepare.perceptual_hash import caption_keys, shared_captions
 from mm_utils.data.prepare.pipeline import Ingested, PrepareArguments
+from mm_utils.text import publishable, without_secrets
 
 _EXAMPLES = 3
 _SHARED = 20
@@ -22,9 +23,9 @@ _SHARED = 20
 def summarize(
     args: PrepareArguments, settings: dict[str, Any], ingested: Ingested, found: Reconciled, pairs: DatasetDict
 ) -> dict[str, Any]:
-    """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage."""
+    """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage, as they may be published."""
     timed = _timed(settings, found)
-    return {
+    summary = {
         "created": date.today().isoformat(),
         "fingerprint": content_fingerprint(pairs),
         "settings": settings,
@@ -38,6 +39,7 @@ def summarize(
         "captions": _captions(pairs),
         "storage": _storage(args, found),
     }
+    return without_secrets(summary, publishable)
 
 
 def describe(summary: dict[str, Any], folder: str) -> str:

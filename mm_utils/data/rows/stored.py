@@ -55,7 +55,7 @@ def load_splits(
             source = builder.as_dataset()
     except Fault as fault:
         raise ValueError(f"{title}; {fault.detail}. {remedy(fault, allow_outside)}") from fault
-    except (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
+    except _DAMAGE as error:
         raise ValueError(
             f"{title}; it could not be loaded ({one_line(error.__cause__ or error)}). Check its spelling, its "
             "configuration and the connection, or give a local folder of it."
@@ -114,6 +114,12 @@ def dataset_jail(name: str, root: str | None, allow_outside: bool) -> Jail:
     own = name if is_folder else os.path.join(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
     also = own, str(datasets.config.DOWNLOADED_DATASETS_PATH)
     return Jail(root or (name if is_folder else "."), allow_outside, also)
+
+
+# What `datasets` raises of files that are damaged; RecursionError is a RuntimeError.
+_DAMAGE = (
+    DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, yaml.YAMLError, KeyError, TypeError, AttributeError,
+)  # fmt: skip
 
 
 def is_saved(folder: Path) -> bool:

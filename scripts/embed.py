@@ -20,10 +20,9 @@ from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.search.embedding import Embedder, tap_shapes
-from mm_utils.extras.search.index import SKIPPED, keeps_states, model_fingerprint
+from mm_utils.extras.search.index import SKIPPED, keeps_states
 from mm_utils.extras.search.listing import folder_listing, list_folder, pair_listing, shard_listing
-from mm_utils.extras.search.updating import try_out, update_index
+from mm_utils.extras.search.updating import Embedder, tap_shapes, try_out, update_index
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
@@ -77,16 +76,17 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     accelerator = make_accelerator()
     folder = Path(args.index_dir)
     loaders = make_loaders(workers, accelerator.device, load_processor_of(args.model_name_or_path))
+    medium = loaders.medium
 
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
     if args.images and args.images.lower().endswith(".tar"):
         with accelerator.main_process_first():
-            listing = shard_listing(args.images, loaders.medium.kind)
+            listing = shard_listing(args.images, medium.kind)
     elif args.images:
-        kind = data_args.allow_outside_root, loaders.medium.kind
+        kind = data_args.allow_outside_root, medium.kind
         found = list_folder(args.images, *kind) if accelerator.process_index == 0 else None
         [(names, skipped)] = broadcast_object_list([found])
-        listing = folder_listing(args.images, names, skipped, loaders.medium.kind)
+        listing = folder_listing(args.images, names, skipped, medium.kind)
     else:
         with accelerator.main_process_first():
             pairs = load_pairs(data_args, need_train=False)
@@ -97,9 +97,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval().to(accelerator.device)
-    fingerprint = model_fingerprint(model, loaders.input_key)
-    states = tap_shapes(model, loaders) if args.keep_fusion_states or keeps_states(folder) else None
-    embedder = Embedder(model, fingerprint, loaders, args.per_device_eval_batch_size, workers.num_workers, states)
+    states = tap_shapes(model, medium) if args.keep_fusion_states or keeps_states(folder) else None
+    embedder = Embedder(model, medium, args.per_device_eval_batch_size, workers.num_workers, states)
 
     # 4. Embed what is new.
     if args.dry_run:
@@ -110,7 +109,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 5. Report.
     logger.info(
         "%s: %s %ss; %s embedded, %s unchanged, %s removed, %s left out%s",
-        folder, f"{done.images:,}", loaders.medium.kind,
+        folder, f"{done.images:,}", medium.kind,
         *(f"{count:,}" for count in (done.embedded, done.kept, done.removed, done.skipped)),
         f", see {folder / SKIPPED}" if done.skipped else "",
     )  # fmt: skip

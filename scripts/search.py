@@ -9,11 +9,13 @@ A page and a JSON API on this machine (pip install tandem-mm[search]):
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.extras.search.searcher import Searcher
+from mm_utils.files import read_regular_file
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import printable, shortened
 
@@ -41,11 +43,23 @@ class SearchArguments:
     serve: bool = arg(False, "Serve a page and a JSON API instead.")
     host: str = arg("127.0.0.1", "The address to serve on; beyond this machine, --token is needed.")
     port: int = arg(8000, "The port to serve on.")
-    token: str | None = arg(None, "A secret of 16 or more letters that the page and the API ask for.")
+    token: str | None = arg(
+        None,
+        "A secret of 16 or more letters that the page and the API ask for; @FILE reads it from a file. Other users of the machine "
+        "see the command line, so that a file or the variable TANDEM_SEARCH_TOKEN is better.",
+    )
 
     def __post_init__(self) -> None:
         if self.index_dir is None:
             raise ValueError("--index_dir is missing; give the folder that scripts/embed.py wrote.")
+        self.token = self.token or os.environ.get("TANDEM_SEARCH_TOKEN") or None
+        if self.token and self.token.startswith("@"):
+            try:
+                self.token = read_regular_file(self.token[1:], 1 << 16).decode().strip()
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"--token is {self.token}; the file cannot be read: {error}. Check the path."
+                ) from error
         if self.top_k < 1 or self.rerank_top_k < 0:
             raise ValueError(
                 f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
@@ -86,7 +100,8 @@ def main(argv: list[str] | None = None) -> None:
             again = "" if not searcher.reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
             caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
             lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
-    sys.stdout.write("\n".join(lines) + "\n")
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ import pyarrow as pa
 import torch
 
 from mm_utils.data.batches.column_cache import add_weights, to_arrow
+from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.files import retry, write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -111,9 +112,10 @@ class IndexInfo:
         write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
 
 
-def model_fingerprint(model: FusionDualEncoderModel, input_key: object) -> str:
-    """Return 32 hexadecimal digits of towers, projections and `Loaders.input_key`."""
-    digest = hashlib.blake2b(repr(input_key).encode(), digest_size=16)
+def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
+    """Return 32 hexadecimal digits of towers, projections, and how media are read."""
+    side, colours, *rest = medium.key.values()
+    digest = hashlib.blake2b(repr((side, *colours, *rest)).encode(), digest_size=16)
     add_weights(digest, {name: value for name, value in model.state_dict().items() if name.startswith(_TOWERS)})
     return digest.hexdigest()
 

@@ -12,26 +12,26 @@ Shape letters: E embedding width, K images of an answer, or those that are re-ra
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import UnreadableImageError, open_image, shrink
 from mm_utils.data.media.augment import center_square
-from mm_utils.extras.search.embedding import as_input
+from mm_utils.data.media.of_processor import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
 from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
-from mm_utils.extras.search.reading import read_query
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 
 _MOST_TOKENS = 64  # of a query, as of a caption in training
+_LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Searcher:
         processor = load_processor_of(name)
         self._tokenizer = processor.tokenizer
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._loaders = make_loaders(LoaderArguments(), self._device, processor)
+        self._medium: Any = read_by(processor)
         self._model = load_model(name, fusion_layers=0).eval()
-        check_same_model(self.info, model_fingerprint(self._model, self._loaders.input_key), name, Path(index_dir))
+        check_same_model(self.info, model_fingerprint(self._model, self._medium), name, Path(index_dir))
         self._model.to(self._device)
         positions = getattr(self._model.config.text_config, "max_position_embeddings", None) or _MOST_TOKENS
         self._most_tokens = min(_MOST_TOKENS, positions, self._tokenizer.model_max_length)
@@ -109,7 +109,13 @@ class Searcher:
         return self.rerank_top_k > 0
 
     def search_text(self, text: str, top_k: int = 10, rerank: bool = True) -> list[Hit]:
-        """Return the images that a text describes best; without `rerank`, by the towers alone."""
+        """Return the images that a text describes best; without `rerank`, by the towers alone.
+
+        Raises:
+            ValueError: if it is no text.
+        """
+        if not isinstance(text, str) or text != text.encode(errors="replace").decode():
+            raise ValueError(f"The text is {text!r}; one text of UTF-8 is searched for at a time.")
         ids, mask = pad_captions(self._encode(text), self._tokenizer.pad_token_id)
         ids, mask = ids.to(self._device), mask.to(self._device)
         with self._lock, torch.no_grad():
@@ -124,7 +130,7 @@ class Searcher:
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an RGB image, best first."""
-        return self._search(center_square(image, self._loaders.medium.image_size), top_k)
+        return self._search(center_square(image, self._medium.image_size), top_k)
 
     def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
         """Return what is most similar to a file, by path or bytes: an image, or a WAV; best first.
@@ -132,7 +138,7 @@ class Searcher:
         Raises:
             UnreadableImageError: if it cannot be read, or the index holds clips.
         """
-        return self._search(read_query(file, self._loaders), top_k)
+        return self._search(read_query(file, self._medium), top_k)
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an image of the index, without itself.
@@ -159,9 +165,12 @@ class Searcher:
 
     def _search(self, example: Tensor, top_k: int) -> list[Hit]:
         with self._lock, torch.no_grad():
-            query_1E, _ = self._model.encode_image(as_input([example], self._loaders), with_keys_values=False)
+            query_1E, _ = self._model.encode_image(self._input([example]), with_keys_values=False)
             found = self._best(query_1E[0], top_k)
         return self._hits(found)
+
+    def _input(self, examples: Sequence[Tensor]) -> Tensor:
+        return self._medium.features(torch.stack(list(examples)).to(self._device))
 
     def _check(self, row: int) -> None:
         if not 0 <= row < len(self):
@@ -182,7 +191,7 @@ class Searcher:
             parts = states_KS.split(list(map(math.prod, self.info.states)), 1)
             taps = [part.unflatten(1, shape) for part, shape in zip(parts, self.info.states, strict=True)]
         else:
-            _, taps = self._model.vision_features(as_input(list(map(self._example, rows)), self._loaders))
+            _, taps = self._model.vision_features(self._input(list(map(self._example, rows))))
         assert self._model.fusion is not None
         keys_values = self._model.fusion.encode_vision(taps)
         added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()
@@ -191,20 +200,25 @@ class Searcher:
 
     def _example(self, row: int) -> Tensor:
         """Return what evaluations take of an index's clip, sound or (by `_image`) image."""
-        if self._loaders.medium.lasts:
-            return self._loaders.medium.read({"bytes": self.content(row), "path": None})[0]
-        return center_square(self._image(row), self._loaders.medium.image_size)
+        if self._medium.lasts:
+            return self._medium.read({"bytes": self.content(row), "path": None})[0]
+        return center_square(self._image(row), self._medium.image_size)
 
     def _image(self, row: int) -> Image.Image:
         """Return an image of the index: its file if it is unchanged, else its thumbnail."""
-        known, side = self._rows[row], self._loaders.medium.image_size
+        known, side = self._rows[row], self._medium.image_size
         try:
             status = os.stat(known["path"])
             if (status.st_size, status.st_mtime_ns) == (known["size"], known["mtime_ns"]):
                 return open_image({"bytes": None, "path": known["path"]}, side)
         except (OSError, UnreadableImageError):
             pass
-        return open_image({"bytes": known["thumbnail"], "path": None}, side)
+        try:
+            return open_image({"bytes": known["thumbnail"], "path": None}, side)
+        except UnreadableImageError as error:
+            raise UnreadableImageError(
+                f"The thumbnail of {known['id']} is damaged. Delete the index, and run scripts/embed.py again."
+            ) from error
 
     def _hits(self, hits: list[tuple[int, float]], reranked: Mapping[int, float] | None = None) -> list[Hit]:
         found = self._texts[[row for row, _ in hits]] if hits else {"id": [], "path": [], "captions": []}
@@ -213,3 +227,33 @@ class Searcher:
             Hit(row, rank, cosine, (reranked or {}).get(row), name, path, captions)
             for rank, ((row, cosine), name, path, captions) in enumerate(columns, 1)
         ]
+
+
+def read_query(file: str | bytes, medium: Any) -> Tensor:
+    """Return what evaluations take of a searched file, path or bytes: an image, or a WAV.
+
+    Raises:
+        UnreadableImageError: if it cannot be read, or the model is for clips.
+    """
+    if medium.kind == "clip":
+        raise UnreadableImageError("clips are found by texts and by clips of the index; write what the clip shows")
+    value = {"bytes": None, "path": file} if isinstance(file, str) else {"bytes": file, "path": None}
+    if medium.kind == "sound":
+        from mm_utils.data.faults import Fault
+        from mm_utils.data.media.riff import write_wav
+        from mm_utils.data.media.sound_files import read_sound
+        from mm_utils.data.paths import Limits, read_file
+
+        name = file if isinstance(file, str) else "the file"
+        try:
+            content = read_file(file, Limits()) if isinstance(file, str) else file
+            rate = medium.log_mel.rate
+            stored = write_wav(read_sound(content, rate, codecs=False)[0], rate)  # strangers' files meet no codec
+        except Fault as fault:
+            raise UnreadableImageError(f"{name}: {fault.detail}") from fault
+        return medium.read({"bytes": stored, "path": None})[0]
+    side = medium.image_size
+    image = open_image(value, side)
+    if image.width * image.height > _LARGE:
+        image = shrink(image, 2 * side)
+    return center_square(image, side)

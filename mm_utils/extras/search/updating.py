@@ -5,46 +5,97 @@ same bytes. The main process decides, and writes the index; every process embeds
 """
 
 import logging
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock, Timeout
+from torch.nn.functional import normalize
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from mm_utils.data.batches.workers import worker_options
 from mm_utils.data.faults import Fault
+from mm_utils.data.media.medium import Medium
 from mm_utils.data.paths import MEDIA_LIMITS, read_file
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.distributed import RunError
-from mm_utils.extras.search.embedding import Embedder, embed_share
 from mm_utils.extras.search.index import (
     STAMPS,
     IndexInfo,
     check_same_model,
+    model_fingerprint,
     read_info,
     read_parts,
     read_rows,
     remove_parts,
     replace_rows,
+    schema,
+    write_part,
     write_skipped,
 )
-from mm_utils.extras.search.listing import Listing, Skip, stamps
+from mm_utils.extras.search.listing import Listing, Reader, Skip, stamps
 from mm_utils.files import is_about
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 logger = logging.getLogger(__name__)
 
+FLUSH_SECONDS = 20.0  # of work that a killed run loses at most, and a batch
+FLUSH_BYTES = 64 << 20  # of clips and sounds that wait to be written
 _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
 _PASSING = ("permission_denied", "read_error")  # reasons that say nothing of an image that was embedded before
 _SHOWN = [name for name in STAMPS.names if name != "content_hash"]
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A model on its device, and how its media are read.
+
+    Attributes:
+        model: in evaluation mode.
+        medium: how its media are read.
+        batch_size: media per process and forward pass.
+        workers: processes that decode, per process.
+        states: shapes of the taps to keep for the fusion head, from `tap_shapes`; None to keep none.
+    """
+
+    model: FusionDualEncoderModel
+    medium: Medium
+    batch_size: int
+    workers: int
+    states: list[list[int]] | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digits of the weights and of how media are read."""
+        return model_fingerprint(self.model, self.medium)
+
+    @property
+    def width(self) -> int:
+        """Numbers of an embedding."""
+        return self.model.config.projection_dim
+
+    @property
+    def columns(self) -> pa.Schema:
+        """The columns of an index of these embeddings."""
+        return schema(self.width, self.states, self.medium.kind)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of an image's states."""
+        return 2 * sum(map(math.prod, self.states or ()))
 
 
 @dataclass
@@ -127,9 +178,9 @@ def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
     if info is None:
         name = os.path.abspath(model) if Path(model).is_dir() else model
         info = IndexInfo(
-            *(name, embedder.fingerprint, embedder.loaders.medium.key["image_size"], embedder.width),
+            *(name, embedder.fingerprint, embedder.medium.key["image_size"], embedder.width),
             states=embedder.states,
-            medium=embedder.loaders.medium.kind,
+            medium=embedder.medium.kind,
         )
         info.save(folder)
     check_same_index(info, model, folder, embedder)
@@ -281,5 +332,84 @@ def try_out(folder: Path, model: str, listing: Listing, embedder: Embedder, acce
     kept = f" What the head reads takes {embedder.state_bytes / 1e3:,.1f} kB an image." if embedder.states else ""
     logger.info(
         "Nothing was written. %s. %d of the first %d cannot be read; all would take about %.0f s.%s",
-        describe(plan, embedder.loaders.medium.kind), len(skipped), len(sample), seconds, kept,
+        describe(plan, embedder.medium.kind), len(skipped), len(sample), seconds, kept,
     )  # fmt: skip
+
+
+# -- embedding ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def tap_shapes(model: FusionDualEncoderModel, medium: Medium) -> list[list[int]]:
+    """Return the shapes of what the fusion head reads of a medium.
+
+    Raises:
+        ValueError: if the model has no head.
+    """
+    if model.fusion is None:
+        raise ValueError("--keep_fusion_states is given; the model has no fusion head. Drop the flag.")
+    _, taps = model.vision_features(medium.features(medium.blank(1).to(model.device)))
+    return [list(tap.shape[1:]) for tap in taps]
+
+
+def embed_share(
+    folder: Path | None,
+    listing: Listing,
+    mine: Sequence[int],
+    total: int,
+    embedder: Embedder,
+    accelerator: Accelerator,
+) -> list[Skip]:
+    """Embed this rank's media, write them as parts; return those that cannot be read.
+
+    Raises:
+        RunError: if an embedding is not finite.
+    """
+    reader = Reader(listing, mine, embedder.medium)
+    workers = min(embedder.workers, -(-len(mine) // embedder.batch_size))
+    loader = DataLoader(reader, embedder.batch_size, collate_fn=list, **worker_options(workers))
+    skipped: list[Skip] = []
+    held: list[dict[str, Any]] = []
+    flushed = time.monotonic()
+    with tqdm(
+        total=total,
+        desc="Embedding",
+        unit=f" {embedder.medium.kind}s",
+        disable=not (accelerator.is_main_process and total),
+    ) as bar:
+        for batch in loader:
+            skipped += [each for each in batch if "reason" in each]
+            held += embed_batch([each for each in batch if "square" in each], embedder, accelerator)
+            bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
+            is_due = time.monotonic() - flushed > FLUSH_SECONDS or sum(map(_kept_bytes, held)) > FLUSH_BYTES
+            if folder is not None and held and is_due:
+                write_part(folder, held, embedder.columns)
+                held, flushed = [], time.monotonic()
+    if folder is not None and held:
+        write_part(folder, held, embedder.columns)
+    return skipped
+
+
+@torch.no_grad()
+def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator: Accelerator) -> list[dict[str, Any]]:
+    """Return the rows of read images, with their embeddings."""
+    if not examples:
+        return []
+    squares = torch.stack([each.pop("square") for each in examples])
+    pixels_b = embedder.medium.features(squares.to(embedder.model.device))
+    with accelerator.autocast():
+        pooled, taps = embedder.model.vision_features(pixels_b, with_taps=embedder.states is not None)
+        embeds_bE, _ = embedder.model.project_image(pooled, ())
+    columns = {"embedding": normalize(embeds_bE.float(), dim=-1).half().cpu()}
+    if taps:
+        columns["states"] = torch.cat([tap.flatten(1) for tap in taps], 1).half().cpu()
+    if not all(values.isfinite().all() for values in columns.values()):
+        raise RunError(
+            "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision or "
+            "--keep_fusion_states out."
+        )
+    return [{**each, **{name: values[at] for name, values in columns.items()}} for at, each in enumerate(examples)]
+
+
+def _kept_bytes(row: dict[str, Any]) -> int:
+    return len(row.get("content", b""))

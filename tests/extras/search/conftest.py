@@ -5,15 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.extras.search.embedding import Embedder
-from mm_utils.extras.search.index import model_fingerprint
+from mm_utils.data.media.of_processor import read_by
 from mm_utils.extras.search.listing import folder_listing, list_folder
-from mm_utils.extras.search.updating import Outcome, update_index
+from mm_utils.extras.search.updating import Embedder, Outcome, update_index
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from scripts import pretrain
@@ -31,9 +28,7 @@ def write_photos(folder: Path, numbers: range, seed: int = 0) -> None:
 
 
 def make_embedder(model: Path, batch_size: int = 8) -> Embedder:
-    loaders = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model)))
-    loaded = load_model(str(model)).eval()
-    return Embedder(loaded, model_fingerprint(loaded, loaders.input_key), loaders, batch_size, 0)
+    return Embedder(load_model(str(model)).eval(), read_by(load_processor_of(str(model))), batch_size, 0)
 
 
 def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> Outcome:

@@ -12,22 +12,26 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import sound_files
 from mm_utils.data.media.of_processor import settle_window
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.extras.search.embedding import Embedder
-from mm_utils.extras.search.index import model_fingerprint
-from mm_utils.extras.search.listing import Listing, folder_listing, list_folder, pair_listing, shard_listing
-from mm_utils.extras.search.reading import stock_file
+from mm_utils.extras.search.listing import (
+    Listing,
+    folder_listing,
+    list_folder,
+    pair_listing,
+    shard_listing,
+    stock_file,
+)
 from mm_utils.extras.search.searcher import Searcher
 from mm_utils.extras.search.updating import update_index
 from mm_utils.model.build import ModelArguments, build_model, load_model
-from mm_utils.model.processor import load_processor, load_processor_of
+from mm_utils.model.processor import load_processor
 from mm_utils.reports.pictures import picture
 from tests.data.media_files import clip, damaged, media_rows, tone
 from tests.data.rows.reading import write_tar
+from tests.extras.search.conftest import make_embedder
 from tests.extras.search.serving import Served, served
 
 PITCHES = (200, 400, 800, 1600, 3200)
@@ -50,10 +54,7 @@ def save_model(folder: Path, medium: str) -> Path:
 
 
 def update(folder: Path, model: Path, listing: Listing) -> Any:
-    loaders = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model)))
-    loaded = load_model(str(model)).eval()
-    embedder = Embedder(loaded, model_fingerprint(loaded, loaders.input_key), loaders, 4, 0)
-    return update_index(folder, str(model), listing, embedder, Accelerator(cpu=True))
+    return update_index(folder, str(model), listing, make_embedder(model, 4), Accelerator(cpu=True))
 
 
 @pytest.fixture(scope="module", params=["sound", "clip"])
@@ -84,12 +85,11 @@ def test_an_index_says_its_medium_and_keeps_what_it_shows(indexed: tuple[str, Pa
 def test_scores_are_those_of_the_model(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
     medium, folder, _ = indexed
     model = load_model(str(folder)).eval()
-    loaders = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(folder)))
-    examples = [loaders.medium.read({"bytes": content, "path": None}, None)[0] for content in CONTENTS[medium]]
-    [batch] = loaders.on_device([{"pixel_values": torch.stack(examples)}])
+    reads = make_embedder(folder).medium
+    examples = [reads.read({"bytes": content, "path": None}, None)[0] for content in CONTENTS[medium]]
     ids = searcher._tokenizer(["a low tone"], return_tensors="pt")
     with torch.no_grad():
-        embeds, keys_values = model.encode_image(batch["pixel_values"])
+        embeds, keys_values = model.encode_image(reads.features(torch.stack(examples)))
         text, states = model.encode_text(ids["input_ids"], ids["attention_mask"])
         count = len(examples)
         many = (
@@ -240,7 +240,7 @@ def test_shards_are_read_as_folders_are(indexed: tuple[str, Path, Path], tmp_pat
     done = update(tmp_path / "index", model, listing)
     assert (done.embedded, done.skipped) == (5, 2)
     searcher = Searcher(tmp_path / "index", device="cpu")
-    timed = make_loaders(LoaderArguments(), torch.device("cpu"), load_processor_of(str(model))).medium
+    timed = make_embedder(model).medium
     assert [searcher.content(row) for row in range(5)] == [stock_file(content, timed) for content in contents]
 
 

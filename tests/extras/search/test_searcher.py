@@ -1,9 +1,12 @@
 """Answers equal a plain product over all images; the fusion head reorders only where training found that it helps."""
 
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +172,25 @@ def test_words_without_quotes_are_one_text(index: Path, capsys: pytest.CaptureFi
     apart = capsys.readouterr().out
     search.main(["--index_dir", str(index), QUERY])
     assert capsys.readouterr().out == apart
+
+
+@pytest.mark.parametrize("text", [["a dog", "a cat"], "\udcff", b"a dog", None])
+def test_one_text_is_searched_for(text: Any, searcher: Searcher) -> None:
+    with pytest.raises(ValueError, match="one text of UTF-8"):
+        searcher.search_text(text)
+
+
+def test_names_are_printed_where_letters_are_missing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_photos(tmp_path / "photos", range(1))
+    (tmp_path / "photos/0/000.png").rename(tmp_path / "photos/ö.png")
+    update(tmp_path / "index", model, tmp_path / "photos")
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+    search.main(["--index_dir", str(tmp_path / "index"), "x"])
+    sys.stdout.flush()
+    assert b"photos/\\xf6.png" in printed.getvalue()
 
 
 @pytest.mark.parametrize("more", [[], ["a dog", "--image", "x.png"]])

@@ -328,6 +328,18 @@ def test_serving_others_needs_a_token(searcher: Searcher, host: str, token: str 
         server.serve(searcher, host, 0, token)
 
 
+def test_a_token_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users of a machine see the command line."""
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    assert search.SearchArguments("index", token=f"@{tmp_path}/token").token == TOKEN
+    monkeypatch.setenv("TANDEM_SEARCH_TOKEN", "another-token-of-letters")
+    assert search.SearchArguments("index").token == "another-token-of-letters"
+    assert search.SearchArguments("index", token=TOKEN).token == TOKEN
+    for wrong in ("@/nowhere", f"@{tmp_path}"):
+        with pytest.raises(ValueError, match=f"--token is {wrong}; the file cannot be read"):
+            search.SearchArguments("index", token=wrong)
+
+
 def test_a_port_that_is_taken(searcher: Searcher, page: Served) -> None:
     with pytest.raises(RunError, match=f"--port is {page.port}; .*another port"):
         server.serve(searcher, "127.0.0.1", page.port, None)

@@ -9,10 +9,9 @@ import pytest
 from accelerate import Accelerator
 
 from mm_utils.distributed import RunError
-from mm_utils.extras.search.embedding import tap_shapes
 from mm_utils.extras.search.listing import folder_listing, list_folder
 from mm_utils.extras.search.searcher import Searcher
-from mm_utils.extras.search.updating import try_out
+from mm_utils.extras.search.updating import tap_shapes, try_out
 from mm_utils.model.build import load_model
 from scripts import embed
 from tests.extras.search.conftest import make_embedder, update, write_photos
@@ -63,7 +62,7 @@ def test_the_column_has_the_size_that_a_dry_run_names(
     info = json.loads((kept / "index/index.json").read_text())
     size = 2 * datasets.load_from_disk(str(kept / "index")).features["states"].length
     assert f"takes {size / 1e3:,.1f} kB an image" in caplog.text
-    assert info["states"] == tap_shapes(load_model(str(reranking_model)), make_embedder(reranking_model).loaders)
+    assert info["states"] == tap_shapes(load_model(str(reranking_model)), make_embedder(reranking_model).medium)
 
 
 def test_later_runs_keep_them_unasked(kept: Path, reranking_model: Path, tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_a_model_without_a_head_has_none(model: Path) -> None:
     headless = load_model(str(model))
     headless.fusion = None
     with pytest.raises(ValueError, match="no fusion head"):
-        tap_shapes(headless, make_embedder(model).loaders)
+        tap_shapes(headless, make_embedder(model).medium)
 
 
 def test_a_dry_run_of_a_plain_index_names_no_states(

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ from PIL import Image
 
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.faults import Fault
 from mm_utils.distributed import RunError
-from mm_utils.extras.search import embedding, updating
 from mm_utils.extras.search import index as index_folder
-from mm_utils.extras.search.index import model_fingerprint, open_index, read_parts, read_rows, replace_rows, schema
-from mm_utils.extras.search.listing import Listing, folder_listing, list_folder
-from mm_utils.extras.search.reading import Reader
+from mm_utils.extras.search import updating
+from mm_utils.extras.search.index import open_index, read_parts, read_rows, replace_rows, schema
+from mm_utils.extras.search.listing import Listing, Reader, folder_listing, list_folder
 from mm_utils.extras.search.searcher import Searcher
 from mm_utils.extras.search.updating import try_out, update_index
 from scripts import embed
@@ -135,7 +132,7 @@ def test_killed_at_any_write_an_index_has_its_old_rows_or_the_new(
     """Kill an update before the 1st, the 2nd ... file that it opens to write, renames or removes, until one has ended."""
     photos, index, columns = tmp_path / "photos", tmp_path / "index", schema(make_embedder(model).width)
     write_photos(photos, range(4))
-    monkeypatch.setattr(embedding, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(updating, "FLUSH_SECONDS", 0.0)
     update(index, model, photos)
     old = list(contents(index))
     write_photos(photos, range(4, 12))
@@ -285,7 +282,7 @@ def test_a_full_disk_is_a_line_and_the_old_rows_stay(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    for module, name in ((embedding, "write_part"), (pa, "OSFile"), (index_folder, "write_atomic")):
+    for module, name in ((updating, "write_part"), (pa, "OSFile"), (index_folder, "write_atomic")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, refuse)
             with pytest.raises(RunError, match=rf"{tmp_path}/index.*{os.strerror(number)}"):
@@ -333,7 +330,7 @@ def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
 ) -> None:
     photos, index, draw = tmp_path / "photos", tmp_path / "index", random.Random(0)
     write_photos(photos, range(1000))
-    monkeypatch.setattr(embedding, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(updating, "FLUSH_SECONDS", 0.1)
     update(tmp_path / "whole", model, photos)
     held = [0]
     for turn in range(10):
@@ -381,10 +378,9 @@ def test_a_damaged_part_is_not_read(model: Path, tmp_path: Path, caplog: pytest.
 def test_other_weights_are_refused(model: Path, photos: Path, index: Path) -> None:
     embedder = make_embedder(model)
     next(embedder.model.vision_model.parameters()).data.add_(1)
-    other = replace(embedder, fingerprint=model_fingerprint(embedder.model, embedder.loaders.input_key))
     listing = folder_listing(str(photos), *list_folder(str(photos)))
     with pytest.raises(RunError, match=r"other weights .*new --index_dir"):
-        update_index(index, str(model), listing, other, Accelerator(cpu=True))
+        update_index(index, str(model), listing, embedder, Accelerator(cpu=True))
 
 
 def test_a_folder_of_other_things_is_refused(model: Path, photos: Path, tmp_path: Path) -> None:
@@ -403,7 +399,7 @@ def test_a_large_jpeg_is_cut_as_evaluations_cut_it(tmp_path: Path) -> None:
     """Decoded at a reduced scale for the model, and larger for the thumbnail."""
     Image.effect_noise((1300, 900), 80).convert("RGB").save(tmp_path / "large.jpg")
     listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path)))
-    row = Reader(listing, [0], Loaders(LoaderArguments(), torch.device("cpu"), 0, media.Image(64)))[0]
+    row = Reader(listing, [0], media.Image(64))[0]
     value = {"image": listing.rows[0]["image"], "input_ids": [], "caption_keys": []}
     assert torch.equal(row["square"], EvaluationTransform(media.Image(64))._show(value)["pixel_values"])
     assert min(Image.open(io.BytesIO(row["thumbnail"])).size) == 256

@@ -77,7 +77,7 @@ class _RareHelp(str):
 def arg(default: T, help: str, rare: bool = False, **metadata: Any) -> T:
     """Declare a dataclass field together with its ``--help`` line.
 
-    A rare one is no flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file.
+    A rare one is not a flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file.
     """
     return dataclasses.field(default=default, metadata={"help": _RareHelp(help) if rare else help, **metadata})
 

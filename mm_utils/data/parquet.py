@@ -40,7 +40,7 @@ class ParquetRows:
         self._most = _ALLOWED + _GROWTH * size
         rows = self.file.metadata.num_rows
         if rows > _ROWS_ALLOWED + size:
-            raise ValueError(f"{name} has {rows:,} rows in {size:,} bytes; that is no honest file. Write it anew.")
+            raise ValueError(f"{name} has {rows:,} rows in {size:,} bytes; these cannot all be in it. Write it anew.")
 
     def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[Any]:
         """Read columns of a row group, at most `rows` rows at a time, fewer where cells are large.

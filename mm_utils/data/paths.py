@@ -43,7 +43,7 @@ class Limits:
 
 
 MEDIA_LIMITS = Limits(max_bytes=512 << 20)
-"""Of a file of sound or video."""
+"""The limits of a file of sound or video."""
 
 
 def is_url(name: str) -> bool:

@@ -149,7 +149,7 @@ def test_equal_captions_of_a_prepared_set_are_a_class(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"captions tell the classes. Drop --classes"):
         load_images(tmp_path / "set", classes=str(tmp_path / "set/report.json"))
     for number, captions in enumerate(([rain, dog], [rain, rain])):
-        with pytest.raises(ValueError, match="different captions, which are no classes"):
+        with pytest.raises(ValueError, match="different captions, which do not form classes"):
             load_images(prepared(tmp_path / str(number), captions))
 
 

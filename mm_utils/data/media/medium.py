@@ -6,7 +6,7 @@ or a clip as an AVI file of JPEG frames (`mm_utils.data.media.riff`). The column
 
 Clips and sounds last, and an example is a window of them. Seconds are counted here and in preparation, and nowhere else frames or
 samples. Training takes a random window, evaluation the middle; what is shorter than the window begins with it, and then the last
-frame stays, or silence follows, or the sound again (`LogMel.loops`). A window is told in shares of the medium's length, so that
+frame stays, or silence follows, or the sound again (`LogMel.loops`). A window is stated in shares of the medium's length, so that
 moments of it (`mm_utils.extras.grounding.regions`) follow into the window, and none lies in what comes after the end.
 """
 
@@ -88,7 +88,7 @@ class Medium(ABC):
             rng: draws the window and the crop of training; without it, they are in the middle.
 
         Returns:
-            The example, `shape`; the size of the medium, (width, height) or (seconds, 1), that boxes and moments are told in; and
+            The example, `shape`; the size of the medium, (width, height) or (seconds, 1), that boxes and moments are stated in; and
             the part of it that is shown, whose right end is beyond 1 where a clip or a sound is shorter than its window.
 
         Raises:

@@ -48,7 +48,7 @@ def moments_of(
         seconds: the length of what is stored.
 
     Raises:
-        Fault: bad_moments if they are no list.
+        Fault: bad_moments if they are not a list.
     """
     if moments is None:
         return None, [], []

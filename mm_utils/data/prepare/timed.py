@@ -43,13 +43,13 @@ class TimedArguments:
 
 @dataclass(frozen=True)
 class Medium:
-    """A clip or sound as a row gives it.
+    """A clip or sound as a row describes it.
 
     Attributes:
         kind: clip or sound.
         contents: its file, or the picture files of its frames.
         cut: unchecked start and end, in seconds.
-        pictures: what checks and decodes the frames, if it is a list of them; gives something with an `image`.
+        pictures: what checks and decodes the frames, if it is a list of them; returns something with an `image`.
         times: unchecked seconds at which the frames are shown.
     """
 

@@ -208,7 +208,7 @@ def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple
     found = [first.setdefault(frozenset(each), tuple(dict.fromkeys(each))) for each in captions]
     if not 2 <= len(set(found)) < len(found):
         raise ValueError(
-            f"{title}; {len(found):,} rows have {len(set(found)):,} different captions, which are no classes. Give a set that was "
+            f"{title}; {len(found):,} rows have {len(set(found)):,} different captions, which do not form classes. Give a set that was "
             "prepared from a folder per class, or whose captions are those of its classes."
         )
     return found

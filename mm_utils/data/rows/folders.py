@@ -179,7 +179,7 @@ def _join(
 
 
 def _with_own_caption(builder: RecordBuilder, path: str) -> Record | BadRow:
-    """Give an image without a caption file the caption of its metadata."""
+    """Use the caption of its metadata for an image without a caption file."""
     where = f"file {path}"
     try:
         image = builder.image(path)
@@ -196,7 +196,7 @@ def _with_own_caption(builder: RecordBuilder, path: str) -> Record | BadRow:
 def _with_subtitles(
     builder: RecordBuilder, path: str, file: str | None, spoken: str | None, jail: Jail
 ) -> Record | BadRow:
-    """Give a sound or clip the captions of a file beside it, and the moments of its subtitles."""
+    """Add to a sound or clip the captions of a file beside it, and the moments of its subtitles."""
     where = f"file {path}"
     try:
         if file is None and spoken is None:
@@ -239,7 +239,7 @@ def _text_of(file: str, jail: Jail) -> str:
 
 
 def _image_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, str, str] | BadRow]:
-    """Give the place, key and path of each image."""
+    """Yield the place, key and path of each image."""
     if place.is_dir():
         unread: list[Fault] = []
         files = files_below(place, SUFFIXES[builder.medium], unread)
@@ -256,7 +256,7 @@ def _image_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, str,
 
 
 def _caption_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, _Caption] | BadRow]:
-    """Give each caption with its key."""
+    """Yield each caption with its key."""
     if place.is_dir():
         jail = Jail(str(place), builder.safety.allow_outside_root)
         unread: list[Fault] = []
@@ -305,7 +305,7 @@ def _class_name(folder: str, names: dict[str, str], source: Source) -> str:
         return names[folder]
     if WORDNET_ID.fullmatch(folder):
         raise ValueError(
-            f"{source.title}; the folder {folder} is named by a WordNet id, which is no caption. Set classes= to a "
+            f"{source.title}; the folder {folder} is named by a WordNet id, which is not a caption. Set classes= to a "
             "file of lines 'id name'."
         )
     return readable(folder)

@@ -177,7 +177,7 @@ class Record:
 
 @dataclass(slots=True)
 class BadRow:
-    """A row that gives no record: the reason, and the beginning of the row, escaped."""
+    """A row without a record: the reason, and the beginning of the row, escaped."""
 
     source: str
     where: str
@@ -204,7 +204,7 @@ class RecordBuilder:
         given = source.image_root or safety.image_root
         root = given or os.fspath(default_root)
         if not os.path.isdir(root):
-            raise ValueError(f"{source.title}; its image_root {root} is no folder. Give the folder of the images.")
+            raise ValueError(f"{source.title}; its image_root {root} is not a folder. Give the folder of the images.")
         self.jail = Jail(root, safety.allow_outside_root)
         self._id_root = os.path.abspath(given or id_root or root)
         self._first_frames: dict[str, int] = {}  # a hash of all frames, by the id of the first
@@ -284,7 +284,7 @@ class RecordBuilder:
 def image_path(value: Any, jail: Jail) -> str:
     """Return the absolute path of an image from its cell.
 
-    Raises a `Fault`: image_empty for an empty cell, bad_path for what is no text, url_not_allowed, or as `Jail` does.
+    Raises a `Fault`: image_empty for an empty cell, bad_path for what is not a text, url_not_allowed, or as `Jail` does.
     """
     if is_null(value):
         raise Fault("image_empty", "the cell of the image is empty")
@@ -337,7 +337,7 @@ def _bytes_of(cell: pa.Scalar) -> bytes | None:
     value = cell.as_py()
     if not isinstance(value, dict):
         return value
-    # A raw store (see `mm_utils.data.images.pixels`) that was saved anew: its bytes are no image file.
+    # A raw store (see `mm_utils.data.images.pixels`) that was saved anew: its bytes are not an image file.
     return encode(open_image(value), "png") if raw_size(value) else value["bytes"]
 
 

@@ -200,7 +200,7 @@ class Source:
 
     @classmethod
     def parse(cls, item: "str | Mapping[str, Any]") -> "Source":
-        r"""Read ``path,key=value,...``, or a mapping of the same keys as a YAML file gives it.
+        r"""Read ``path,key=value,...``, or a mapping of the same keys as a YAML file has it.
 
         A comma inside a value is written ``\,``; templates are separated by ``|``, or are a list in a mapping.
 
@@ -212,7 +212,7 @@ class Source:
             pairs = [part.partition("=") for part in rest]
             odd = next((key for key, equals, _ in pairs if not equals), None)
             if odd is not None:
-                raise ValueError(rf"--sources has {item}; '{odd}' is no key=value. Write a comma in a path as '\,'.")
+                raise ValueError(rf"--sources has {item}; '{odd}' is not key=value. Write a comma in a path as '\,'.")
             names = ["path", *(key.strip() for key, _, _ in pairs)]
             twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
             if twice is not None:
@@ -259,7 +259,7 @@ def class_names(source: Source) -> dict[str, str]:
     """Read the file `classes` of a source: names by WordNet id, folder name or index.
 
     It is a JSON object ``{id: name}`` or ``{index: [id, name]}``, lines ``id name`` or ``id<TAB>name``, or one name a
-    line. The first of several names, as WordNet gives them, counts.
+    line. The first of several names, as in WordNet, counts.
     """
     if source.classes is None:
         return {}

@@ -73,7 +73,7 @@ def open_lines(path: Path, newline: str | None = None) -> TextIO:
 
 
 def read_lines(file: TextIO) -> Iterator[str]:
-    """Give the lines of a file; of one that `check_row` refuses as too long, a beginning."""
+    """Yield the lines of a file; of one that `check_row` refuses as too long, its beginning."""
     while line := file.readline(LONGEST_LINE + 1):
         yield line
         while len(line) > LONGEST_LINE and line[-1] not in "\r\n":
@@ -132,7 +132,7 @@ def is_array(head: str) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raise malformed_row or too_nested. A repeated key gives `RepeatedKeys`."""
+    """Parse JSON; raise malformed_row or too_nested. A repeated key makes `RepeatedKeys`."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:

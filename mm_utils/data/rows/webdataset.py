@@ -51,7 +51,7 @@ _LOOKED_AT = 100  # samples that tell the kind of the media
 
 
 class BoundedHeader(tarfile.TarInfo):
-    """A header of a tar archive that gives its name in at most `_LONGEST_HEADER` bytes.
+    """A header of a tar archive that has its name in at most `_LONGEST_HEADER` bytes.
 
     Python before 3.11.10 and 3.12.6 searches an extended header in quadratic time (CVE-2024-6232), and all of them read it
     whole into memory.
@@ -251,7 +251,7 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
             continue
         vars(archive)["members"] = []  # else it keeps the header of every member
         if member.offset <= begin or member.size < 0:
-            raise tarfile.ReadError("a header gives a negative size")
+            raise tarfile.ReadError("a header has a negative size")
         begin = member.offset
         stored = member.isreg() and not member.issparse()
         if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files

@@ -100,7 +100,7 @@ def open_shard(url: str) -> BinaryIO:
     ahead = "none" if shard_kind(url) == "parquet" else "readahead"  # pyarrow has its own buffers
     file: BinaryIO = files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead)
     if not file.seekable():
-        raise ValueError(f"shard {url} comes from a server that gives no ranges. Download it first.")
+        raise ValueError(f"shard {url} comes from a server that does not serve ranges. Download it first.")
     return file
 
 

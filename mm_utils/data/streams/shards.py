@@ -95,7 +95,7 @@ def _content(url: str) -> str:
 
 
 def _stamp(url: str) -> str:
-    """Return address, size and date of a file, as far as the server gives them."""
+    """Return address, size and date of a file, as far as the server states them."""
     try:
         about = _patiently(_info, url)
     except DAMAGE as error:

@@ -3,7 +3,7 @@
 The script's `main` is called with other arguments and one more callback, so the dry run takes the same path as the real run:
 data are opened, a few steps are trained, evaluated and saved. Everything is written to a hidden folder beside the output
 folder, which is removed. Four steps are taken, two with a quarter of the largest batch and two with all of it; if the large
-ones would take longer than a minute they are left out, and the peak of memory stays unknown. Each of several media has so many.
+ones would take longer than a minute they are left out, and the peak of memory stays unknown. Each of several media has as many.
 """
 
 import logging
@@ -320,11 +320,11 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
         f"(workers: {probe.data.loaders.workers}); {bound}",
         "time": f"{duration(figures['hours'])}: training {spent['training']}, evaluation {spent['evaluation']} "
         f"({figures['evaluations']} times), checkpoints {spent['checkpoint']}",
-        "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB are there",
+        "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB free",
         "parameters": f"{figures['parameters']:,}, {figures['trained_parameters']:,} of them trained",
         **({"compute": f"{flops:.3g} GFLOPs a pair"} if math.isfinite(flops := figures["gflops_per_pair"]) else {}),
         "disk": f"checkpoints {figures['checkpoints_gb']:.3g} GB ({figures['kept_checkpoints']} at a time), model "
-        f"{figures['model_gb']:.3g} GB; {figures['free_disk_gb']:.4g} GB are there",
+        f"{figures['model_gb']:.3g} GB; {figures['free_disk_gb']:.4g} GB free",
     }
     return ["The whole run, by this dry run:", *(f"  {name:<12}{text}" for name, text in rows.items())]
 
@@ -339,7 +339,7 @@ def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
         )  # fmt: skip
     if figures["peak_memory_gib"] > figures["free_memory_gib"]:
         logger.warning(
-            "The peak of memory is %.2f GiB, and %.2f GiB are there. Set --micro_batch_size auto.",
+            "The peak of memory is %.2f GiB, and %.2f GiB are free. Set --micro_batch_size auto.",
             figures["peak_memory_gib"], figures["free_memory_gib"],
         )  # fmt: skip
     gigabytes = figures["checkpoints_gb"] + figures["model_gb"]

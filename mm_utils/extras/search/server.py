@@ -236,7 +236,7 @@ class _Api:
             hits = self.searcher.search_file(content, MOST_HITS)
         except UnreadableImageError as error:
             if isinstance(error.__cause__, UnidentifiedImageError):
-                reason = "it is no image, or in no known format. Choose a JPEG, PNG or WebP file"
+                reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
             else:
                 reason = re.sub("^(embedded image|the file): ", "", str(error))
             raise HTTPException(400, f"The {medium} cannot be read: {reason}.") from error

@@ -26,7 +26,7 @@ BAD_ITEMS = [
     ("p.jsonl,weight=nan", "a weight is above 0"),
     ("p.jsonl,split=nowhere", "split=nowhere; a split is train, validation or test"),
     ("p.jsonl,format=jsnl", "format=jsnl; known are .*Did you mean 'jsonl'"),
-    ("p.jsonl,split", "'split' is no key=value"),
+    ("p.jsonl,split", "'split' is not key=value"),
     ("p.jsonl,split=val,split=test", "split is given twice"),
     ("p.jsonl,path=q.jsonl", "path is given twice"),
     ("p,templates=a photo", "templates=a photo; a template says"),

@@ -60,7 +60,7 @@ def test_the_root_may_be_elsewhere_and_may_be_left_when_allowed(folder: Path) ->
     inside = write(folder / "lists" / "q.jsonl", lines({"image": "a.jpg", "caption": "a"}))
     assert read(inside, image_root=str(folder))[0][0].image == FileImage(str(folder / "a.jpg"))
     assert read(inside, PathArguments(image_root=str(folder)))[0][0].id == "a.jpg"
-    with pytest.raises(ValueError, match="image_root absent is no folder"):
+    with pytest.raises(ValueError, match="image_root absent is not a folder"):
         read(inside, image_root="absent")
 
 

@@ -168,7 +168,7 @@ def test_a_full_disk_and_a_small_memory_are_warned_of(tiny_flags, tmp_path, capl
     monkeypatch.setattr(dry_run, "available_bytes", lambda _: 2**30 // 100)
     run_dry(tiny_flags, tmp_path)
     assert f"The disk of {tmp_path} has 0.03 GB left" in caplog.text
-    assert "0.01 GiB are there. Set --micro_batch_size auto" in caplog.text
+    assert "0.01 GiB are free. Set --micro_batch_size auto" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,9 @@ def test_mistakes_are_said(visit: Visit) -> None:
     assert len(visit.asked) == asked
     assert visit.complaints == []
     visit.hand_over("paste", b"no image", "broken.png")
-    visit.finds("The image cannot be read: it is no image, or in no known format. Choose a JPEG, PNG or WebP file.")
+    visit.finds(
+        "The image cannot be read: it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file."
+    )
     expect(visit.tab.locator("#asked-image")).to_be_hidden()
     visit.tab.get_by_role("searchbox").press("Enter")
     visit.finds("Write what the image shows, or drop or paste an image on this page.")

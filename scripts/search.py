@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mm_utils.arguments import arg, parse_args
 from mm_utils.extras.search.searcher import Searcher
 from mm_utils.files import read_regular_file
-from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.run.script import run_script, set_up_logging
 from mm_utils.text import printable, shortened
 
 

@@ -3,33 +3,27 @@
 import json
 import logging
 import os
-import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import datasets
 import torch
-import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, to_dict
-from mm_utils.data.batches.workers import end_workers
 from mm_utils.distributed import RunError
-from mm_utils.reliability import failures, rendezvous
+from mm_utils.reliability import rendezvous
 from mm_utils.reports.hub import HubArguments, HubPusher
 from mm_utils.reports.tracking import Tracking
 from mm_utils.run import checks
 from mm_utils.run.output_folder import claim_folder, save_config
 from mm_utils.run.restarts import describe_start, launcher_names, record_start
-from mm_utils.text import SafeFormatter, printable, redact
+from mm_utils.run.script import run_script as run_script
+from mm_utils.run.script import set_up_logging as set_up_logging
 from mm_utils.training.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -170,50 +164,3 @@ def report_metrics(accelerator: Accelerator, metrics: dict[str, float], file: st
         logger.info("\n%s", "\n".join(f"{name:<40}{value:.4f}" for name, value in metrics.items()))
         if file:
             Path(file).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-
-
-def run_script(main: Callable[[], Any]) -> None:
-    """Call a script's `main`; a user's mistake ends with one line and exit status 1.
-
-    With several processes, the first that fails says why and ends the others: see `mm_utils.reliability.failures`.
-    """
-    monitor = failures.start_monitor()
-    try:
-        main()
-        end_workers()
-    except (RunError, ValueError, FloatingPointError) as error:
-        if monitor.report(error):
-            logging.getLogger("mm_utils").error("%s", error)
-            logging.getLogger("mm_utils").debug("Traceback:", exc_info=True)
-        monitor.fail()
-    except Exception as error:
-        if monitor.is_alone:
-            raise
-        if monitor.report(error):
-            logging.getLogger("mm_utils").exception("Process %d failed", distributed.rank())
-        monitor.fail()
-    except SystemExit:
-        monitor.finish()
-        raise
-    else:
-        monitor.finish()
-
-
-def set_up_logging(main: bool = True, local_main: bool = True) -> None:
-    """Log to stderr with the time; other processes only warn, one a machine shows bars."""
-    level = logging.INFO if main else logging.WARNING
-    handler = logging.StreamHandler()
-    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    sys.excepthook = _print_uncaught
-    for name in ("mm_utils", "scripts", "__main__"):
-        logging.getLogger(name).setLevel(level)
-    transformers.logging.set_verbosity_error()
-    if not local_main:
-        datasets.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print Python's own report, which quotes addresses and command lines, without secrets."""
-    sys.stderr.write(printable(redact("".join(traceback.format_exception(kind, error, trace)))))

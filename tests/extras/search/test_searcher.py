@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from scripts import embed, eval_retrieval, search
 from tests.extras.search.conftest import update, write_photos
+from tests.kit.launches import ROOT
 from tests.model.stock_folders import KINDS, write_stock
 
 QUERY = "a red circle, number 1"
@@ -165,6 +167,17 @@ def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: p
     assert [hit["path"] for hit in hits] == [line.split()[2] for line in table[1:]]
     search.main(["--index_dir", str(index), "--image", str(photos / "0/004.png"), "--json"])
     assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "0/004.png"
+
+
+def test_a_search_loads_few_modules(index: Path) -> None:
+    """A query needs the index, the model and its processor: not the loaders, rows and trackers of a training run."""
+    code = f"""import sys
+from scripts import search
+search.main(["--index_dir", {str(index)!r}, {QUERY!r}])
+print(*(name for name in sys.modules if name.startswith("mm_utils")))"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert len(loaded) <= 40, loaded
 
 
 def test_words_without_quotes_are_one_text(index: Path, capsys: pytest.CaptureFixture[str]) -> None:

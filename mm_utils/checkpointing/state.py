@@ -226,8 +226,9 @@ def write_model(
 def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
     """Write the stock model of the saved one; log why if impossible."""
     try:
-        stock = FusionDualEncoderModel.from_pretrained(folder).to_dual_encoder()
-        processor = stock_processor(processor, stock.config)
+        model = FusionDualEncoderModel.from_pretrained(folder)
+        stock = model.to_dual_encoder()
+        processor = stock_processor(processor, stock.config, model.config.text_padding)
     except ValueError as error:
         logger.info("No dual_encoder/ folder: %s.", error)
         return

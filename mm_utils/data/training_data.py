@@ -206,6 +206,8 @@ def make_data(
     total_rows: dict[str, int] | None = None,
 ) -> TrainingData:
     """Put tokenised splits, or a stream and its validation split, into batches."""
+    # Saved with the model, so that all who load it read as much of a text.
+    processor.tokenizer.model_max_length = loader_args.max_seq_length
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
     sizes, eval_batch_size = schedule.batch_sizes, schedule.per_device_eval_batch_size
     check_loading(loaders, sizes.sizes[-1], eval_batch_size, streaming=stream is not None)

@@ -16,7 +16,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_backbone, input_shape, is_trained
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    FusionDualEncoderModel,
+    image_backbone,
+    input_shape,
+    is_trained,
+    text_positions,
+)
 
 
 class Quadratic(NamedTuple):
@@ -79,7 +85,15 @@ def measure_flops(
 
     Args:
         medium_size: side of an image, or the shape of one input of the media tower.
+
+    Raises:
+        ValueError: if the text tower cannot read captions of `max_seq_length` tokens.
     """
+    most = text_positions(model.text_model)
+    if most is not None and max_seq_length > most:
+        raise ValueError(
+            f"--max_seq_length is {max_seq_length}; the text backbone has positions for {most} tokens. Give at most {most}."
+        )
     device = next(model.parameters()).device
     if isinstance(medium_size, int):
         medium_size = (input_shape(model.vision_model)[0], medium_size, medium_size)

@@ -5,7 +5,7 @@ The two towers, their projections and the temperature have the parameter names o
 head (`fusion.`), text tokens attend to image tokens. `FusionHead.encode_vision` computes keys and values once per image, and
 every candidate text reuses them.
 
-This file depends on torch and transformers alone, because it is saved with every checkpoint that is pushed.
+This file and `reading`, which reads media and texts, depend on nothing of this project: they are saved with every model.
 
 The medium may be a clip or a sound: `vision_model` is its tower, `pixel_values` that tower's input, and "image" in a name
 stands for any of the three. Hidden states of clips and sounds become maps `[B, C, places, T]`, see `_along_time`.
@@ -17,7 +17,7 @@ V words of the vocabulary, D fusion width, E embedding width.
 import copy
 import itertools
 import math
-import wave
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +38,13 @@ from transformers import (
     Siglip2VisionModel,
     SiglipTextModel,
 )
-from transformers.image_utils import is_pil_image, load_image
+from transformers.image_utils import is_pil_image
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer, ClapTextModel
 from transformers.models.x_clip import modeling_x_clip as x_clip
 from transformers.utils import ModelOutput
+
+from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
 
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
@@ -52,6 +54,8 @@ DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
+_MOST_TOKENS = 512  # of a text, where neither tokenizer nor tower says it
+_POSITIONS = ("position_embedding", "position_embeddings", "embed_positions", "wpe")
 MEDIA_FOLDER = "media"  # of a model's folder; it has a folder for each further kind of media, with its processor
 _SHARED = ("text_config", "media", "auto_map", "architectures", "_name_or_path")
 KeysValues = tuple[Tensor, ...]
@@ -335,6 +339,15 @@ def _close(one: Tensor, other: Tensor) -> bool:
         return False
     tolerance = 1e-3 if one.dtype == torch.float32 else 5e-2
     return bool((one - other).abs().max() <= tolerance * one.abs().max().clamp(min=1e-6))
+
+
+def text_positions(text_model: nn.Module) -> int | None:
+    """Return for how many tokens a text tower has positions; None if it reads texts of any length."""
+    for name, table in text_model.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            before = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
+            return table.num_embeddings - before
+    return None
 
 
 def _has_bert_pooler(text_model: PreTrainedModel) -> bool:
@@ -878,6 +891,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         text_model: PreTrainedModel | None = None,
     ):
         super().__init__(config)
+        self._folder = os.path.abspath(self.name_or_path) if os.path.isdir(self.name_or_path) else self.name_or_path
         if not config.vision_widths:
             raise ValueError(
                 "The config does not say how wide the backbones' outputs are. Build new models with "
@@ -891,6 +905,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.media = nn.ModuleDict()
         for medium, own in ((each, config.of(each)) for each in config.media or {}):
             self.media[medium] = MediaTower(_media_tower(own), _projection(own, "vision", own.vision_pooled_width))
+        self._configs = {medium: config.of(medium) for medium in self.media}
         self._of: dict[str, FusionDualEncoderModel] = {}
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
         bias = config.logit_bias_init_value
@@ -988,10 +1003,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         for tower in itertools.chain(self.towers, map(image_backbone, self.towers)):
             if not is_trained(tower):
                 tower.eval()
-        for medium in (None, *self.media):
-            own = self.of(medium)
-            if own.config.freeze_batch_norm:
-                for module in itertools.chain(own.vision_model.modules(), own.text_model.modules()):
+        for medium in (self.config.medium, *self.media):
+            tower, _, config = self._reads(medium)
+            if config.freeze_batch_norm:
+                for module in itertools.chain(tower.modules(), self.text_model.modules()):
                     if isinstance(module, nn.modules.batchnorm._BatchNorm):
                         module.eval()
         return self
@@ -1002,6 +1017,20 @@ class FusionDualEncoderModel(PreTrainedModel):
     def towers(self) -> list[Any]:
         """The backbones of all media, and that of texts."""
         return [self.vision_model, self.text_model, *(part.vision_model for part in self.media.values())]
+
+    def _reads(self, medium: str | None) -> tuple[Any, Any, FusionDualEncoderConfig]:
+        """Return tower, projection and config of a medium, None for the first.
+
+        Raises:
+            ValueError: if there is no tower of that kind.
+        """
+        if medium is None or medium == self.config.medium:
+            return self.vision_model, self.visual_projection, self.config
+        if medium not in self.media:
+            known = ", ".join(f"{kind}s" for kind in (self.config.medium, *self.media))
+            raise ValueError(f"This model has no tower for {medium}s, only for {known}.")
+        part: Any = self.media[medium]
+        return part.vision_model, part.visual_projection, self._configs[medium]
 
     def add_medium(self, other: "FusionDualEncoderModel") -> None:
         """Take tower and projection of a model of another kind of media, to be trained with this model's text tower.
@@ -1023,6 +1052,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         differs = {name: value for name, value in given.items() if value != own.get(name) and name not in _SHARED}
         self.config.media = {**(self.config.media or {}), medium: {**differs, "medium": medium}}
         self.media[medium] = MediaTower(other.vision_model, other.visual_projection)
+        self._configs[medium] = self.config.of(medium)
 
     def of(self, medium: str | None) -> "FusionDualEncoderModel":
         """Return the model of one kind of media: with its tower and projection, and all else shared; None for the first.
@@ -1030,25 +1060,26 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if there is no tower of that kind.
         """
-        if medium is None or medium == self.config.medium:
+        tower, projection, config = self._reads(medium)
+        if tower is self.vision_model:
             return self
-        if medium not in self.media:
-            known = ", ".join(f"{kind}s" for kind in (self.config.medium, *self.media))
-            raise ValueError(f"This model has no tower for {medium}s, only for {known}.")
-        if medium not in self._of:
-            self._of[medium] = copy.copy(self)
-            self._of[medium].config, self._of[medium].processor = self.config.of(medium), None
-        found, part = self._of[medium], self.media[medium]
-        kept = {"config": found.config, "processor": found.processor, "_subfolder": f"{MEDIA_FOLDER}/{medium}"}
-        modules = {**self._modules, **part._modules, "media": nn.ModuleDict()}
-        found.__dict__.update({**self.__dict__, **kept, "_of": {}, "_modules": modules})
+        found = self._of.get(config.medium)
+        if found is None:
+            with torch.device("meta"):  # new projections, which the present ones replace
+                found = self._of[config.medium] = type(self)(config, tower, self.text_model)
+            found.visual_projection, found._subfolder = projection, f"{MEDIA_FOLDER}/{medium}"
+            found._folder = self._folder
+        found.text_projection, found.logit_scale, found.logit_bias = (
+            self.text_projection, self.logit_scale, self.logit_bias
+        )  # fmt: skip
+        found.training = self.training
         return found
 
     def idle_weights(self, medium: str | None) -> list[nn.Parameter]:
         """Return the parameters of the other media's towers and projections, which a batch of `medium` does not reach."""
-        idle = [self.of(each) for each in (None, *self.media) if self.of(each) is not self.of(medium)]
-        parts = (part for each in idle for part in (each.vision_model, each.visual_projection))
-        return [weight for part in parts for weight in part.parameters()]
+        first = [] if medium in (None, self.config.medium) else [self.vision_model, self.visual_projection]
+        idle = [*first, *(part for name, part in self.media.items() if name != medium)]
+        return [weight for part in idle for weight in part.parameters()]
 
     def freeze(self, tower: str) -> None:
         """Stop training the `vision` or the `text` backbone; its projection, and layers over frames, are still trained."""
@@ -1121,25 +1152,28 @@ class FusionDualEncoderModel(PreTrainedModel):
         pooled, states = self.text_features(input_ids, attention_mask, with_states)
         return self.project_text(pooled, states if with_states else None)
 
-    def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the pooled output `[B, C]` of the vision backbone, and the pooled taps."""
+    def vision_features(
+        self, pixel_values: Tensor, with_taps: bool = True, medium: str | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the pooled output `[B, C]` of the backbone of a medium, by default the first, and the pooled taps."""
         head = self.fusion if with_taps else None
-        name, medium = input_name(self.vision_model), self.config.medium
+        tower, _, config = self._reads(medium)
+        name, medium = input_name(tower), config.medium
         if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
             pixel_values = (pixel_values + 35) / 33
         if pixel_values.dim() == 4:
             # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
             pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
-            output = self.vision_model(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
-        states = (
-            () if head is None else [_along_time(state, self.vision_model, medium) for state in output.hidden_states]
-        )
-        return _pool(output, self.config.vision_pooling), () if head is None else head.pool_taps(states)
+            output = tower(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
+        states = () if head is None else [_along_time(state, tower, medium) for state in output.hidden_states]
+        return _pool(output, config.vision_pooling), () if head is None else head.pool_taps(states)
 
-    def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
+    def project_image(
+        self, pooled: Tensor, taps: Sequence[Tensor], medium: str | None = None
+    ) -> tuple[Tensor, KeysValues | None]:
         """Turn the result of `vision_features` into that of `encode_image`; None without taps."""
-        embeds = F.normalize(self.visual_projection(pooled), dim=-1)
+        embeds = F.normalize(self._reads(medium)[1](pooled), dim=-1)
         return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
 
     def text_features(
@@ -1332,7 +1366,8 @@ class FusionDualEncoderModel(PreTrainedModel):
     ) -> Tensor | tuple[Tensor, ...]:
         """Return unit embeddings `[B, E]`, on the CPU, of media or of texts; of both, media first.
 
-        The model is set to evaluation mode.
+        Media and texts are read as in training (`reading`), and of nothing, `[]`, there are embeddings `[0, E]`. The model is set to
+        evaluation mode.
 
         Args:
             images: a path, a URL or a PIL image, or a list of these.
@@ -1345,18 +1380,26 @@ class FusionDualEncoderModel(PreTrainedModel):
             ValueError: if nothing is given or other media than the model reads, or the model has no processor.
         """
         self.eval()
-        found: list[list[Tensor]] = []
+        found: list[Tensor] = []
+        empty = torch.zeros(0, self.config.projection_dim)
         for kind, media in zip(MEDIA, (images, clips, sounds), strict=True):
-            own = self.of(kind) if kind in self.media else self
-            inputs = () if media is None else own._inputs(media, kind, batch_size)
-            found.append([own.encode_image(each, with_keys_values=False)[0] for each in inputs])
-        texts = [texts] if isinstance(texts, str) else list(texts or ())
-        batches = (texts[start : start + batch_size] for start in range(0, len(texts), batch_size))
-        found.append([self.encode_text(*self._tokens(batch), with_states=False)[0] for batch in batches])
-        joined = [torch.cat(parts).float().cpu() for parts in found if parts]
-        if not joined:
+            if media is not None:
+                own = self.of(kind) if kind in self.media else self
+                parts = [own.encode_image(each, False)[0] for each in own._inputs(media, kind, batch_size)]
+                found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
+        if texts is not None:
+            texts = [texts] if isinstance(texts, str) else list(texts)
+            batches = (texts[start : start + batch_size] for start in range(0, len(texts), batch_size))
+            parts = [self.encode_text(*self._tokens(batch), with_states=False)[0] for batch in batches]
+            found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
+        if not found:
             raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
-        return joined[0] if len(joined) == 1 else tuple(joined)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    @staticmethod
+    def open_image(image: Any) -> Any:
+        """Return the picture of a path, an address or a file's bytes as this model sees it, upright RGB, for pipelines."""
+        return open_picture(image)
 
     @staticmethod
     def similarity(one: Tensor, other: Tensor) -> Tensor:
@@ -1395,36 +1438,57 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def _find_processor(self) -> Any:
         if self.processor is None:
-            if not self.name_or_path:
+            if not self._folder:
                 raise ValueError("This model was not loaded from a folder. Set model.processor to its processor.")
-            self.processor = AutoProcessor.from_pretrained(self.name_or_path, subfolder=self._subfolder)
+            self.processor = AutoProcessor.from_pretrained(self._folder, subfolder=self._subfolder)
         return self.processor
 
     def _inputs(self, media: Any, kind: str, batch_size: int) -> Iterator[Tensor]:
         """Yield media in batches, as the tower takes them."""
         if kind != self.config.medium:
             raise ValueError(f"This model reads {self.config.medium}s, and it was given {kind}s.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; give a number of media from 1 on.")
         is_many = isinstance(media, list) or (isinstance(media, tuple) and kind != "sound")
-        media = list(media) if is_many and not (kind == "clip" and is_pil_image(media[0])) else [media]
-        processor = self._find_processor()
+        is_one_clip = is_many and kind == "clip" and len(media) > 0 and is_pil_image(media[0])
+        media = list(media) if is_many and not is_one_clip else [media]
+        read = self._sound_input if kind == "sound" else self._picture_input
         for start in range(0, len(media), batch_size):
-            batch = media[start : start + batch_size]
-            if kind == "sound":
-                found = torch.cat([_heard(sound, processor.feature_extractor) for sound in batch])
-            else:
-                count = getattr(processor.image_processor, "clip_frames", 16)
-                window = count, getattr(processor.image_processor, "window_seconds", None)
-                pictures = [frame for clip in batch for frame in _spread(clip, *window)] if kind == "clip" else batch
-                read = [load_image(picture).convert("RGB") for picture in pictures]
-                found = processor.image_processor(images=read, return_tensors="pt")["pixel_values"]
-                found = found.unflatten(0, (len(batch), count)) if kind == "clip" else found
+            found = torch.stack([read(each, self._find_processor()) for each in media[start : start + batch_size]])
             yield found.to(self.logit_scale.device, self.dtype)
+
+    def _picture_input(self, medium: Any, processor: Any) -> Tensor:
+        """Return the tower's input of an image, or of the frames of a clip, as evaluations make it."""
+        images = processor.image_processor
+        side = images.crop_size["height"]
+        mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (images.image_mean, images.image_std))
+        if self.config.medium == "image":
+            shown = center_square(open_picture(medium, side), side)
+        else:
+            window = getattr(images, "clip_frames", 16), getattr(images, "window_seconds", None)
+            shown = torch.stack([center_square(open_picture(each, side), side) for each in frames_of(medium, *window)])
+        return shown.float().sub_(mean).div_(std)
+
+    def _sound_input(self, sound: Any, processor: Any) -> Tensor:
+        extractor = processor.feature_extractor
+        samples = samples_of(sound, extractor)
+        found = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        features = found[extractor.model_input_names[0]][0]
+        return features[:1] if features.dim() == 3 else features  # a fused CLAP's has four copies of a window
 
     def _tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask `[B, L]`."""
-        given = self._find_processor()(text=list(texts), padding=True, truncation=True, return_tensors="pt")
-        mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
-        return given["input_ids"].to(self.logit_scale.device), mask.to(self.logit_scale.device)
+        tokenizer = self._find_processor().tokenizer
+        most = self.most_tokens(tokenizer)
+        ids = token_ids(tokenizer, [text[: CHARACTERS_PER_TOKEN * most] for text in texts], most)
+        length = max(1, *map(len, ids))
+        padded = [[*each, *[tokenizer.pad_token_id] * (length - len(each))] for each in ids]
+        mask = [[int(at < len(each)) for at in range(length)] for each in ids]
+        return tuple(torch.tensor(rows, device=self.logit_scale.device) for rows in (padded, mask))  # type: ignore[return-value]
+
+    def most_tokens(self, tokenizer: Any) -> int:
+        """Return how many tokens of a text are read: as many as in training, which the tokenizer's file says."""
+        return min(tokenizer.model_max_length, text_positions(self.text_model) or _MOST_TOKENS)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **arguments: Any) -> None:
         """Save as `PreTrainedModel` does, so that the pipeline zero-shot-image-classification finds this class too."""
@@ -1433,6 +1497,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             name = f"{__name__.rpartition('.')[2]}.{type(self).__name__}"
             self.config.auto_map = {**known, "AutoModelForZeroShotImageClassification": name}
         super().save_pretrained(save_directory, *args, **arguments)
+        if self.processor is not None:
+            self.processor.save_pretrained(save_directory)
 
     def to_dual_encoder(self) -> PreTrainedModel:
         """Return a stock model of `config.dual_encoder_type` with the same logits, which shares this model's tensors.
@@ -1484,70 +1550,6 @@ class FusionDualEncoderModel(PreTrainedModel):
                 raise ValueError("the stock class pools texts by a pooler, and this text tower has none")
             weights |= _mean_as_layer(self)
             text_config["num_hidden_layers"] += 1
-
-
-def _spread(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
-    """Return `count` frames of a clip, each the middle one of an equal part.
-
-    Args:
-        clip: a path, of which the middle `seconds` are taken if they are given, or PIL images.
-    """
-    if isinstance(clip, (list, tuple, range)):
-        return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
-    try:  # also hides it from what transformers wants installed before it loads any model of this file
-        import av
-    except ImportError as error:
-        raise ImportError(f"{clip} is read by PyAV. pip install av, or pass a list of PIL images.") from error
-    with av.open(str(clip)) as container:
-        total = sum(1 for _ in container.decode(video=0))
-        rate = container.streams.video[0].average_rate
-        shown = min(total, max(1, round(seconds * rate))) if seconds and rate else total
-        first = (total - shown) // 2
-        places = _spread(range(first, first + shown), count)
-        container.seek(0)
-        frames = ((at, frame) for at, frame in enumerate(container.decode(video=0)) if at in places)
-        kept = {at: frame.to_image().rotate(frame.rotation, expand=True) for at, frame in frames}  # upright
-    return [kept[at] for at in places]
-
-
-def _heard(sound: Any, extractor: Any) -> Tensor:
-    """Return what a feature extractor makes of the middle of a sound, (samples, rate) or a path, and silence after its end."""
-    if isinstance(sound, tuple):
-        samples, rate = torch.as_tensor(sound[0]), sound[1]
-        # filled up to the window, a second dimension is huge
-        if samples.dim() != 1 or not samples.is_floating_point():
-            shape = f"{samples.dtype} {list(samples.shape)}"
-            raise ValueError(
-                f"a sound is (samples, rate), and its samples are {shape}. Give floats of one channel, [n]."
-            )
-        samples = samples.float()
-    else:
-        try:
-            with wave.open(str(sound)) as file:
-                channels, width, rate, count = file.getparams()[:4]
-                content = bytearray(file.readframes(count))
-            if width != 2:
-                raise wave.Error(f"{8 * width} bits a sample")
-        except wave.Error as error:
-            raise ValueError(
-                f"{sound} is no WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
-            ) from error
-        samples = torch.frombuffer(content, dtype=torch.int16).view(-1, channels).float().mean(1) / 32768
-    length, wanted = len(samples) / rate, extractor.sampling_rate
-    seconds = getattr(extractor, "window_seconds", length)
-    first = int(max(0.0, length - seconds) / 2 * rate)
-    samples = samples[first : first + round(seconds * rate)]
-    if rate != wanted:
-        try:
-            from scipy.signal import resample_poly
-        except ImportError as error:
-            raise ImportError(f"a sound of {rate} Hz is resampled by scipy to {wanted}. pip install scipy.") from error
-        samples = torch.from_numpy(resample_poly(samples.numpy(), wanted, rate))
-    samples = (samples * 32768).round().clamp(-32768, 32767) / 32768  # as they are stored
-    if "repeat" not in getattr(extractor, "padding", ""):  # else the extractor fills the window with loops
-        samples = F.pad(samples, (0, round(seconds * wanted) - len(samples)))
-    features = extractor(samples.numpy(), sampling_rate=wanted, return_tensors="pt")[extractor.model_input_names[0]]
-    return features[:, :1] if features.dim() == 4 else features  # a fused CLAP's has four copies of a window
 
 
 @torch.no_grad()

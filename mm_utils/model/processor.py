@@ -63,7 +63,7 @@ def load_processor(
     """Load tokenizer and image processor, or, for sounds, feature extractor.
 
     A text backbone from scratch gets a tokenizer trained on `captions`. The image processor does exactly what
-    `mm_utils.data.media.augment.center_square` does, and gives colours the values that the backbone's own processor gives them;
+    `mm_utils.model.reading.center_square` does, and gives colours the values that the backbone's own processor gives them;
     clips are read as their frames.
 
     Args:
@@ -121,6 +121,11 @@ def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImagePr
             own = _own_processor(name, medium, args.trust_remote_code)
         return _center_square_processor(own, args.image_size, what)
     size = args.image_size or vision_preset(args, medium).get("image_size")
+    if isinstance(size, list):
+        raise ValueError(
+            f"--vision_config is {args.vision_config}, whose image_size is {size}; here {medium}s are squares. Give tiny, or a "
+            "config with one number."
+        )
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
 
 
@@ -243,7 +248,13 @@ def _feature_extractor(args: ModelArguments, seconds: float | None) -> SequenceF
             found = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     else:
         what = f"--vision_config is {args.vision_config}"
-        found = _new_feature_extractor(AutoConfig.for_model(**vision_preset(args, "sound")), seconds or MOST_SECONDS)
+        config = AutoConfig.for_model(**vision_preset(args, "sound"))
+        if isinstance(getattr(config, "image_size", ()), int) and not hasattr(config, "spec_size"):
+            raise ValueError(
+                f"{what}, a tower of images of {config.image_size} pixels; these are sounds. Give tiny, or a config whose "
+                "image_size is [frames, bands]."
+            )
+        found = _new_feature_extractor(config, seconds or MOST_SECONDS)
     _set_window(found, seconds, what)
     return found
 
@@ -272,7 +283,10 @@ def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
     Raises:
         ValueError: if it makes less.
     """
-    own: Any = extractor.max_length / 100 if isinstance(extractor, ASTFeatureExtractor) else None
+    is_ast = isinstance(extractor, ASTFeatureExtractor)
+    if is_ast and not hasattr(extractor, "window_seconds"):
+        extractor.pads_frames = True
+    own: Any = extractor.max_length / 100 if is_ast else None
     own = own or getattr(extractor, "max_length_s", None) or getattr(extractor, "chunk_length", None)
     if own and seconds and seconds > own:
         raise ValueError(

@@ -130,12 +130,15 @@ def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def stock_processor(processor: ProcessorMixin, config: Any) -> ProcessorMixin:
+def stock_processor(
+    processor: ProcessorMixin, config: Any, text_padding: dict[str, Any] | None = None
+) -> ProcessorMixin:
     """Return the processor of a stock model's class, which does what ours does.
 
     Args:
         processor: ours, which makes central squares.
         config: the configuration of the stock model.
+        text_padding: of our own model, if it reads padding.
 
     Raises:
         ValueError: if there is none.
@@ -147,7 +150,7 @@ def stock_processor(processor: ProcessorMixin, config: Any) -> ProcessorMixin:
     images, tokenizer = processor.image_processor, processor.tokenizer
     if config.model_type in UNPROJECTED:
         tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.model_max_length = min(config.text_config.max_position_embeddings, tokenizer.model_max_length)
+        tokenizer.model_max_length = (text_padding or {}).get("length", config.text_config.max_position_embeddings)
         _set_outputs(tokenizer, ["input_ids"])
     if config.model_type == "siglip2":
         patch_size = config.vision_config.patch_size

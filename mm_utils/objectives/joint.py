@@ -221,7 +221,7 @@ class JointObjective(Objective):
         with_pairs = for_backward and self.reads_pairs
         teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
         pooled, taps = self._vision_features(batch, with_pairs or self.embeds_taps)
-        image_nE, keys_values = self.model.of(self.medium).project_image(pooled, taps if with_pairs else ())
+        image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else (), self.medium)
         text_nE, text_states = self._encode_text(batch, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
@@ -322,16 +322,16 @@ class JointObjective(Objective):
         training = self.model.training
         with self.teacher.applied():
             self.model.eval()
-            image_nE, _ = self.model.of(self.medium).project_image(self._vision_features(batch, False)[0], ())
+            image_nE, _ = self.model.project_image(self._vision_features(batch, False)[0], (), self.medium)
             text_nE, _ = self._encode_text(batch, False)
             self.model.train(training)
         torch.clear_autocast_cache()  # it holds the average's weights in half precision
         return {"teacher_image": image_nE, "teacher_text": text_nE}
 
     def _vision_features(self, batch: Batch, with_taps: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        model = self.model.of(self.medium)
+        model = self.model
         if "vision_pooled" not in batch:
-            return model.vision_features(batch["pixel_values"], with_taps)
+            return model.vision_features(batch["pixel_values"], with_taps, self.medium)
         taps = range(len(model.fusion.taps)) if with_taps and model.fusion is not None else ()
         pooled, *read = (
             batch[name].to(model.dtype) for name in ("vision_pooled", *map("vision_taps_{}".format, taps))

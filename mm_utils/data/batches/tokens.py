@@ -19,8 +19,8 @@ from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.hard_negatives import group_similar
 from mm_utils.data.batches.language_codes import own_codes
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 
-_CHARACTERS_PER_TOKEN = 32  # text beyond this many characters per allowed token is cut before it is tokenised
 _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
 
 
@@ -73,7 +73,7 @@ def encode_captions(
         by_code.setdefault(codes.get(language), []).append(place)
     found: list[list[int]] = [[]] * len(captions)
     for code, places in by_code.items():
-        texts = [captions[place][: _CHARACTERS_PER_TOKEN * max_seq_length] for place in places]
+        texts = [captions[place][: CHARACTERS_PER_TOKEN * max_seq_length] for place in places]
         for place, ids in zip(places, _encode_language(tokenizer, texts, max_seq_length, code), strict=True):
             found[place] = ids
     return found
@@ -216,37 +216,19 @@ def _encode_language(
 ) -> list[list[int]]:
     """Encode texts of one language; `code` is the tokenizer's own for it, None for the default."""
     if code is None:
-        return _call(tokenizer, texts, max_seq_length)
+        return token_ids(tokenizer, texts, max_seq_length)
     if hasattr(tokenizer, "src_lang"):
         names = {token: name for name, token in getattr(tokenizer, "lang_code_to_token", {}).items()}  # M2M100
         default, tokenizer.src_lang = tokenizer.src_lang, names.get(code, code)
         try:
-            return _call(tokenizer, texts, max_seq_length)
+            return token_ids(tokenizer, texts, max_seq_length)
         finally:
             tokenizer.src_lang = default
     token = int(tokenizer.convert_tokens_to_ids(code))  # type: ignore[arg-type]
     begin = {tokenizer.bos_token_id, tokenizer.cls_token_id}
     # A special token at the beginning was put there by the tokenizer: one that is written in the caption is text.
-    firsts = ((ids, int(ids[:1] != [] and ids[0] in begin)) for ids in _call(tokenizer, texts, max_seq_length - 1))
+    firsts = ((ids, int(ids[:1] != [] and ids[0] in begin)) for ids in token_ids(tokenizer, texts, max_seq_length - 1))
     return [[*ids[:first], token, *ids[first:]] for ids, first in firsts]
-
-
-def _call(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_seq_length: int) -> list[list[int]]:
-    options = {"split_special_tokens": True, "return_special_tokens_mask": True}
-    encoded = tokenizer(texts, truncation=True, max_length=max_seq_length, **options)
-    # A Unigram vocabulary (T5, XLM-R, mBART, SigLIP) has special tokens as pieces, which it also finds in split text.
-    special = _special_ids(tokenizer)
-    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
-    return [
-        [token for token, is_added in zip(ids, added, strict=True) if is_added or token not in special]
-        for ids, added in pairs
-    ]
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the special tokens that no text may become; an unknown-letter token may be allowed."""
-    others = [token for name, token in tokenizer.special_tokens_map.items() if name != "unk_token"]
-    return set(tokenizer.all_special_ids) - ({tokenizer.unk_token_id} if tokenizer.unk_token not in others else set())
 
 
 def _key(text: str) -> int:

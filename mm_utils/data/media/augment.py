@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from scipy.fft import irfft, next_fast_len, rfft
 from torch import Tensor
-from torch.nn.functional import interpolate
+
+from mm_utils.model.reading import center_of, center_square, resized
 
 MAX_FIXED_SCALE = 1.5
 """Above this ratio of shorter side to input size, `fixed_square` would show less than half of an image."""
 
-_STRIP = 8  # ratio of sides
 _KNOTS = (3, 6)  # least and most points of a curve over the frequencies
 _LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow's mode L
 
@@ -33,39 +33,10 @@ class Window(NamedTuple):
     bottom: float
 
 
-def center_square(image: Image.Image, size: int) -> Tensor:
-    """Return the central square, resized, as uint8 `[3, size, size]`.
-
-    Like the saved processor, it cuts at whole pixels of the image whose shorter side is resized to `size`. Only the centre of
-    a strip is resized, with Pillow: a whole one could fill the memory.
-    """
-    width, height, left, top = _center(*image.size, size)
-    if max(width, height) > _STRIP * size:
-        across, down = image.width / width, image.height / height
-        box = (left * across, top * down, (left + size) * across, (top + size) * down)
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
-        width, height, left, top = size, size, 0, 0
-    whole = _resized(np.array(image), width, height)
-    return whole[:, top : top + size, left : left + size].contiguous()
-
-
-def _resized(pixels: np.ndarray, width: int, height: int) -> Tensor:
-    """Resize `[H, W, 3]` to `[3, height, width]`, uint8."""
-    image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    return interpolate(image, (height, width), mode="bicubic", antialias=True)[0]
-
-
 def center_window(width: int, height: int, size: int) -> Window:
     """Return the part that `center_square` shows of an image of `width` x `height` pixels."""
-    width, height, left, top = _center(width, height, size)
+    width, height, left, top = center_of(width, height, size)
     return Window(left / width, top / height, (left + size) / width, (top + size) / height)
-
-
-def _center(width: int, height: int, size: int) -> tuple[int, int, int, int]:
-    """Return width and height, the shorter being `size`, and left and top of the square."""
-    shorter = min(width, height)
-    width, height = (max(size, int(size * side / shorter)) for side in (width, height))
-    return width, height, (width - size) // 2, (height - size) // 2
 
 
 def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Random) -> tuple[Tensor, Window]:
@@ -79,14 +50,14 @@ def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Ra
     if min_area >= 1:
         return center_square(Image.fromarray(pixels), size), center_window(width, height, size)
     left, top, right, bottom = _random_box(width, height, min_area, rng)
-    square = _resized(pixels[top:bottom, left:right].copy(), size, size).contiguous()
+    square = resized(pixels[top:bottom, left:right].copy(), size, size).contiguous()
     return square, Window(left / width, top / height, right / width, bottom / height)
 
 
 def random_squares(frames: Sequence[np.ndarray], size: int, min_area: float, rng: random.Random) -> Tensor:
     """Crop all frames `[H, W, 3]` of a clip alike, by `random_square`; uint8 `[T, 3, S, S]`."""
     left, top, right, bottom = _random_box(frames[0].shape[1], frames[0].shape[0], min_area, rng)
-    return torch.stack([_resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
+    return torch.stack([resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
 
 
 def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> tuple[Tensor, Window]:

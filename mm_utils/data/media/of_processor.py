@@ -1,7 +1,9 @@
 """What the processor of a model says of its medium; three attributes of ours are saved among the stock ones.
 
 `preprocessor_config.json` keeps `window_seconds`, the length of what the model is shown of a clip or a sound (None: whole clips),
-and of clips `clip_frames`. `settle_window` alone writes them, once, for a new model; a pretrained tower may fix them.
+and of clips `clip_frames`. `settle_window` alone writes them, once, for a new model; a pretrained tower may fix them
+(`mm_utils.model.processor`). `pads_frames` says of an AST extractor that what follows a short sound are empty frames, as its tower was
+trained; models that were saved without it were trained with frames of silence.
 """
 
 import math

@@ -22,16 +22,14 @@ from PIL import Image
 from torch import Tensor
 
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.images import UnreadableImageError, open_image, shrink
+from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.augment import center_square
 from mm_utils.data.media.of_processor import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
 from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-
-_MOST_TOKENS = 64  # of a query, as of a caption in training
-_LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
+from mm_utils.model.reading import open_picture
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,7 @@ class Searcher:
         self._model = load_model(name, fusion_layers=0).eval()
         check_same_model(self.info, model_fingerprint(self._model, self._medium), name, Path(index_dir))
         self._model.to(self._device)
-        positions = getattr(self._model.config.text_config, "max_position_embeddings", None) or _MOST_TOKENS
-        self._most_tokens = min(_MOST_TOKENS, positions, self._tokenizer.model_max_length)
+        self._most_tokens = self._model.most_tokens(self._tokenizer)
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
         self.rerank_top_k = rerank_top_k if helps else 0
@@ -129,8 +126,8 @@ class Searcher:
         return self._hits(found[:top_k], reranked)
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
-        """Return the images that are most similar to an RGB image, best first."""
-        return self._search(center_square(image, self._medium.image_size), top_k)
+        """Return the images that are most similar to a picture, best first."""
+        return self._search(center_square(open_picture(image), self._medium.image_size), top_k)
 
     def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
         """Return what is most similar to a file, by path or bytes: an image, or a WAV; best first.
@@ -252,8 +249,4 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
         except Fault as fault:
             raise UnreadableImageError(f"{name}: {fault.detail}") from fault
         return medium.read({"bytes": stored, "path": None})[0]
-    side = medium.image_size
-    image = open_image(value, side)
-    if image.width * image.height > _LARGE:
-        image = shrink(image, 2 * side)
-    return center_square(image, side)
+    return medium.read(value)[0]

@@ -132,7 +132,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """Cut a name that a data file gives to at most `limit` characters, for a message.
+    """Cut a name from a data file to at most `limit` characters, for a message.
 
     Secrets are redacted before: of half a secret none would be recognised.
     """

@@ -99,7 +99,7 @@ def encode_in_groups(
 
 @contextmanager
 def knows_padding(has_padding: bool) -> Iterator[None]:
-    """Tell the towers within whether any text is padded, which transformers asks the device."""
+    """Let the towers within know whether any text is padded, which transformers asks the device."""
     token = _has_padding.set(bool(has_padding))
     try:
         yield

@@ -2,7 +2,7 @@
 
 There are two kinds of terms. An `EmbeddingTerm` is a loss of the embeddings of the global batch; `mm_utils.objectives.joint`
 takes its gradient at the embeddings and pushes it through the towers. A `RowTerm` is a mean over rows of some sort (pairs
-that the fusion head scores, masked tokens); every row is computed on the rank that holds its image. Either gives the same
+that the fusion head scores, masked tokens); every row is computed on the rank that holds its image. Either yields the same
 result for any division of the batch among processes and micro-batches.
 
 Shape letters: n this rank's pairs (or those of a part of the batch), N the global batch, L tokens, E embedding width.

@@ -173,7 +173,7 @@ def _of_head(rows: list[Row]) -> Iterator[Finding]:
     if max(row["ratio"] for row in rows) < LEARNT and max(row.get("matching_lift", 1.0) for row in rows) < IDLE_LIFT:
         yield Finding(
             "matching",
-            f"matching_loss is {_mean(rows, 'matching_loss'):.4f} over {_steps(rows)}; the share of matches alone gives "
+            f"matching_loss is {_mean(rows, 'matching_loss'):.4f} over {_steps(rows)}; the share of matches alone yields "
             f"{_mean(rows, 'matching_loss') + _mean(rows, 'matching_lift'):.4f}, so the fusion head distinguishes no pairs, though the towers do. Train longer, "
             "give matching more weight in --objectives, or look for captions that are right for several images.",
         )

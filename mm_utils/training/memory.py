@@ -27,7 +27,7 @@ ROUND_TO = 8
 
 @contextmanager
 def restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Give a module its buffers back, running statistics too, after a rehearsed step."""
+    """Restore the buffers of a module, running statistics too, after a rehearsed step."""
     buffers = [buffer.clone() for buffer in module.buffers()]
     try:
         yield

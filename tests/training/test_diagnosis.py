@@ -230,7 +230,7 @@ def test_an_idle_head_is_named_once_the_towers_know_something(said: Said) -> Non
     assert said() == []
     run.log(4, **idle)
     [message] = said()
-    assert message.startswith("matching_loss is 0.6355 over steps 60 to 290; the share of matches alone gives 0.6365")
+    assert message.startswith("matching_loss is 0.6355 over steps 60 to 290; the share of matches alone yields 0.6365")
 
 
 def test_a_run_without_a_head_has_no_idle_one(said: Said) -> None:

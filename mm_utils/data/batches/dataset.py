@@ -133,7 +133,7 @@ class TrainingTransform(Transform):
     def _show(self, row: dict[str, Any]) -> Example:
         example: Example = {name: [row[name][row["caption"]]] for name in ("input_ids", "caption_keys")}
         if self.medium.lasts:
-            # Rows with the same captions, templates of a class for instance, are no negatives of each other.
+            # Rows with the same captions, templates of a class for instance, are not negatives of each other.
             example["image_key"] = reduce(xor, set(row["caption_keys"]), 0)
         count = len(row["input_ids"])
         # the shown one first: cut short, it is among them

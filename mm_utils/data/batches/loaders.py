@@ -69,7 +69,7 @@ class LoaderArguments:
     )
     sound_jitter: float | None = arg(
         None,
-        f"Training sounds and their frequency bands are louder or softer by up to so many dB; default {SOUND_JITTER:g}, 0 = not.",
+        f"Training sounds and their frequency bands are louder or softer by up to N dB; default {SOUND_JITTER:g}, 0 = not.",
     )
     similar_captions_per_batch: int = arg(
         1,

@@ -1,4 +1,4 @@
-"""Load this rank's batches of a stream: each worker gives a part of every step."""
+"""Load this rank's batches of a stream: each worker yields a part of every step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -190,7 +190,7 @@ class StreamBatches:
                 **worker_options(self.num_workers),
             )
         )
-        # The loader takes from its workers in turn, and each gives one part per step.
+        # The loader takes from its workers in turn, and each yields one part per step.
         while of_step := list(islice(parts, max(1, self.num_workers))):
             yield merge_parts(of_step, self.steps.collate.pad_token_id, self.pin_memory)
 

@@ -44,7 +44,7 @@ class Negatives(ColumnReader):
         max_seq_length: int,
         num_proc: int | None,
     ) -> datasets.Dataset:
-        """Add the tokens to training rows with negatives; raise ValueError if these are no lists of texts."""
+        """Add the tokens to training rows with negatives; raise ValueError if these are not lists of texts."""
         if split != "train" or NEGATIVES not in rows.column_names:
             return rows
         if rows.features[NEGATIVES] != List(Value("string")):

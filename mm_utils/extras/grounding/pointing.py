@@ -94,7 +94,7 @@ class PointingEvaluator(Evaluator):
 def grounded(
     model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator, title: str
 ) -> Iterator[tuple[dict[str, Any], Regions, int, tuple[Tensor, ...], Tensor, Tensor]]:
-    """Give each batch with rows, its regions, taps, cells `[b, h, w, E]`, phrases `[R, E]`."""
+    """Yield each batch with rows, its regions, taps, cells `[b, h, w, E]`, phrases `[R, E]`."""
     for batch in tqdm(loader, desc=title, leave=False, disable=not accelerator.is_main_process, delay=2):
         if not len(batch["rows"]):
             continue

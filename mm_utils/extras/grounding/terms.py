@@ -23,7 +23,7 @@ class RegionPointing(RowTerm):
     left to the contrastive loss.
 
     On the embedded scenes, after 100 steps of 128 pairs, 99 % of the phrases of unseen images point into their box;
-    contrasting box and phrase over the global batch (X-VLM, arXiv 2111.08276) instead gave 82 %, and chance is 10 %.
+    contrasting box and phrase over the global batch (X-VLM, arXiv 2111.08276) instead reached 82 %, and chance is 10 %.
     """
 
     name = "regions"
@@ -80,7 +80,7 @@ class MomentCovering(RegionPointing):
     """Each phrase points at its moment, and covers it from its start to its end: half of either.
 
     The second half is the cross-entropy against the uniform distribution over the span, -sum_c in(c) / sum_k in(k) log p(c).
-    Pointing alone is content with the loudest cell, and its profile over time is a peak from which no span can be read: in a
+    Pointing alone is satisfied by the loudest cell, and its profile over time is a peak from which no span can be read: in a
     trial with 24 cells on tracks of 8 seconds, half and half found 0.31 of the spans with an overlap (IoU) of 0.7, pointing
     alone 0.21.
     """

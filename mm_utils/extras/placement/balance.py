@@ -48,7 +48,7 @@ class Balance(TrainerCallback):
         size, ranks = args.batch_sizes.at(state.global_step), distributed.world_size()
         if size < ranks:
             raise ValueError(
-                f"--global_batch_size is {size}, for {ranks} processes; --balance gives each of them a pair. Give at least "
+                f"--global_batch_size is {size}, for {ranks} processes; --balance assigns a pair to each of them. Give at least "
                 f"{ranks}, or drop --balance."
             )
         [batch] = kwargs["data"].train_batches(state.global_step, state.global_step + 1)

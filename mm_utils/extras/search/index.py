@@ -146,7 +146,7 @@ def read_info(folder: Path) -> IndexInfo | None:
         return info
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no index of this version ({one_line(error)}). Delete the folder, and run scripts/embed.py again."
+            f"{path} is not an index of this version ({one_line(error)}). Delete the folder, and run scripts/embed.py again."
         ) from error
 
 

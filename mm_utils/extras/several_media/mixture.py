@@ -1,7 +1,7 @@
 """Open several data sets, each of its own medium, as one run's data; a step has one.
 
 Texts are what media have in common: each has a tower of its own, and the text tower is trained in every step. In the steps of
-others a tower rests: it has no gradient, so that neither weight decay nor momentum moves it, on any number of processes.
+others a tower is frozen: it has no gradient, so that neither weight decay nor momentum moves it, on any number of processes.
 """
 
 import logging

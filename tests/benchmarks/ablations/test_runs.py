@@ -135,7 +135,9 @@ def test_more_seeds_add_to_those_that_are_there(tmp_path, launcher):
 def test_a_run_with_other_flags_is_neither_taken_nor_lost(tmp_path, launcher):
     execute_all(plan({"max_steps": 1}, {"a": {"recall": 0.1}}, 1, str(tmp_path)), launcher)
     before = (tmp_path / "a-seed0/record.json").read_text()
-    with pytest.raises(ValueError, match="a-seed0 holds a run with other flags, of max_steps, recall; it is no part"):
+    with pytest.raises(
+        ValueError, match="a-seed0 holds a run with other flags, of max_steps, recall; it is not a part"
+    ):
         execute_all(plan({"max_steps": 2}, {"a": {"recall": 0.2}}, 1, str(tmp_path)), launcher)
     assert (tmp_path / "a-seed0/record.json").read_text() == before
 

@@ -65,12 +65,12 @@ def test_a_grid() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "'' is no flag"),
-        ("learning_rate", "'learning_rate' is no flag"),
-        ("1e-4,3e-4", "is no flag"),
-        ("=1", "is no flag"),
-        ("a b=1", "is no flag"),
-        ("seed=1;", "'' is no flag"),
+        ("", "'' is not a flag"),
+        ("learning_rate", "'learning_rate' is not a flag"),
+        ("1e-4,3e-4", "is not a flag"),
+        ("=1", "is not a flag"),
+        ("a b=1", "is not a flag"),
+        ("seed=1;", "'' is not a flag"),
         ("seed=", "empty value"),
         ("seed=1,,2", "empty value"),
         ("seed=1,1", "twice"),

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.tasks import TaskArguments
+from mm_utils.data.labels import TaskArguments
 from mm_utils.data.training_data import open_task
 from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.extras.dry_run.dry_run import dry_run

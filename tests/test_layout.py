@@ -41,7 +41,7 @@ DATA_FLOORS = [
     {"rows"},
     {"prepare"},
     {"labelled"},
-    {"pairs", "labelled_images", "tasks"},
+    {"pairs", "labels"},
     {"batches"},
     {"streams"},
     {"training_data"},

@@ -109,6 +109,7 @@ NOTES = {
 }
 """note -> the conversion."""
 
+MOST_BAD = 0.5  # of a source's rows, which may be left out
 _EXCERPT, _LONGEST_DETAIL, _LONGEST_READ = 200, 1000, 10_000  # characters; redacting reads more than is shown
 
 
@@ -122,6 +123,11 @@ class Fault(ValueError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}. {REASONS[self.reason]}"
+
+
+def is_hopeless(bad: int, count: int, most: float = MOST_BAD) -> bool:
+    """Return whether so many rows of a source are bad that it was not meant to be read so."""
+    return bad > most * count or not count
 
 
 def escaped(text: str) -> str:

@@ -23,7 +23,8 @@ from datasets import Dataset, DatasetDict
 
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
-from mm_utils.data.rows.columns import SPLITS, held_out
+from mm_utils.data.rows.columns import SPLITS, hold_out
+from mm_utils.data.rows.columns import first_rows as first_of
 from mm_utils.data.rows.detect import METADATA_FILES, is_image_folder, metadata_files
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded, resolved
 from mm_utils.data.rows.webdataset import holds_shards
@@ -84,7 +85,7 @@ def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, n
     kept = DatasetDict()
     for name, rows in splits.items():
         most = args.max_train_samples if name == "train" else args.max_eval_samples
-        kept[name] = rows if most is None else rows.take(min(most, len(rows)))
+        kept[name] = first_of(rows, most)
     if need_train and len(kept["train"]) < 2:
         raise ValueError(
             f"{title}; train has {len(kept['train'])} pairs, and contrastive training needs at least 2 pairs. Add some, "
@@ -142,7 +143,6 @@ def _with_validation(pairs: DatasetDict, title: str) -> dict[str, Dataset]:
     if "validation" in pairs or "train" not in pairs:
         return dict(pairs)
     ids = pairs["train"].with_format("arrow")[:]["id"].to_pylist()
-    held = held_out(ids)
-    kept, out = ([at for at, name in enumerate(ids) if (name in held) is inside] for inside in (False, True))
-    logger.info("%s: no validation split; %s images are held out for it", title, f"{len(held):,}")
-    return {**pairs, "train": pairs["train"].select(kept), "validation": pairs["train"].select(out)}
+    train, validation = hold_out(pairs["train"], ids)
+    logger.info("%s: no validation split; %s images are held out for it", title, f"{len(validation):,}")
+    return {**pairs, "train": train, "validation": validation}

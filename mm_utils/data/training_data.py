@@ -16,6 +16,7 @@ from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.batches.machine_limits import check_loading
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
+from mm_utils.data.labels import LabelledTask, TaskArguments, load_task
 from mm_utils.data.media.medium import kind_of
 from mm_utils.data.media.of_processor import default_seconds, kind_of_processor, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
@@ -23,7 +24,6 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.loader import train_stream
 from mm_utils.data.streams.rows import shard_kind
 from mm_utils.data.streams.stream import HELD_OUT, Stream, StreamingArguments, open_stream
-from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
 from mm_utils.doors import entries
 
 logger = logging.getLogger(__name__)

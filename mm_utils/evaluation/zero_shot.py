@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.labelled_images import LabelledImages
+from mm_utils.data.labels import LabelledImages
 from mm_utils.data.media import Image, medium_of
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank

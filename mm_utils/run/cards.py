@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from mm_utils.data.batches.language_codes import iso_languages
 from mm_utils.data.batches.tokens import languages_of
-from mm_utils.data.tasks import LabelledTask
+from mm_utils.data.labels import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, count_right
 from mm_utils.evaluation.metrics import CUTOFFS, wilson_interval

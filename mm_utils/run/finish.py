@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mm_utils.data.tasks import LabelledTask
+from mm_utils.data.labels import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.evaluation.reranking import describe_weights

@@ -4,17 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
-from mm_utils.data import labelled_images as labels
-from mm_utils.data import media
+from mm_utils.data import labels, media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
-from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
+from mm_utils.data.labels import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.media import COLUMNS, kind_of
 from tests.data.media_files import media_rows, tone
 from tests.data.prepare.fault_images import grey
+from tests.data.rows.reading import write_tar
 
 
 def pictures(count: int) -> list[dict[str, Any]]:
@@ -65,8 +67,7 @@ def test_parquet_keeps_the_names(tmp_path: Path) -> None:
     found = load_images(tmp_path / "data")
     assert (found.classes, found.label_M.tolist(), found.split) == (["a", "b"], [1, 0, 1], "test")
     assert shades(found) == [0, 10, 20]
-    with pytest.raises(ValueError, match=r"that is a file. Give the folder"):
-        load_images(tmp_path / "data/test.parquet")
+    assert load_images(tmp_path / "data/test.parquet").label_M.tolist() == [1, 0, 1]
 
 
 def test_class_folders(tmp_path: Path) -> None:
@@ -189,22 +190,88 @@ def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
     ("labels", "feature", "message"),
     [
         (
-            [0, -1],
+            [-1, 0, -1],
             ClassLabel(names=["a", "b"]),
-            "row 1, column label: it has no label. Choose a --split whose labels are public",
+            r"1 of 3 rows are usable \(row 0, column label: it has no label\). .* whose labels are public",
         ),
-        ([0, None], ClassLabel(names=["a", "b"]), "row 1, column label: it has no label"),
-        (["a", None], Value("string"), "row 1, column label: it has no label"),
+        (["a", None], Value("string"), "it has 1 of at least 2 classes"),
         ([0.5, 1.0], Value("float32"), "its labels are numbers, not a name"),
         ([0, 0], ClassLabel(names=["a"]), "it has 1 of at least 2 classes"),
         ([0, 1], ClassLabel(names=["a", " "]), "class 1 has no name. Give them in --classes"),
     ],
 )
-def test_labels_that_are_no_class(labels: list[Any], feature: Any, message: str, tmp_path: Path) -> None:
+def test_labels_that_are_not_a_class(labels: list[Any], feature: Any, message: str, tmp_path: Path) -> None:
     name = save(tmp_path / "saved", labels, feature)
     with pytest.raises(ValueError, match=message) as caught:
         load_images(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", [-1, None])
+def test_a_row_without_a_label_is_left_out(missing: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = load_images(save(tmp_path / "saved", [0, missing, 1], ClassLabel(names=["a", "b"])))
+    assert (found.label_M.tolist(), shades(found)) == ([0, 1], [0, 20])
+    assert "1 of 3 rows are left out (row 1, column label: it has no label)" in caplog.text
+
+
+def test_a_table_names_classes_as_a_folder_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Columns with blanks, rows without a category, a text in another encoding; the file or its folder."""
+    for at in range(4):
+        (tmp_path / f"{at}.png").write_bytes(grey(10 * at))
+    text = "title,image path,category\n" + "".join(
+        f"t{at},{at}.png,{kind}\n" for at, kind in enumerate(["b", "a", "", "b"])
+    )
+    (tmp_path / "shop.csv").write_text(text)
+    found = load_images(tmp_path / "shop.csv", label_column="category")
+    assert (found.classes, found.label_M.tolist(), found.split) == (["a", "b"], [1, 0, 1], "train")
+    assert shades(found) == [0, 10, 30]
+    assert "1 of 4 rows are left out" in caplog.text
+    columns = {
+        "image": pa.array([f"{at}.png" for at in range(4)]),
+        "label": pa.Array.from_buffers(pa.string(), 4, pa.array([b"b", b"\xff", b"a", b"b"], pa.binary()).buffers()),
+        "attributes": pa.array([[("a", "b")]] * 4, pa.map_(pa.string(), pa.string())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "shop.parquet")
+    assert load_images(tmp_path / "shop.parquet").label_M.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "message"),
+    [
+        (["0", "-1"], "ant\nbee\n", "it has 2 names for 2 classes and none for -1"),
+        (["0", "x"], "ant\nbee\n", "it has 2 names for 2 classes and none for x"),
+        (["0", "1" * 31], "ant\nbee\n", "it has 2 names for 2 classes and none for 1{31}"),
+    ],
+)
+def test_labels_that_a_file_of_names_does_not_have(
+    labels: list[str], names: str, message: str, tmp_path: Path, own_cache: Path
+) -> None:
+    members = [
+        part for at, label in enumerate(labels) for part in ((f"{at}.png", grey(at)), (f"{at}.cls", label.encode()))
+    ]
+    (tmp_path / "test").mkdir()
+    write_tar(tmp_path / "test/0.tar", members)
+    (tmp_path / "classnames.txt").write_text(names)
+    with pytest.raises(ValueError, match=message):
+        load_images(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["classnames.txt", "zeroshot_classification_templates.txt"])
+def test_names_beside_shards_stay_in_the_folder_and_have_an_end(name: str, tmp_path: Path, own_cache: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "test").mkdir(parents=True)
+    write_tar(folder / "test/0.tar", [("0.png", grey(0)), ("0.cls", b"0"), ("1.png", grey(1)), ("1.cls", b"1")])
+    (folder / "classnames.txt").write_text("ant\nbee\n")
+    assert load_images(folder).classes == ["ant", "bee"]
+    (folder / name).unlink(missing_ok=True)
+    (tmp_path / "secret.txt").write_text("my secret {c}\nmy other secret\n")
+    (folder / name).symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ValueError, match=r"leads to .*secret.txt, outside"):
+        load_images(folder)
+    (folder / name).unlink()
+    (folder / name).write_text("a {c}\n" * 6_000_000)
+    with pytest.raises(ValueError, match=r"bytes|prompts"):
+        load_images(folder)
 
 
 def test_no_labels_no_images_no_source(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
-from mm_utils.data import media, tasks
+from mm_utils.data import labels, media
 from mm_utils.data.batches.dataset import Pairs, TrainingTransform
 from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.labels import LabelledTask, TaskArguments, load_task
 from mm_utils.data.scenes import COLOURS, load_scenes
-from mm_utils.data.tasks import LabelledTask, TaskArguments, load_task
 from mm_utils.doors import entries
 from mm_utils.doors import load as load_entry
 from mm_utils.model.processor import train_tokenizer
@@ -93,6 +93,25 @@ def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
     assert embedded.classes == ["0", "1"]
 
 
+def test_rows_are_held_out_of_every_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"common": 200, "rare": 40, "two": 2, "one": 1}
+    rows = [{"text": f"{name} {n}", "label": name} for name, size in sizes.items() for n in range(size)]
+    with caplog.at_level("INFO"):
+        task = load(write(tmp_path, rows))
+    assert Counter(named(task, "validation")) == {"common": 9, "rare": 1, "two": 1}
+    assert "no row of 1 of the classes is held out, such as one" in caplog.text
+    again = load(write(tmp_path, rows[::-1]))
+    assert sorted(again.splits["validation"]["captions"]) == sorted(task.splits["validation"]["captions"])
+    many = [{"text": str(n), "label": str(n // 2)} for n in range(200)]  # as answers: a hundred classes of two rows
+    assert len(load(write(tmp_path, many)).splits["validation"]) == 20
+
+
+def test_a_column_of_files_that_is_not_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"title": f"text {n}", "my file": f"{n}.png", "label": n % 2} for n in range(6)]
+    assert not load(write(tmp_path, rows)).has_images
+    assert "the column my file names files of images and is not read. Set --image_column 'my file'" in caplog.text
+
+
 def test_texts_alone_and_images_alone(tmp_path: Path) -> None:
     texts = load(write(tmp_path, [{"text": f"text {n}", "label": n % 2} for n in range(4)]))
     assert (texts.has_images, texts.has_texts) == (False, True)
@@ -123,7 +142,7 @@ def test_names_of_classes_are_kept_and_numbers_are_sorted(tmp_path: Path) -> Non
 
 def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(load_scenes, num_train=20, num_eval=8, cache_dir=tmp_path)
-    monkeypatch.setattr(tasks, "load_scenes", small)
+    monkeypatch.setattr(labels, "load_scenes", small)
     task = load_task(TaskArguments(max_train_samples=20, max_eval_samples=10))
     assert task.title == "--task is scenes:describes"
     assert {name: len(rows) for name, rows in task.splits.items()} == {"train": 20, "validation": 10, "test": 10}

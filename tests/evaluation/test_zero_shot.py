@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils.data.labelled_images import LabelledImages
+from mm_utils.data.labels import LabelledImages
 from mm_utils.evaluation import zero_shot
 from mm_utils.evaluation.zero_shot import (
     ClassFigures,

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.faults import REASONS, storable
+from mm_utils.data.faults import REASONS, is_hopeless, storable
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, ChunkResult, Storage, cut_into_chunks, ingest
 from mm_utils.data.prepare.timed import TimedArguments
@@ -390,7 +390,7 @@ def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str
     title = tally.source.title
     if tally.rows == 0:
         raise ValueError(f"{title}; it holds no rows. Give a source with images and captions.")
-    if tally.bad <= most * tally.rows:
+    if not is_hopeless(tally.bad, tally.rows, most):
         return
     reasons = Counter(fault["reason"] for fault in faults if fault["source"] == tally.source.name).most_common(3)
     first = next(fault for fault in faults if (fault["source"], fault["reason"]) == (tally.source.name, reasons[0][0]))

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from datasets import Dataset
+
 from mm_utils.data.faults import Fault, first_repeated, storable
 from mm_utils.data.media.medium import MEDIA, Image
 from mm_utils.text import shortened
@@ -231,13 +233,39 @@ def split_of(value: Any) -> str:
     return name
 
 
-def held_out(ids: Sequence[str]) -> set[str]:
+def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> set[str]:
     """Choose the ids of a validation split: those of the smallest hashes, 5 % and at most 2,000.
 
     The order of the rows does not matter, and new rows change few choices.
+
+    Args:
+        ids: of images, or of what may not be divided, each once.
+        classes: the class of every id, of which the same share is held out; one of a smaller class that has two or more, of the
+            largest first, until twice the share is held out in all.
     """
     count = min(HOLDOUT_MOST, max(1, round(HOLDOUT_FRACTION * len(ids))))
-    return set(heapq.nsmallest(count, ids, key=_hash))
+    of_class: dict[str, list[str]] = {}
+    for each in ids:
+        of_class.setdefault(classes[each] if classes else "", []).append(each)
+    sizes = {name: count * len(each) // len(ids) if classes else count for name, each in of_class.items()}
+    for name in sorted(of_class, key=lambda name: (-len(of_class[name]), name)):
+        if not sizes[name] and len(of_class[name]) > 1 and sum(sizes.values()) < 2 * count:
+            sizes[name] = 1
+    if not any(sizes.values()):  # every class has one
+        return set(heapq.nsmallest(count, ids, key=_hash))
+    return {each for name, inside in of_class.items() for each in heapq.nsmallest(sizes[name], inside, key=_hash)}
+
+
+def hold_out(rows: Dataset, keys: Sequence[str], classes: Mapping[str, str] | None = None) -> tuple[Dataset, Dataset]:
+    """Divide rows into those to train on and those that are held out, by the key of each row; see `held_out`."""
+    held = held_out(list(dict.fromkeys(keys)), classes)
+    kept, out = ([row for row, key in enumerate(keys) if (key in held) is inside] for inside in (False, True))
+    return rows.select(kept), rows.select(out)
+
+
+def first_rows(rows: Dataset, most: int | None) -> Dataset:
+    """Return the first rows, at most so many."""
+    return rows if most is None else rows.take(min(most, len(rows)))
 
 
 def _hash(text: str) -> bytes:

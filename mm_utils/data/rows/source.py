@@ -14,8 +14,10 @@ from typing import Any
 from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
+from mm_utils.data.paths import Limits, read_file
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES, Columns
 from mm_utils.doors import entries, load
+from mm_utils.text import one_line
 
 FORMATS = {
     "jsonl": "one JSON object a line",
@@ -38,6 +40,7 @@ TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 WORDNET_ID = re.compile(r"n\d{8}")
 _QUERIES = {"query", "vid", "relevant_windows"}
+_LONGEST_NAMES = 16 << 20  # bytes of a file of names
 _ESC = {"filename", "fold", "target", "category"}
 _ESC_SPLITS = {"4": "validation", "5": "test"}  # sounds of one recording are in one of the five folds
 
@@ -269,7 +272,7 @@ def class_names(source: Source) -> dict[str, str]:
         raise ValueError(f"{title}; there is no such file. Check the path.")
     found: dict[str, str] = {}
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_file(str(path), Limits(_LONGEST_NAMES)).decode("utf-8-sig")
         if text.lstrip().startswith("{"):
             for key, value in json.loads(text).items():
                 *keys, name = [key, *(value if isinstance(value, list) else [value])]
@@ -282,7 +285,9 @@ def class_names(source: Source) -> dict[str, str]:
                 else:
                     found[str(index)] = line
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{title}; it cannot be read ({error}). Write lines of 'id name', or JSON.") from error
+        raise ValueError(
+            f"{title}; it cannot be read ({one_line(error)}). Write lines of 'id name', or JSON."
+        ) from error
     return {key: readable(name.split(",")[0]) for key, name in found.items()}
 
 

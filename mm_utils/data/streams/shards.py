@@ -18,6 +18,7 @@ import aiohttp
 import fsspec
 import pyarrow as pa
 
+from mm_utils.data.faults import is_hopeless
 from mm_utils.data.paths import files_of_pattern
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams.rows import Row, count_rows, read_rows, shard_kind
@@ -65,7 +66,7 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
     with ThreadPoolExecutor(16) as pool:
         counts = list(pool.map(_cached_count, urls))
     damaged = sum(found is None for found in counts)
-    if 2 * damaged > len(urls):
+    if is_hopeless(damaged, len(urls)):
         raise ValueError(f"{urls[0]}; {damaged} of {len(urls)} shards cannot be read. Write them anew.")
     return [Shard(url, 0, *found) for url, found in zip(urls, counts, strict=True) if found and found[0]]
 

@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 
-from mm_utils.data.labelled_images import LabelledArguments, load_labelled
+from mm_utils.data.labels import LabelledArguments, TaskArguments, load_labelled, load_task
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.streams.stream import _find_urls
-from mm_utils.data.tasks import TaskArguments, load_task
 from tests.data.prepare.fault_images import draw, png
 from tests.data.rows.reading import NAMES, lines, read, write, write_tar
 from tests.recording_server import RecordingServer, recording

@@ -1,13 +1,14 @@
 """Folders as CLIP_benchmark writes them hold the same as the same data in our own layouts."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
-from mm_utils.data.labelled_images import LabelledArguments, LabelledImages, load_labelled
+from mm_utils.data.labels import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.rows.webdataset import holds_shards
@@ -131,20 +132,28 @@ def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(name: str, file: str
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("a.png", grey(0))], r"member a, has no label \(.cls\)"),
-        ([("a.cls", b"0")], "member a, has no image"),
+        ([("a.png", grey(0))], r"member a: it has no label \(.cls\)"),
+        ([("a.cls", b"0")], "member a: it has no image"),
         ([("a.png", grey(0)), ("a.cls", b"0"), ("a.pkl", b"")], "is a pickle"),
-        ([("a.png", grey(0)), ("a.cls", b"7")], "the label is 7; the 2 classes count from 0"),
     ],
 )
-def test_damaged_shards_are_named(
-    members: list[tuple[str, bytes]], message: str, tmp_path: Path, own_cache: Path
+def test_samples_without_image_or_label_are_left_out_and_named(
+    members: list[tuple[str, bytes]], message: str, tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = zero_shot_folder(tmp_path / "wds", ["0", "1"], ["ant", "bee"])
     write_tar(folder / "test/1.tar", members)
-    with pytest.raises(ValueError, match=message) as caught:
+    assert len(load_labelled(LabelledArguments(dataset_name=str(folder), split="test")).rows) == 1
+    assert re.search(rf"1 of 2 rows are left out \(.*{message}", caplog.text)
+    (folder / "test/0.tar").unlink()
+    with pytest.raises(ValueError, match=f"0 of 1 rows are usable .*{message}") as caught:
         load_labelled(LabelledArguments(dataset_name=str(folder), split="test"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_label_beyond_the_names_is_refused(tmp_path: Path, own_cache: Path) -> None:
+    folder = zero_shot_folder(tmp_path / "wds", ["0", "7"], ["ant", "bee"])
+    with pytest.raises(ValueError, match="the label is 7; the 2 classes count from 0"):
+        load_labelled(LabelledArguments(dataset_name=str(folder), split="test"))
 
 
 def test_captions_are_lines_and_splits_are_folders(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Labelled rows: images, clips or sounds, texts, or both, each with a class."""

@@ -1,7 +1,8 @@
-"""How many pairs fit into memory at a time: two small trials, a line, some headroom.
+"""How many pairs fit into memory at a time: small trials, a line, some headroom.
 
-Every pair adds a constant amount of memory, so two measured peaks give the line. A size that turns out too large is halved
-during training (`mm_utils.objectives.grad_cache`), so nothing has to be tried until it fails.
+Every pair adds a constant amount of memory once activations outweigh what a trial allocates whatever its size, such as the
+gradient of a large vocabulary. So trials grow until two of them have the slope of the two before, and the line through the
+last two gives the size. One that turns out too large is halved during training (`mm_utils.objectives.grad_cache`).
 """
 
 import sys
@@ -23,6 +24,7 @@ TRIALS = (8, 32)  # pairs
 HEADROOM = 0.1  # share of the memory, for fragmentation
 ADAM_BYTES = 8  # two fp32 moments per trained parameter, allocated by the first update
 ROUND_TO = 8
+SAME_SLOPE = 0.02
 
 
 @contextmanager
@@ -59,12 +61,13 @@ def find_micro_batch_size(
         for step in {0, accelerator.unwrap_model(objective).tower_steps or 0}:  # a step of each part of the run
             tried = synthetic_batch(batch, pairs, max_seq_length, accelerator.unwrap_model(objective).readers)
             backward(accelerator, objective, tried, step, pairs)
-            objective.zero_grad()
+            objective.zero_grad(set_to_none=False)  # else gradients make up the peak of a small trial
         return peak_bytes(accelerator.device)
 
     peak(trials[0])  # the very first pass also sets up libraries
     available = available_bytes(accelerator.device) - moments
     limit = largest_that_fits(peak, trials, available, largest)
+    objective.zero_grad()
     return min(distributed.gather_sizes(limit, accelerator.device))
 
 
@@ -72,18 +75,21 @@ def largest_that_fits(peak: Callable[[int], int], trials: list[int], available: 
     """Return the most pairs, a multiple of 8, whose peak stays below `available` with room.
 
     Args:
-        peak: measures the bytes of a number of pairs; it is called for both trials and taken for a straight line.
-        trials: two numbers of pairs.
+        peak: measures the bytes of a number of pairs; a constant up to some number, a straight line from there on.
+        trials: the first two numbers of pairs; the next ones are up to four times as large, and half of what may fit.
         available: bytes of memory.
         largest: the upper limit, in pairs.
     """
     few, many = trials
-    low, high = peak(few), peak(many)
-    per_pair = (high - low) / (many - few)
-    if per_pair <= 0:
-        return largest
-    fits = int(few + (available * (1 - HEADROOM) - low) / per_pair)
-    return max(1, min(largest, fits if fits < ROUND_TO else fits // ROUND_TO * ROUND_TO))
+    low, high, slope_before = peak(few), peak(many), 0.0
+    while True:
+        slope = (high - low) / (many - few)
+        fits = int(few + (available * (1 - HEADROOM) - low) / slope) if slope > 0 else largest
+        further = min(4 * many, fits // 2, largest)
+        if further < 2 * many or (slope > 0 and slope <= (1 + SAME_SLOPE) * slope_before):
+            return max(1, min(largest, fits if fits < ROUND_TO else fits // ROUND_TO * ROUND_TO))
+        few, low, slope_before = many, high, slope
+        many, high = further, peak(further)
 
 
 def synthetic_batch(batch: Batch, pairs: int, length: int, readers: Sequence[ColumnReader]) -> Batch:

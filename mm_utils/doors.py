@@ -6,10 +6,14 @@ know the folders, so that one can be deleted.
 """
 
 import importlib
+import os
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 EXTRAS = Path(__file__).parent / "extras"
 
@@ -23,6 +27,32 @@ def load(path: str) -> Any:
     """Import the attribute that is named `module.attribute`."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def load_own(path: str, flag: str, base: type[T]) -> type[T]:
+    """Import a class given as module.Class, from the current folder, an installed package or `__main__`.
+
+    Args:
+        path: what was given.
+        flag: the flag that it was given by.
+        base: what it must be a subclass of.
+
+    Raises:
+        ValueError: if there is no such class.
+    """
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{flag} has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class {name}."
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{flag} has {path}; that is no subclass of {base.__module__}.{base.__name__}. Make it one.")
+    return found
 
 
 @cache

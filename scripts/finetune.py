@@ -27,64 +27,63 @@ from transformers import TrainerCallback
 
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
-from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.labels import TaskArguments
 from mm_utils.data.training_data import open_task
 from mm_utils.evaluation.classification import ClassificationEvaluator
-from mm_utils.extras.dry_run.dry_run import dry_run
-from mm_utils.extras.starts.interpolation import TENTHS, InterpolationArguments, choose_between, copy_weights
-from mm_utils.model.adapt import LoraArguments
-from mm_utils.model.classifier import ClassifierArguments, build_classifier
+from mm_utils.evaluation.retrieval import Evaluate
+from mm_utils.model.classifier import build_classifier
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.classification import ClassificationObjective, weigh_classes
-from mm_utils.reports.hub import HubArguments
+from mm_utils.run import flags
 from mm_utils.run.callbacks import default_callbacks
-from mm_utils.run.checks import check_model
+from mm_utils.run.doors import Doors, RunContext
 from mm_utils.run.finish import finish_finetuning
-from mm_utils.run.start import RunArguments, run_script, start_run
-from mm_utils.training.arguments import FinetuningArguments
-from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.run.start import run_script, start_run
+from mm_utils.training.optim import build_optimizer
 from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, float]:
-    """Run the script and return its metrics; `argv` and `callbacks` let notebooks and launchers call it."""
-    # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(
-        *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments),
-        *(FinetuningArguments, InterpolationArguments, HubArguments, RunArguments),
-        argv=argv,
-        doc=__doc__,
-    )
-    task_args, loader_args, classifier_args = given[TaskArguments], given[LoaderArguments], given[ClassifierArguments]
-    lora_args, optimizer_args, args = given[LoraArguments], given[OptimizerArguments], given[FinetuningArguments]
-    interpolation_args, hub_args, run_args = given[InterpolationArguments], given[HubArguments], given[RunArguments]
-    check_model(classifier_args.model_name_or_path)
-    if run_args.dry_run:
-        return dry_run(main, "finetune", argv, args, given.settings)
-    run = start_run("finetune", args, run_args, hub_args, given.settings)
+def main(
+    argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = (), evaluators: Sequence[Evaluate] = ()
+) -> dict[str, float]:
+    """Run the script and return its metrics; the arguments are those of scripts/pretrain.py's."""
+    # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
+    doors = Doors("finetune", callbacks)
+    given = parse_args(*flags.FINETUNING, *doors.arguments, argv=argv, doc=__doc__)
+    classifier_args, args = given[flags.ClassifierArguments], given[flags.FinetuningArguments]
+    flags.check_flags(given)
+    doors.open(given)
+    if (forecast := doors.instead(main, argv)) is not None:
+        return forecast
+    run = start_run("finetune", given)
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)
-    task, data = open_task(run.accelerator, task_args, loader_args, args, processor)
+    task, data = open_task(run.accelerator, given[flags.TaskArguments], given[flags.LoaderArguments], args, processor)
     rows, classes = data.splits["train"], len(task.classes)
     logger.info("%s classes", f"{classes:,}")
 
     # 3. Model, objective, optimizer.
+    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_classifier(
-        classifier_args, lora_args, task.classes, has_images=task.has_images, has_texts=task.has_texts
+        classifier_args,
+        given[flags.LoraArguments],
+        task.classes,
+        has_images=task.has_images,
+        has_texts=task.has_texts,
     )
-    start = copy_weights(model, interpolation_args.known_weights(model))
     labels = torch.tensor(rows["label"][:])
     weights = weigh_classes(labels, classes, classifier_args.class_weights)
     objective = ClassificationObjective(model, labels, weights)
+    optimizer_args = given[flags.OptimizerArguments]
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
 
     # 4. Train.
     evaluator = ClassificationEvaluator(data.splits["validation"], classes)
+    context = RunContext(run, given, data, model, objective, optimizer, [evaluator, *evaluators], resume_from)
+    doors.start(context)
     trainer = Trainer(
         args,
         optimizer_args,
@@ -92,32 +91,20 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         objective,
         optimizer,
         data,
-        evaluate=evaluator,
-        callbacks=[*default_callbacks(run, objective, data), *callbacks],
+        context.evaluators,
+        [*default_callbacks(run, objective, data), *doors.callbacks],
     )
-    metrics = trainer.train(resume_from=find_checkpoint(args.resume_from_checkpoint, args.output_dir))
+    context.metrics = trainer.train(resume_from, context.evaluates_start)
 
-    # 5. Finish, with the saved model: interpolated weights, the test split, pictures, model card, push.
+    # 5. Finish, with the saved model: what callbacks save, the test split, pictures, model card, push.
+    doors.finish(context)
     saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
-    if interpolation_args.wise_ft:
-        found = choose_between(
-            interpolation_args,
-            start,
-            saved,
-            evaluator,
-            data.evaluation("validation"),
-            run.accelerator,
-            args.metric_for_best_model,
-            run.output_dir,
-            TENTHS,
-        )
-        metrics = {f"eval_{name}": value for name, value in found.items()}
     if "test" in data.splits:
         evaluator = ClassificationEvaluator(data.splits["test"], classes)
         found = evaluator(saved, data.evaluation("test"), run.accelerator)
-        metrics |= {f"test_{name}": value for name, value in found.items()}
-    finish_finetuning(run, saved, task, data.fingerprint, evaluator, metrics, argv)
-    return metrics
+        context.metrics |= {f"test_{name}": value for name, value in found.items()}
+    finish_finetuning(run, saved, task, data.fingerprint, evaluator, context.metrics, argv)
+    return context.metrics
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from mm_utils.arguments import parse_args
+from mm_utils.extras.frozen import callbacks as frozen
 from mm_utils.extras.launch.arguments import LaunchArguments, split_words
+from mm_utils.run import flags
 from scripts import embed, pretrain
 from tests.conftest import COLOURS, draw
 
@@ -167,11 +169,12 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     with monkeypatch.context() as patch:
-        if hasattr(module, "check_model"):
-            patch.setattr(module, "check_model", lambda *_: None)
+        for place in (module, flags, frozen):
+            if hasattr(place, "check_model"):
+                patch.setattr(place, "check_model", lambda *_: None)
         if hasattr(module, "start_run"):
             patch.setattr(module, "start_run", stop)
-            patch.setattr(module, "dry_run", stop)
+            patch.setattr("mm_utils.extras.dry_run.dry_run.dry_run", stop)
         else:
             real = module.parse_args
             patch.setattr(module, "parse_args", parse_and_stop)

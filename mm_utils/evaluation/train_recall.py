@@ -19,23 +19,22 @@ MOST_IMAGES = 2_000
 higher, so beside a larger validation split the figure is too high."""
 
 
-def with_train_recall(evaluate: Evaluate, data: TrainingData, seed: int) -> Evaluate:
-    """Return an evaluator with `train_mean_recall`, on a sample of the training images.
+def train_recall(data: TrainingData, seed: int) -> list[Evaluate]:
+    """Return what measures `train_mean_recall`, on a sample of the training images; nothing for a stream.
 
     The sample has as many images as the validation split, at most `MOST_IMAGES`, each with all its captions and as evaluation
-    sees it. It is a function of the training rows and the seed. A stream, whose rows cannot be picked, has no such figure.
+    sees it. It is a function of the training rows and the seed. The rows of a stream cannot be picked.
     """
     if "train" not in data.splits:
-        return evaluate
+        return []
     sample = _sample(data, seed)
 
     def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        metrics = evaluate(model, loader, accelerator)
         checked = loader.beside(sample) if isinstance(loader, CheckedLoader) else sample
         split = embed_split(model, checked, accelerator)
-        return metrics | {"train_mean_recall": retrieval_metrics(split, rank_directions(split))["mean_recall"]}
+        return {"train_mean_recall": retrieval_metrics(split, rank_directions(split))["mean_recall"]}
 
-    return measure
+    return [measure]
 
 
 def _sample(data: TrainingData, seed: int) -> DeviceLoader:

@@ -156,6 +156,7 @@ def build_objective(
     weights = {term_class(name).build(args, seed, tokenizer): weight for name, weight in args.weights.items()}
     if not any(isinstance(term, PairwiseSigmoid) for term in weights):
         model.remove_logit_bias()
+    before = {name for name in model.state_dict() if model.voices or not name.startswith("fusion.")}
     for term in weights:
         if term.pairs_per_image and model.fusion is None:
             raise ValueError(
@@ -163,6 +164,7 @@ def build_objective(
             )
         term.prepare(model)
     objective = JointObjective(model, weights)
+    objective.added = frozenset(model.state_dict()) - before
     if args.pack_captions and not (objective.groups_texts and load(entries("TEXT_ENCODERS")["packed"])(model)):
         logger.warning(
             "--pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",

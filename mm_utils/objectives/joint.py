@@ -67,6 +67,7 @@ class Objective(nn.Module):
     needs_teacher = False
     medium: str | None = None
     tower_steps: int | None = None
+    added: frozenset[str] = frozenset()
 
     def __init__(self, model: FusionDualEncoderModel):
         super().__init__()

@@ -14,7 +14,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 
 from mm_utils import distributed
-from mm_utils.arguments import arg, to_dict
+from mm_utils.arguments import Parsed, arg, to_dict
 from mm_utils.distributed import RunError
 from mm_utils.reliability import rendezvous
 from mm_utils.reports.hub import HubArguments, HubPusher
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunArguments:
-    """Trackers and the dry run."""
+    """Trackers and callbacks."""
 
     report_to: str | None = arg(
         None, "A tracker that accelerate knows and that is installed, e.g. tensorboard or wandb; 'none' for none."
     )
-    dry_run: bool = arg(
-        False, "Try the run on a few pairs, say what it will take in time, memory and disk, and leave nothing."
+    callbacks: str | None = arg(
+        None, "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/training.md."
     )
 
     def __post_init__(self) -> None:
@@ -70,9 +70,7 @@ class Run:
     pusher: HubPusher
 
 
-def start_run(
-    name: str, args: TrainingArguments, run_args: RunArguments, hub_args: HubArguments, settings: dict[str, Any]
-) -> Run:
+def start_run(name: str, given: Parsed) -> Run:
     """Set up processes, logging, trackers and the output folder.
 
     Device, precision and number of processes come from `accelerate launch`, everything else from the arguments.
@@ -80,13 +78,18 @@ def start_run(
 
     Args:
         name: the script's name.
-        args, run_args, hub_args: the run's arguments.
-        settings: all arguments of the script, by name.
+        given: all arguments of the script.
 
     Raises:
         RunError: if the processes do not see each other, or the output folder cannot be used.
         ValueError: if the processes have different arguments or code, or the device does not support the precision.
     """
+    args, run_args, hub_args, settings = (
+        given[TrainingArguments],
+        given[RunArguments],
+        given[HubArguments],
+        given.settings,
+    )
     args.script = name
     accelerator = make_accelerator(run_args.report_to, args.output_dir)
     checks.check_devices(accelerator, args.balance)

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from tqdm.auto import tqdm
@@ -11,7 +11,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
+from mm_utils.arguments import Parsed
 from mm_utils.copies import HostCopy
+from mm_utils.data.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,47 @@ class CallbackRunner:
                         "The run had stopped early, after %d evaluations without a better metric; to go on, give more than "
                         "that as --early_stopping_patience", waited,
                     )  # fmt: skip
+
+
+class RunCallback(TrainerCallback):
+    """A callback that also takes part in a run outside of its training loop.
+
+    Extras name theirs in `CALLBACKS` of their `door.py`; a user gives them by `--callbacks` or to `main`. Any other callback
+    may have these methods too.
+
+    Attributes:
+        scripts: the scripts that it is for.
+        arguments: the dataclass of its flags, if it has any.
+    """
+
+    scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")
+    arguments: ClassVar[type | None] = None
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "RunCallback | None":
+        """Return the callback of a run; None if its flags do not ask for one.
+
+        Raises:
+            ValueError: if the flags contradict each other.
+        """
+        return cls()
+
+    def instead(self, script: str, main: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, float] | None:
+        """Run something in place of this run, such as a trial of it, and return its metrics; None to let it run."""
+        return None
+
+    def has_baseline(self, data: TrainingData) -> bool:
+        """Return whether `on_start` makes a model of the weights, so that training is compared with its start."""
+        return False
+
+    def on_start(self, run: Any) -> None:
+        """Change what a `mm_utils.run.doors.RunContext` has, before anything is prepared, resumed or trained.
+
+        Called on all ranks, as `on_finish` is.
+        """
+
+    def on_finish(self, run: Any) -> None:
+        """Change or add to what is saved in the output folder; `run.metrics` are those of the saved model."""
 
 
 class ProgressBar(TrainerCallback):

@@ -7,6 +7,7 @@ number of processes continues with the same batches.
 Callbacks get the stock events, with further keyword arguments:
     on_step_begin: batch, data_wait (seconds). on_step_end: report, batch, data_wait, micro_batch_size.
     on_prediction_step: before every evaluation batch. on_log: logs, to which a callback may add values.
+    on_evaluate: metrics, to which a callback may add values: they are logged, too.
     on_save: checkpoint, the folder, once it is complete; training is steps ahead of it then.
 And two events of ours, called on callbacks that have them: on_evaluate_begin, on_save_begin. A callback that is a context
 manager is entered around training, and one that is `ExportableState` is stored in checkpoints and restored.
@@ -51,7 +52,7 @@ class Trainer:
         objective: the loss; called with (batch, step), it returns the value to optimise and the values to log.
         optimizer: an optimizer whose groups have a `peak_lr`.
         data: the training batches, and the batches to evaluate on.
-        evaluate: called with (model, loader, accelerator), it returns metrics; None for no evaluation.
+        evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
         callbacks: any `transformers.TrainerCallback`.
     """
 
@@ -63,7 +64,7 @@ class Trainer:
         objective: Objective,
         optimizer: torch.optim.Optimizer,
         data: TrainingData,
-        evaluate: Callable[..., dict[str, float]] | None = None,
+        evaluators: Sequence[Callable[..., dict[str, float]]] = (),
         callbacks: Sequence[TrainerCallback] = (),
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
@@ -72,7 +73,7 @@ class Trainer:
         objective, self.objective, self.optimizer = prepared.unwrapped, prepared.objective, prepared.optimizer
         callbacks = prepared.adjust(callbacks)
         self.model = objective.model
-        self.evaluate_model = evaluate
+        self.evaluators = evaluators
         self.state = TrainerState(
             max_steps=args.total_steps(data.num_rows),
             is_world_process_zero=accelerator.is_main_process,
@@ -120,7 +121,7 @@ class Trainer:
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics
                     self.step.settle()
-                if self.evaluate_model and self._evaluated_step != self.state.global_step:
+                if self.evaluators and self._evaluated_step != self.state.global_step:
                     metrics = self.evaluate()
                 if self.saves and self._saved_step != self.state.global_step:
                     self.save_checkpoint()
@@ -183,9 +184,7 @@ class Trainer:
         """Set the actions that are due after this step; callbacks may change them."""
         step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
         self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
-        self.callbacks.control.should_evaluate = self.evaluate_model is not None and (
-            last or _due(step, self.args.eval_steps)
-        )
+        self.callbacks.control.should_evaluate = bool(self.evaluators) and (last or _due(step, self.args.eval_steps))
         waited = time.monotonic() - self._saved_at
         self.callbacks.control.should_save = (
             _due(step, self.args.save_steps) or 0 < 60 * self.args.save_minutes <= waited
@@ -248,9 +247,9 @@ class Trainer:
         self._evaluated_step = self.state.global_step
         if self._is_evaluated():  # before a kill: evaluators need their findings again, the log and callbacks do not
             return metrics
-        self.log(metrics)
-        # Callbacks compare with the best so far, so it changes after them.
+        # Callbacks may add metrics, which are logged; they compare with the best so far, so it changes after them.
         self.callbacks.call("on_evaluate", metrics=metrics)
+        self.log(metrics)
         value, best = metrics.get(f"eval_{self.args.metric_for_best_model}"), self.state.best_metric
         if value is None:
             raise ValueError(
@@ -263,12 +262,15 @@ class Trainer:
 
     def measure(self) -> dict[str, float]:
         """Evaluate the current weights, without logging."""
-        if self.evaluate_model is None or self.data.eval_loader is None:
-            raise ValueError("this Trainer was given nothing to evaluate; pass data with an eval_loader, and evaluate")
+        if not self.evaluators or self.data.eval_loader is None:
+            raise ValueError(
+                "this Trainer was given nothing to evaluate; pass data with an eval_loader, and evaluators"
+            )
         self.objective.eval()
         with preparation.unsharded(self.objective):
             loader = CheckedLoader(self.data.eval_loader, self._check_stop_signal)
-            return self.evaluate_model(self.model, loader, self.accelerator)
+            found = [evaluate(self.model, loader, self.accelerator) for evaluate in self.evaluators]
+        return {name: value for metrics in found for name, value in metrics.items()}
 
     def _measure_saved(self) -> dict[str, float]:
         """Evaluate the weights that would be saved, without logging."""
@@ -278,7 +280,7 @@ class Trainer:
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation due before the first step, or when a resumed run was stopped."""
         step = self.state.global_step
-        due = self.evaluate_model is not None and _due(step, self.args.eval_steps) and (at_start or step > 0)
+        due = bool(self.evaluators) and _due(step, self.args.eval_steps) and (at_start or step > 0)
         if not due or self._is_evaluated():
             return {}
         metrics = self.evaluate()

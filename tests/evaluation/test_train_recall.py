@@ -16,8 +16,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
-from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.evaluation.train_recall import with_train_recall
+from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
 from mm_utils.extras.several_media import evaluators as per_medium
 from mm_utils.model.build import ModelArguments, build_model
 from scripts import pretrain
@@ -41,7 +40,9 @@ def measured(seed: int, **sizes: int) -> dict[str, float]:
     torch.manual_seed(0)
     model, data = build_model(ModelArguments(image_size=16, fusion_layers=0), new_tokenizer()).eval(), opened(**sizes)
     accelerator: Any = Accelerator(cpu=True)
-    return with_train_recall(RetrievalEvaluator(), data, seed)(model, data.evaluation("validation"), accelerator)
+    return in_turn(RetrievalEvaluator(), *train_recall.train_recall(data, seed))(
+        model, data.evaluation("validation"), accelerator
+    )
 
 
 def test_a_sample_of_all_rows_has_the_recall_of_these_rows() -> None:
@@ -68,9 +69,9 @@ def test_the_number_of_processes_changes_nothing() -> None:
 
 
 def test_a_stream_has_no_such_figure() -> None:
-    data, evaluate = opened(), RetrievalEvaluator()
+    data = opened()
     del data.splits["train"]
-    assert with_train_recall(evaluate, data, 0) is evaluate
+    assert not train_recall.train_recall(data, 0)
 
 
 def test_a_signal_is_looked_for_before_every_batch() -> None:
@@ -78,7 +79,7 @@ def test_a_signal_is_looked_for_before_every_batch() -> None:
     data, nothing = opened(), Accelerator(cpu=True)
     model = build_model(ModelArguments(image_size=16, fusion_layers=0), new_tokenizer()).eval()
     loader = CheckedLoader(data.evaluation("validation"), lambda: checks.append(1))
-    with_train_recall(RetrievalEvaluator(), data, 0)(model, loader, nothing)
+    in_turn(RetrievalEvaluator(), *train_recall.train_recall(data, 0))(model, loader, nothing)
     assert len(checks) == 2 * len(loader) == 4
 
 
@@ -87,7 +88,7 @@ def test_what_is_trained_is_the_same_without_it(
 ) -> None:
     flags = [*tiny_flags, "--eval_steps", "1", "--save_steps", "0", "--output_dir"]
     metrics = pretrain.main([*flags, str(tmp_path / "with")])
-    monkeypatch.setattr(per_medium, "with_train_recall", lambda evaluate, *_: evaluate)
+    monkeypatch.setattr(per_medium, "train_recall", lambda *_: [])
     without = pretrain.main([*flags, str(tmp_path / "without")])
     assert metrics.keys() - without.keys() == {"eval_train_mean_recall"}
     assert {name: metrics[name] for name in without} == without

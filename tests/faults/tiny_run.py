@@ -170,7 +170,7 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
         objective,
         optimizer,
         data,
-        evaluate=lambda model, loader, _: _score(run, trainer, model, loader),
+        evaluators=[lambda model, loader, _: _score(run, trainer, model, loader)],
         callbacks=[*watching, TemperatureClamp(100.0), _Places(run.strike), EarlyStoppingCallback(100)],
     )
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))

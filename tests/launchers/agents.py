@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mm_utils import distributed
-from mm_utils.arguments import to_dict
+from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.reports.hub import HubArguments
 from mm_utils.run.restarts import RestartRecord
@@ -59,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     output = given.folder / "run"
     args = TrainingArguments(output_dir=str(output), resume_from_checkpoint=given.resume_from_checkpoint)
-    start_run("tiny", args, RunArguments(), HubArguments(), to_dict(args))
+    start_run("tiny", Parsed([args, RunArguments(), HubArguments()]))
 
     taken = 0
 

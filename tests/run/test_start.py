@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mm_utils import distributed
-from mm_utils.arguments import to_dict
+from mm_utils.arguments import Parsed
 from mm_utils.distributed import RunError
 from mm_utils.reports.hub import HubArguments
 from mm_utils.run import output_folder
@@ -26,7 +26,7 @@ from tests.run.test_restarts import begin_training, launched
 def start(folder: Path | None, **values: Any) -> TrainingArguments:
     """Start a run; return its training arguments."""
     args = TrainingArguments(output_dir=None if folder is None else str(folder), **values)
-    start_run("pretrain", args, RunArguments(), HubArguments(), to_dict(args))
+    start_run("pretrain", Parsed([args, RunArguments(), HubArguments()]))
     return args
 
 

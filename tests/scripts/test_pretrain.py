@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from transformers import (
 
 from mm_utils.data import training_data
 from mm_utils.distributed import RunError
-from mm_utils.extras.several_media.evaluators import evaluate_media
 from mm_utils.objectives import JointObjective
 from scripts import eval_retrieval, pretrain
 from tests.conftest import breaking_images, draw, write_corpus
@@ -173,18 +171,13 @@ def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags,
     assert last < max(losses(tmp_path)) < 20
 
 
-def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path, monkeypatch):
+def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path):
     """Besides the newest; ties go to the earlier one."""
     values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0])
 
-    def with_quality(*given: Any) -> Any:
-        measure = evaluate_media(*given)
-        return lambda *run: measure(*run) | {"quality": next(values)}
-
-    monkeypatch.setattr(pretrain, "evaluate_media", with_quality)
     flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "0", "--save_best_limit", "2"]
     kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
-    pretrain.main([*tiny_flags, *flags, *kept])
+    pretrain.main([*tiny_flags, *flags, *kept], evaluators=[lambda *_: {"quality": next(values)}])
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 

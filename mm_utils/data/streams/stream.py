@@ -72,20 +72,6 @@ class StreamingArguments:
         if self.shuffle_block_size < 1:
             raise ValueError(f"--shuffle_block_size is {self.shuffle_block_size}; give at least 1 row.")
 
-    def check(self, similar_captions_per_batch: int, cache_features: bool, balance: bool) -> None:
-        """Raise a ValueError for flags that need all rows at hand, or any row on any process."""
-        if self.streaming and similar_captions_per_batch > 1:
-            raise ValueError(
-                f"--similar_captions_per_batch is {similar_captions_per_batch}; a stream's captions are not known ahead. Drop "
-                "it, or --streaming."
-            )
-        if self.streaming and cache_features:
-            raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")
-        if self.streaming and balance:
-            raise ValueError(
-                "--balance is set; a stream is assigned to processes by groups of shards, in equal shares. Drop it, or --streaming."
-            )
-
 
 @dataclass
 class Stream:

@@ -14,7 +14,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.arguments import arg
 from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_digest, to_arrow, token_digest
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.order import EvaluationBatches
@@ -48,29 +46,14 @@ DTYPES = (torch.float16, torch.float32)
 ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
 
 
-@dataclass
-class FeatureCacheArguments:
-    """Feature cache of frozen towers."""
-
-    cache_features: bool = arg(
-        False,
-        "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
-        "then seen as their centre square, without crops.",
-    )
-
-
-def cache_features(
-    args: FeatureCacheArguments, data: TrainingData, objective: Objective, accelerator: Accelerator
-) -> None:
-    """Put frozen towers' output beside the rows, as `data.features`; only with the flag.
+def cache_features(data: TrainingData, objective: Objective, accelerator: Accelerator) -> None:
+    """Put frozen towers' output beside the rows, as `data.features`.
 
     Called on all ranks, before the model is prepared.
 
     Raises:
         ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
     """
-    if not args.cache_features:
-        return
     sources = [kind(data, objective, accelerator) for kind in (_Vision, _Text)]
     frozen = [source for source in sources if not is_trained(source.tower)]
     if not frozen:

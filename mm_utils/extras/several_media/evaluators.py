@@ -20,7 +20,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, best_rank
 from mm_utils.evaluation.metrics import CUTOFFS
 from mm_utils.evaluation.retrieval import Evaluate, EvaluationArguments, RetrievalEvaluator, in_turn, order_probes
-from mm_utils.evaluation.train_recall import with_train_recall
+from mm_utils.evaluation.train_recall import train_recall
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 logger = logging.getLogger(__name__)
@@ -38,23 +38,20 @@ def make_evaluators(args: EvaluationArguments, data: TrainingData) -> dict[str, 
     return {medium: RetrievalEvaluator(args, found, fits=True) for medium, found in probes.items()}
 
 
-def evaluate_media(
-    evaluators: Mapping[str, RetrievalEvaluator],
-    data: TrainingData,
-    seed: int,
-    others: Sequence[Evaluate],
-) -> Evaluate:
+def list_evaluators(
+    evaluators: Mapping[str, RetrievalEvaluator], data: TrainingData, seed: int, others: Sequence[Evaluate] = ()
+) -> list[Evaluate]:
     """Return what measures each medium's validation retrieval, with its own evaluator.
 
     With one medium, metrics have their plain names, with those of `others` and the recall of training images. With several, all
     begin with their medium, as `sound_mean_recall`; `mean_recall` is the mean over media.
     """
+    if len(evaluators) == 1:
+        return [*evaluators.values(), *others, *train_recall(data, seed)]
     measures = {
-        medium: with_train_recall(in_turn(evaluator, *others), data.media[medium], seed)
+        medium: in_turn(evaluator, *others, *train_recall(data.media[medium], seed))
         for medium, evaluator in evaluators.items()
     }
-    if len(measures) == 1:
-        return next(iter(measures.values()))
 
     def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -71,7 +68,7 @@ def evaluate_media(
         rows = {medium: part.splits["validation"] for medium, part in data.media.items()}
         return metrics | between_media(splits, rows)
 
-    return measure
+    return [measure]
 
 
 def between_media(splits: Mapping[str, Embeddings], rows: Mapping[str, datasets.Dataset]) -> dict[str, float]:

@@ -171,7 +171,8 @@ def fit(features: Features, width: int) -> ClosedForm:
         ValueError: with fewer than two images a fold, or if a feature is not finite.
     """
     features = features.unit()
-    if not all(rows.isfinite().all() for rows in (features.image_MA, features.text_TB)):
+    given = (features.image_MA, features.text_TB, features.names_MB)
+    if not all(rows.isfinite().all() for rows in given if rows is not None):
         raise ValueError("a backbone's output is not finite. Train in bf16 or fp32, or choose another backbone.")
     images = len(features.image_MA)
     if images < 2 * FOLDS:

@@ -7,7 +7,6 @@ model is used. Weights that are new have no values before, so they are never int
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from mm_utils.arguments import arg
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.files import write_atomic
 from mm_utils.model.adapt import merged
-from mm_utils.model.build import ModelArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.plots import BLUE, MUTED, ORANGE, new_figure, save_figure, set_title, small_legend, style_axes
 
@@ -29,41 +26,13 @@ TENTHS = tuple(step / 10 for step in range(11))
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-@dataclass
-class InterpolationArguments:
-    """Interpolation between the weights before and after training."""
+def weights_of_start(model: FusionDualEncoderModel, added: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return a copy of the weights to interpolate, with adapters merged.
 
-    wise_ft: bool = arg(
-        False,
-        "Measure weights between the start (alpha 0) and the end (alpha 1) on the validation split, and save the best.",
-    )
-    wise_ft_alpha: float | None = arg(
-        None,
-        "Save the weights of this alpha, even if another is better on validation; 0.5 suits data that has shifted.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.wise_ft_alpha is not None and not 0 <= self.wise_ft_alpha <= 1:
-            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; give a number in [0, 1].")
-        if self.wise_ft_alpha is not None and not self.wise_ft:
-            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; it goes with --wise_ft. Give both.")
-
-    def known_weights(self, model: FusionDualEncoderModel) -> set[str]:
-        """Return the names to interpolate: no classifier's, and no head's that never was trained.
-
-        To be asked before `build_objective`, which adds parts. Without the flag, there are none.
-        """
-        new = ("classifier.",) if model.voices else ("classifier.", "fusion.")
-        return {name for name in merged(model.state_dict()) if self.wise_ft and not name.startswith(new)}
-
-    def check(self, model_args: ModelArguments, has_closed_form: bool) -> None:
-        """Raise ValueError if pre-training starts from no model; see `has_closed_form`."""
-        if self.wise_ft and not (model_args.model_name_or_path or (model_args.joins_pretrained and has_closed_form)):
-            raise ValueError(
-                "--wise_ft is set; the run does not start from a model that could be forgotten. Give --model_name_or_path, or "
-                "--vision_model_name_or_path and --text_model_name_or_path with --closed_form_images above 0 and without "
-                "--streaming, or drop --wise_ft."
-            )
+    They are all but a classifier's, a head's that never was trained, and those that terms have added for this run.
+    """
+    new = ("classifier.", *added) if model.voices else ("classifier.", "fusion.", *added)
+    return copy_weights(model, {name for name in merged(model.state_dict()) if not name.startswith(new)})
 
 
 def copy_weights(model: FusionDualEncoderModel, names: Collection[str]) -> dict[str, Tensor]:
@@ -82,7 +51,7 @@ def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: f
 
 
 def choose_between(
-    args: InterpolationArguments,
+    wanted: float | None,
     start: Mapping[str, Tensor],
     model: FusionDualEncoderModel,
     evaluate: Evaluate,
@@ -99,20 +68,21 @@ def choose_between(
     with `wise_ft_alpha`.
 
     Args:
-        start: the weights before training, of `copy_weights`.
+        wanted: the alpha to save; None for the best.
+        start: the weights before training, of `weights_of_start`.
         metric: the metric of `evaluate` to maximise; among equals, the highest alpha wins.
-        alphas: the places to measure, besides `wise_ft_alpha`.
+        alphas: the places to measure, besides `wanted`.
         save: writes the model, on the main process; default: `model.save_pretrained`.
     """
     end = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    alphas = sorted({*alphas, *([args.wise_ft_alpha] if args.wise_ft_alpha is not None else [])})
+    alphas = sorted({*alphas, *([] if wanted is None else [wanted])})
     measured: dict[float, dict[str, float]] = {}
     for alpha in alphas:
         model.load_state_dict(interpolate(start, end, alpha))
         measured[alpha] = evaluate(model, loader, accelerator)
         logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
     best = max(alphas, key=lambda alpha: (measured[alpha][metric], alpha))
-    chosen = best if args.wise_ft_alpha is None else args.wise_ft_alpha
+    chosen = best if wanted is None else wanted
     model.load_state_dict(interpolate(start, end, chosen))
     evaluate(model, loader, accelerator)  # so that the evaluator holds the predictions of the chosen weights
     if accelerator.is_main_process:

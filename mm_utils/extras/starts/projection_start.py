@@ -11,7 +11,6 @@ so the sample need not grow with the data.
 import logging
 import math
 import time
-from dataclasses import dataclass
 
 import datasets
 import torch
@@ -22,59 +21,39 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.starts.class_names import read_classes
-from mm_utils.extras.starts.closed_form import FOLDS, ClosedForm, Features, fit
-from mm_utils.model.build import ModelArguments
+from mm_utils.extras.starts.closed_form import ClosedForm, Features, fit
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class ProjectionStartArguments:
-    """Closed-form start between two pretrained towers."""
-
-    closed_form_images: int = arg(
-        10_000,
-        "Between two pretrained towers, start the projections from the canonical correlations of this many training images "
-        "and their captions, from one pass over them; 0 = from random values.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.closed_form_images < 0:
-            raise ValueError(f"--closed_form_images is {self.closed_form_images}; give a number of images, or 0.")
-
-    def applies(self, model_args: ModelArguments, data: TrainingData) -> bool:
-        """Return whether a run starts from closed form: new projections on pretrained towers."""
-        rows = len(data.splits["train"]) if "train" in data.splits else 0
-        return len(data.media) == 1 and model_args.joins_pretrained and min(rows, self.closed_form_images) >= 2 * FOLDS
-
-    def has_baseline(self, model_args: ModelArguments, data: TrainingData) -> bool:
-        """Return whether the weights before the first step are a model already."""
-        return model_args.model_name_or_path is not None or self.applies(model_args, data)
-
-
 def start_projections(
-    args: ProjectionStartArguments,
-    model_args: ModelArguments,
-    data: TrainingData,
-    model: FusionDualEncoderModel,
-    accelerator: Accelerator,
+    images: int, vision_name: str, data: TrainingData, model: FusionDualEncoderModel, accelerator: Accelerator
 ) -> None:
-    """Set both projections and the temperature to their closed form, where `args` apply.
+    """Set both projections and the temperature to their closed form, of at most so many training images.
 
     Called on all ranks, before the model is prepared.
+
+    Raises:
+        ValueError: on all ranks, if fewer images than are needed can be read, or a tower's output is not finite.
     """
-    if not args.applies(model_args, data):
-        return
-    begin, rows = time.monotonic(), _sample(data.splits["train"], args.closed_form_images)
-    features = paired_features(model, rows, data, accelerator, str(model_args.vision_model_name_or_path))
-    [found] = broadcast_object_list(
-        [fit(features, model.config.projection_dim) if accelerator.is_main_process else None]
-    )
+    begin, rows = time.monotonic(), _sample(data.splits["train"], images)
+    features, found = paired_features(model, rows, data, accelerator, vision_name), None
+    if accelerator.is_main_process:
+        try:
+            found = fit(features, model.config.projection_dim)
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            found = (
+                f"the closed-form start cannot be computed; {one_line(error)} --closed_form_images 0 leaves it out."
+            )
+    [found] = broadcast_object_list([found])
+    if isinstance(found, str):
+        raise ValueError(found)
+    assert found is not None
     if not found.image_AE.any():
         logger.warning("Images or captions are embedded all alike, so the projections start from random values")
         return

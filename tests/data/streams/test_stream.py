@@ -442,17 +442,6 @@ def test_flags_are_checked(given: dict[str, int], message: str) -> None:
         StreamingArguments(True, **given)
 
 
-def test_flags_that_need_all_rows_are_refused() -> None:
-    StreamingArguments(False).check(similar_captions_per_batch=2, cache_features=True, balance=True)
-    StreamingArguments(True).check(similar_captions_per_batch=1, cache_features=False, balance=False)
-    with pytest.raises(ValueError, match="--similar_captions_per_batch is 2; "):
-        StreamingArguments(True).check(2, False, False)
-    with pytest.raises(ValueError, match="--cache_features is set; "):
-        StreamingArguments(True).check(1, True, False)
-    with pytest.raises(ValueError, match="--balance is set; a stream is assigned"):
-        StreamingArguments(True).check(1, False, True)
-
-
 def test_shards_without_captions_are_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"image": b"x", "number": 1}] * 30).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="no caption column was recognised"):

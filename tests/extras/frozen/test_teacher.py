@@ -18,7 +18,7 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize
 from mm_utils.data.media.of_processor import read_by
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.frozen.distillation import Distillation
-from mm_utils.extras.frozen.feature_cache import FeatureCacheArguments, Source, cache_features
+from mm_utils.extras.frozen.feature_cache import Source, cache_features
 from mm_utils.extras.frozen.teacher import cache_teacher
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor_of
@@ -52,7 +52,8 @@ def student(teacher: str, **fields: Any) -> tuple[TrainingData, JointObjective]:
 
 def opened(teacher: str, **fields: Any) -> TrainingData:
     data, objective = student(teacher, **fields)
-    cache_features(FeatureCacheArguments(bool(fields)), data, objective, Accelerator(cpu=True))
+    if fields:
+        cache_features(data, objective, Accelerator(cpu=True))
     cache_teacher(teacher, data, objective, Accelerator(cpu=True))
     return data
 

@@ -18,7 +18,7 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.extras.dry_run import dry_run
-from mm_utils.extras.several_media.evaluators import evaluate_media, make_evaluators
+from mm_utils.extras.several_media.evaluators import list_evaluators, make_evaluators
 from mm_utils.extras.several_media.mixture import MediaArguments, open_media
 from mm_utils.extras.several_media.per_medium import build_media
 from mm_utils.model.build import ModelArguments
@@ -109,12 +109,11 @@ def train(
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
     trainers: list[Trainer] = []
     watch = Watch(trainers)
-    evaluate = None
+    measures = []
     if evaluates:
-        evaluators = make_evaluators(EvaluationArguments(rerank_top_k=0), data)
-        evaluate = evaluate_media(evaluators, data, args.seed, None)
+        measures = list_evaluators(make_evaluators(EvaluationArguments(rerank_top_k=0), data), data, args.seed)
     callbacks = [LossOfMedium(), watch]
-    trainers.append(Trainer(args, ADAM, accelerator, objective, optimizer, data, evaluate, callbacks))
+    trainers.append(Trainer(args, ADAM, accelerator, objective, optimizer, data, measures, callbacks))
     trainers[0].train(start)
     return watch, trainers[0]
 

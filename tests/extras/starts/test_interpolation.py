@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 from transformers import VisionTextDualEncoderModel
 
+from mm_utils.arguments import parse_args
+from mm_utils.extras.starts.callbacks import InterpolationArguments
 from mm_utils.extras.starts.interpolation import (
     TENTHS,
-    InterpolationArguments,
     choose_between,
     copy_weights,
     interpolate,
+    weights_of_start,
 )
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.run.doors import Doors
+from mm_utils.run.flags import PRETRAINING
 from scripts import pretrain
 from tests.data.numbered_rows import new_tokenizer
 from tests.kit.launches import rows_of, weights
@@ -53,10 +57,11 @@ def best_at(peak: float) -> Any:
     }
 
 
-def chosen(tmp_path: Path, peak: float, **flags: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
+def chosen(
+    tmp_path: Path, peak: float, wise_ft_alpha: float | None = None
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     model: Any = Model()
-    args = InterpolationArguments(wise_ft=True, **flags)
-    found = choose_between(args, START, model, best_at(peak), [], ALONE, "accuracy", tmp_path, TENTHS)
+    found = choose_between(wise_ft_alpha, START, model, best_at(peak), [], ALONE, "accuracy", tmp_path, TENTHS)
     assert all(torch.equal(value, model.weights[name]) for name, value in torch.load(tmp_path / "weights").items())
     return found, model.weights
 
@@ -102,13 +107,14 @@ def tiny(**fields: Any) -> FusionDualEncoderModel:
 
 
 def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
-    args, new = InterpolationArguments(wise_ft=True), tiny(fusion_layers=1)
-    assert {name.split(".")[0] for name in args.known_weights(new)} == {
-        *("vision_model", "text_model", "visual_projection", "text_projection", "logit_scale"),
-    }
-    build_objective(new, ObjectiveArguments("contrastive:1,captioning:1"), 0)
-    assert {name.split(".")[0] for name in args.known_weights(new)} >= {"fusion", "caption_adapter"}
-    assert InterpolationArguments().known_weights(new) == set()
+    new, objectives = tiny(fusion_layers=1), ObjectiveArguments("contrastive:1,captioning:1")
+    towers = {*("vision_model", "text_model", "visual_projection", "text_projection", "logit_scale")}
+    assert {name.split(".")[0] for name in weights_of_start(new)} == towers
+    added = build_objective(new, objectives, 0).added
+    assert {name.split(".")[0] for name in weights_of_start(new, added)} == towers
+    assert {name.split(".")[0] for name in weights_of_start(new)} >= {"fusion", "caption_adapter"}
+    again = build_objective(new, objectives, 0).added  # a model whose head was trained
+    assert weights_of_start(new, again).keys() == weights_of_start(new).keys()
 
 
 def test_a_copy_does_not_follow_training() -> None:
@@ -122,26 +128,25 @@ def test_a_copy_does_not_follow_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "has_closed_form", "refused"),
+    ("flags", "refused"),
     [
-        ({}, True, True),
-        ({"vision_model_name_or_path": "a"}, True, True),
-        ({"vision_model_name_or_path": "a", "text_model_name_or_path": "b"}, False, True),
-        ({"vision_model_name_or_path": "a", "text_model_name_or_path": "b"}, True, False),
-        ({"model_name_or_path": "a"}, False, False),
+        ("", True),
+        ("--vision_model_name_or_path a", True),
+        ("--vision_model_name_or_path a --text_model_name_or_path b --closed_form_images 0", True),
+        ("--vision_model_name_or_path a --text_model_name_or_path b --streaming", True),
+        ("--vision_model_name_or_path a --text_model_name_or_path b", False),
+        ("--model_name_or_path a", False),
     ],
 )
-def test_a_run_that_starts_from_no_model_is_refused(
-    model: dict[str, str], has_closed_form: bool, refused: bool
-) -> None:
-    InterpolationArguments().check(ModelArguments(**model), has_closed_form)  # type: ignore[arg-type]
-    args = InterpolationArguments(wise_ft=True)
+def test_a_run_that_starts_from_no_model_is_refused(flags: str, refused: bool) -> None:
+    doors = Doors("pretrain")
+    given = parse_args(*PRETRAINING, *doors.arguments, argv=[*flags.split(), "--wise_ft"])
     if not refused:
-        return args.check(ModelArguments(**model), has_closed_form)  # type: ignore[arg-type]
+        return doors.open(given)
     with pytest.raises(
         ValueError, match=r"--wise_ft is set; the run does not start from a model.*Give --model_name_or_path"
     ):
-        args.check(ModelArguments(**model), has_closed_form)  # type: ignore[arg-type]
+        doors.open(given)
 
 
 @pytest.fixture(scope="module")

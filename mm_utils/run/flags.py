@@ -1,0 +1,60 @@
+"""The flags of the scripts that train, and the rules between them."""
+
+from mm_utils.arguments import Parsed
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.labels import TaskArguments
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.stream import StreamingArguments
+from mm_utils.evaluation.retrieval import EvaluationArguments
+from mm_utils.model.adapt import LoraArguments
+from mm_utils.model.build import ModelArguments
+from mm_utils.model.classifier import ClassifierArguments
+from mm_utils.objectives import ObjectiveArguments
+from mm_utils.reports.hub import HubArguments
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import RunArguments
+from mm_utils.training.arguments import FinetuningArguments, TrainingArguments
+from mm_utils.training.optim import OptimizerArguments
+
+__all__ = [
+    *("ClassifierArguments", "DataArguments", "EvaluationArguments", "FinetuningArguments", "HubArguments"),
+    *(
+        "LoaderArguments",
+        "LoraArguments",
+        "ModelArguments",
+        "ObjectiveArguments",
+        "OptimizerArguments",
+        "RunArguments",
+    ),
+    *("StreamingArguments", "TaskArguments", "TrainingArguments"),
+]
+
+PRETRAINING = (
+    *(DataArguments, StreamingArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
+    *(OptimizerArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
+)
+FINETUNING = (
+    *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments, FinetuningArguments),
+    *(HubArguments, RunArguments),
+)
+
+
+def check_flags(given: Parsed) -> None:
+    """Check the flags of a run against each other, before anything is read or written.
+
+    Raises:
+        ValueError: if one of them would have no effect, or two contradict each other.
+    """
+    check_model(given["model_name_or_path"])
+    streaming = bool(given["streaming"])
+    if streaming and given["similar_captions_per_batch"] > 1:
+        raise ValueError(
+            f"--similar_captions_per_batch is {given['similar_captions_per_batch']}; a stream's captions are not known ahead. "
+            "Drop it, or --streaming."
+        )
+    if streaming and given["balance"]:
+        raise ValueError(
+            "--balance is set; a stream is assigned to processes by groups of shards, in equal shares. Drop it, or --streaming."
+        )
+    if given["objectives"] is not None:
+        given[ObjectiveArguments].check(given.settings)

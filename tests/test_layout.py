@@ -60,7 +60,7 @@ STILL_THREADED = {
 }
 """Imports of extras by the core that are still to become doors; the set may only shrink."""
 MAX_ARGUMENTS, MAX_FUNCTION = 8, 80
-MAX_CHAIN = 18
+MAX_CHAIN = 19
 
 
 def modules() -> dict[str, Path]:

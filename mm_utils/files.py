@@ -176,6 +176,15 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def optional_file(path: Path) -> Iterator[None]:
+    """Log a file that cannot be written, such as a picture of a finished run, which stands without it."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be written: %s. The rest is complete; make room", path, error.strerror or error)
+
+
 def readable(folder: Path) -> None:
     """Set the usual permissions of the files of a folder: safetensors writes for the owner alone."""
     for path in folder.rglob("*.safetensors"):

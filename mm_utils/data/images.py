@@ -90,7 +90,7 @@ def decoder_message(error: Exception) -> str:
     """Return a decoder's message in one line, without the address of the object it read from."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = " ".join(text.split()) or type(error).__name__
-    return re.sub(r" ?<_io\.BytesIO[^>]*>", " the file", text)[:300]
+    return re.sub(r" ?<_io\.BytesIO[^>]*>", "", text)[:300]
 
 
 def raw_size(value: dict[str, Any]) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from mm_utils.data.media import COLUMNS
+from mm_utils.files import optional_file
 from mm_utils.reports.card_results import RETRIEVAL_TAGS
 from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
 
@@ -147,9 +148,9 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     ]
     path = output_dir / "README.md"
     # The code alone names the folder in full, until there is a repository: it runs as pasted.
-    path.write_text(
-        "\n\n".join(part if part is usage else publishable(part) for part in parts) + "\n", encoding="utf-8"
-    )
+    shown = "\n\n".join(part if part is usage else publishable(part) for part in parts)
+    with optional_file(path):
+        path.write_text(f"{shown}\n", encoding="utf-8")
     return path
 
 

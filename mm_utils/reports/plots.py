@@ -19,6 +19,8 @@ from matplotlib.font_manager import fontManager
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 from PIL import Image, ImageOps
 
+from mm_utils.files import optional_file
+
 logger = logging.getLogger(__name__)
 
 Points = tuple[list[int], list[float]]
@@ -56,8 +58,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, out_path: Path, **kwargs: Any) -> None:
-    """Write a picture with `Figure.savefig`; letters that no font has show as boxes."""
-    with warnings.catch_warnings():
+    """Write a picture with `Figure.savefig`, if the disk takes it; letters that no font has show as boxes."""
+    with warnings.catch_warnings(), optional_file(out_path):
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(out_path, **kwargs)
 
@@ -109,7 +111,7 @@ def _font_families() -> list[str]:
 def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
     """Draw the values of `metrics_path`, JSON lines, as panels; return the titles of the panels.
 
-    A panel without values is left out; without any panel nothing is written. Lines that are not JSON are skipped. A step
+    A panel without values is left out, and one of single points where there are others; without any panel nothing is written. Lines that are not JSON are skipped. A step
     that occurs twice, as after a resume, has its later value.
     """
     series = _read_series(metrics_path)
@@ -117,6 +119,10 @@ def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
     for title, pattern in _PANELS.items():
         if shown := {name: points for name, points in series.items() if re.fullmatch(pattern, name)}:
             panels.append((title, shown))
+    # A short run's single points say nothing; recalls of one evaluation are drawn side by side.
+    panels = [
+        each for each in panels if each[0] == "Recall" or max(len(steps) for steps, _ in each[1].values()) > 1
+    ] or panels
     if not panels:
         logger.warning("%s has no values to plot; %s is not written", metrics_path, out_path)
         return []

@@ -271,18 +271,6 @@ def test_training_does_not_begin_on_a_data_set_that_is_cut(share: float, fault: 
     assert str(result) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["report.json", "dataset_dict.json", "train/state.json", "train/dataset_info.json"])
-@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\0" * 99], ids=["empty", "cut", "zeros"])
-def test_training_names_a_data_set_whose_description_is_damaged(
-    name: str, content: bytes, fault: Record, result: Path
-) -> None:
-    fault("containers", f"trained on: {name} is {content[:3]!r}")
-    (result / name).write_bytes(content)
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
-        load_pairs(DataArguments(dataset_name=str(result)))
-    assert str(result) in str(caught.value)
-
-
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_read(fault: Record, tmp_path: Path) -> None:
     fault("containers", "--output_dir below a file")
     zoo = good_rows(tmp_path, 4)
@@ -331,24 +319,3 @@ def test_damaged_tokens_are_made_anew(
     caplog.clear()
     assert tokens() == wanted
     assert not caplog.text
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.04, 0.08])
-def test_a_killed_writer_leaves_no_half_of_the_tokens(delay: float, fault: Record, own_cache: Path) -> None:
-    fault("containers", f"the cache of tokens: its writer killed after {delay} s")
-    wanted = [tokenize_captions(rows_of(1), TOKENIZER, 16)["input_ids"][0]]
-    child = in_a_fork(lambda: tokens(13))
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    found = tokens(13)
-    assert len(found) == 13
-    assert found[:1] == wanted
-
-
-def test_two_writers_of_the_tokens_end_in_whole_ones(fault: Record, own_cache: Path) -> None:
-    fault("containers", "the cache of tokens: four writers at once")
-    children = [in_a_fork(lambda: tokens(13)) for _ in range(4)]
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
-    assert len(tokens(13)) == 13
-    [_] = own_cache.glob("tandem_tokens/*/*.arrow")

@@ -239,6 +239,32 @@ def test_card_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "`7`" in text
 
 
+def test_a_card_names_no_folder_of_the_machine_but_in_the_code_that_runs(tmp_path: Path) -> None:
+    place = "/mnt/jane doe/secret plans/model"
+    named = card(
+        name=f"model of {place}",
+        vision_model=place,
+        text_model=place,
+        dataset_name=place,
+        command=shlex.join(["run.py", "--train_file", place]),
+        hyperparameters={"train_file": place, "files": [place]},
+        table_note=f"see {place}",
+        base_models=[place],
+        results=retrieval_results(FIGURES, EvaluatedData(place, "local-x", "test", {})),
+        model=place,
+    )
+    text = write_model_card(tmp_path, named).read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if "/mnt" in line] == [f'folder = "{place}"']
+
+
+def test_a_full_disk_costs_the_card_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "README.md").symlink_to("/dev/full")
+    write_model_card(tmp_path, card())
+    assert caplog.messages == [
+        f"{tmp_path}/README.md cannot be written: No space left on device. The rest is complete; make room"
+    ]
+
+
 def test_embedded_data_are_no_data_set_of_the_hub() -> None:
     assert data_names({"dataset_name": "clips"}, "The embedded scenes") == ("The embedded clips", "embedded-clips")
     assert data_names({"dataset_name": "user/clips"}, "The embedded scenes") == ("user/clips", "user/clips")

@@ -84,6 +84,21 @@ def test_mean_recall_of_training_images_is_drawn_beside_that_of_unseen_ones(
     assert drawn == {"unseen images": [0.4] * 3, "training images": [0.0, 0.5, 1.0]}
 
 
+def test_panels_of_single_points_are_left_out_beside_others(tmp_path: Path, figures: list[Figure]) -> None:
+    rows = [{"step": 10, **TRAINING, **EVALUATION}, *({"step": step, "eval_mean_recall": 0.4} for step in (0, 10))]
+    assert plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png") == [
+        "Recall",
+        "Mean recall",
+    ]
+
+
+def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "training.png").symlink_to("/dev/full")
+    rows = [{"step": step, **TRAINING} for step in range(3)]
+    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
+    assert caplog.messages[-1].startswith(f"{tmp_path}/training.png cannot be written: No space left on device. ")
+
+
 def test_recalls_of_one_evaluation_are_points_beside_each_other(tmp_path: Path, figures: list[Figure]) -> None:
     plot_training(write_lines(tmp_path / "metrics.jsonl", {"step": 9, **EVALUATION}), tmp_path / "training.png")
     [ax] = figures[0].axes

@@ -226,8 +226,8 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
     if policy == "error":
         leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
         raise ValueError(
-            f"{found.leaks}; {leak_file} lists all. Choose --on_leakage drop (the image stays in the test, else in the "
-            "validation split) or keep; what has been read is not read again."
+            f"{found.leaks}; {leak_file} lists all. Add --on_leakage drop to the command (the image stays in the test, "
+            "else in the validation split), or --on_leakage keep; what has been read is not read again."
         )
     if policy == "drop":
         state.keep_N[pairs[:, 0]] = False

@@ -36,7 +36,7 @@ from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.files import replace_folder
+from mm_utils.files import replace_folder, restore_folder
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,7 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
     output = Path(args.output_dir).resolve()
     work = output.with_name(f"{output.name}.partial")
     try:
+        restore_folder(output)
         _refuse_taken(output, args)
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "lock", blocking=False):

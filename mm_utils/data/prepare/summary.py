@@ -36,7 +36,7 @@ def summarize(
         "notes": dict(ingested.notes.most_common()),
         "duplicates": found.duplicates,
         "leakage": found.leakage,
-        "captions": _captions(pairs),
+        "captions": _captions(pairs, all(tally.source.format == "classes" for tally in ingested.sources.values())),
         "storage": _storage(args, found),
     }
     return without_secrets(summary, publishable)
@@ -58,7 +58,8 @@ def describe(summary: dict[str, Any], folder: str) -> str:
             f"Repaired or converted: {', '.join(f'{note} {times:,}' for note, times in summary['notes'].items())}"
         )
     found = summary["duplicates"]
-    lines.append(f"Duplicates: {found['exact_rows']:,} copies, {found['near_pairs']:,} pairs that look alike")
+    merged = f", {count:,} merged" if (count := found["merged_rows"]) else ""
+    lines.append(f"Rows of equal {medium}s: {found['exact_rows']:,}{merged}; {found['near_pairs']:,} pairs look alike")
     lines += [
         f"One caption for {one['images']:,} {medium}s, so it describes none of them well: {one['caption'][:80]!r}"
         for one in summary["captions"]["shared"][:_EXAMPLES]
@@ -153,8 +154,8 @@ def _quarantined(faults: list[dict[str, str]]) -> dict[str, Any]:
     }
 
 
-def _captions(pairs: DatasetDict) -> dict[str, Any]:
-    """Count distinct captions, lengths and languages; list captions of too many images."""
+def _captions(pairs: DatasetDict, templated: bool) -> dict[str, Any]:
+    """Count distinct captions, lengths and languages; list captions of too many images, unless templates made them."""
     texts: list[str] = []
     owners: list[np.ndarray] = []
     languages: Counter[str] = Counter()
@@ -175,7 +176,7 @@ def _captions(pairs: DatasetDict) -> dict[str, Any]:
         "distinct": len(np.unique(keys)),
         "shared": [
             {"caption": texts[one.row], "images": one.images}
-            for one in shared_captions(keys, np.concatenate(owners))[:_SHARED]
+            for one in shared_captions(keys, np.concatenate(owners))[: 0 if templated else _SHARED]
         ],
         "languages": dict(languages.most_common()),
         "characters": {

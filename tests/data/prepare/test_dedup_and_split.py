@@ -152,7 +152,7 @@ def test_weights_give_shares(tmp_path: Path) -> None:
     found = decide(rows, tmp_path, {"a": 1.0, "b": 3.0}, validation_fraction=0.0)
     kept = Counter(found.facts["source"].take(found.rows["train"]).to_pylist())
     assert kept == {"a": 5, "b": 16}
-    with pytest.raises(ValueError, match="none to b"):
+    with pytest.raises(ValueError, match="none for b"):
         decide(rows, tmp_path, {"a": 1.0, "b": None})
 
 

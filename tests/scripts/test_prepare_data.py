@@ -202,6 +202,7 @@ DAMAGED = {
     "an empty report": (REPORT, "{}"),
     "no state of a split": (STATE, None),
     "no splits in the report": (REPORT, {"splits": {}}),
+    "a list of splits in the report": (REPORT, {"splits": ["train"]}),
     "another count in the report": (REPORT, {"splits": {"train": {"images": 1}}}),
     "a lost split": (NAMES, {"splits": ["train"]}),
     "an empty shard": ("train/data-00000-of-00001.arrow", ""),

@@ -260,13 +260,13 @@ def verify(folder: str) -> int:
         pairs = _with_image(load_from_disk(folder))
         total = sum(map(len, pairs.values()))
         damaged = _damaged(pairs, total)
+        counts = {name: part["images"] for name, part in report["splits"].items()}
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
     if damaged:
         raise ValueError(
             f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
         )
-    counts = {name: part.get("images") for name, part in report.get("splits", {}).items()}
     same = counts == {name: len(rows) for name, rows in pairs.items()}
     if not same or content_fingerprint(pairs) != report.get("fingerprint"):
         raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")

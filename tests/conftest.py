@@ -1,12 +1,12 @@
 """A tiny corpus on disk, and the flags that make a run take seconds."""
 
+import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
-from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from tests.faults.conftest import leave_long_tests_out, pytest_configure  # noqa: F401
+from tests.kit.corpora import write_corpus
+from tests.kit.finetuning import finetuning_flags, pretrained, questions  # noqa: F401
+from tests.kit.hub import pusher, server  # noqa: F401
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)  # python -m pytest --hypothesis-profile=explore
@@ -43,47 +45,6 @@ def _end_with_the_tests() -> None:
 os.register_at_fork(after_in_child=_end_with_the_tests)
 
 LONGEST = ("test_signature.py", "test_feature_cache.py", "test_graphs.py", "test_pretrain.py", "test_checkpoints.py")
-
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (40, 70, 220), "yellow": (235, 205, 40)}
-SHAPES = ("circle", "square")
-
-
-def draw(colour: str, shape: str, size: int = 48) -> Image.Image:
-    """A coloured shape on grey."""
-    image = Image.new("RGB", (size, size), (120, 120, 120))
-    box = [size // 4, size // 4, 3 * size // 4, 3 * size // 4]
-    getattr(ImageDraw.Draw(image), "ellipse" if shape == "circle" else "rectangle")(box, fill=COLOURS[colour])
-    return image
-
-
-def write_corpus(folder: Path, copies: int = 3) -> Path:
-    """`pairs.jsonl` and its images: 8 kinds of picture, `copies` of each, two captions an image, a third of them validation."""
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    rows = []
-    for copy in range(copies):
-        for colour in COLOURS:
-            for shape in SHAPES:
-                name = f"images/{colour}-{shape}-{copy}.png"
-                draw(colour, shape, 40 + 4 * copy).save(folder / name)
-                captions = [f"a {colour} {shape}, number {copy}", f"number {copy}: one {shape} in {colour}"]
-                split = "validation" if copy == copies - 1 else "train"
-                rows.append({"image": name, "captions": captions, "split": split})
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def breaking_images(folder: Path, names: list[str]) -> Callable[..., Any]:
-    """`load_pairs`, which breaks these images once it has loaded them."""
-    from mm_utils.data.pairs import load_pairs
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        pairs = load_pairs(*args, **kwargs)
-        for name in names:
-            (folder / name).write_bytes(b"not an image")
-        return pairs
-
-    return load
 
 
 @pytest.hookimpl(trylast=True)
@@ -147,3 +108,15 @@ def tiny_flags(corpus: Path) -> list[str]:
         *("--train_file", str(corpus), "--image_size", "32", "--global_batch_size", "8", "--max_steps", "4"),
         *("--logging_steps", "1", "--dataloader_num_workers", "0", "--rerank_top_k", "4", "--fusion_layers", "1"),
     ]
+
+
+@pytest.fixture
+def children() -> Iterator[list[int]]:
+    """The pids of processes that end with the test."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)

@@ -153,6 +153,12 @@ def test_nobody_imports_scripts_tests_or_benchmarks() -> None:
         assert not {name.split(".")[0] for name in imports(path)} & {"scripts", "tests", "benchmarks"}, path
 
 
+def test_no_test_imports_from_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        taken = [name for name in imports(path) if name.startswith("tests.") and ".test_" in name]
+        assert not taken, f"{path} imports {taken}; what tests share stands in tests/kit"
+
+
 def test_modules_have_a_subject() -> None:
     for path in modules().values():
         assert not {"utils", "common", "helpers", "misc"} & set(path.stem.split("_")), path

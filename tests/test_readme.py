@@ -12,7 +12,6 @@ import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -24,7 +23,8 @@ from mm_utils.extras.frozen import callbacks as frozen
 from mm_utils.extras.launch.arguments import LaunchArguments, split_words
 from mm_utils.run import flags
 from scripts import embed, pretrain
-from tests.conftest import COLOURS, draw
+from tests.kit.commands import Command, parse
+from tests.kit.corpora import COLOURS, draw
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -63,15 +63,6 @@ REMOVED = {
     "--rerank_weight",
     "--stream_lanes",
 }
-
-
-class Command(NamedTuple):
-    """A command of a page: the module of its script, None for other programs, and the script's arguments."""
-
-    text: str
-    module: str | None
-    argv: list[str]
-    is_distributed: bool = False
 
 
 # -- reading pages ------------------------------------------------------------------------------------------------------

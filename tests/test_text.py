@@ -38,10 +38,9 @@ from mm_utils.text import (
     without_secrets,
 )
 from scripts import pretrain
-from tests.conftest import write_corpus
-from tests.hub_server import HubServer
-from tests.reports.test_hub import TOKEN, server  # noqa: F401
-from tests.reports.test_tracking import FakeTracker
+from tests.kit.corpora import write_corpus
+from tests.kit.hub import TOKEN, HubServer
+from tests.kit.trackers import FakeTracker
 
 PASSWORD, KEY, TYPED = "pw-S3cr3tCanary-1", "0123456789abcdefS3cr3tCanary2", "S3cr3tCanary3"
 CANARIES = (TOKEN, PASSWORD, KEY, TYPED)
@@ -79,7 +78,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_run_leaves_no_secret_in_any_byte(
-    server: HubServer,  # noqa: F811
+    server: HubServer,
     canaries: None,
     tiny_flags: list[str],
     tmp_path: Path,

@@ -13,7 +13,7 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
 from scripts import pretrain
-from tests.benchmarks.ablations.test_runs import launcher, started, write_grid  # noqa: F401
+from tests.benchmarks.grids import started, write_grid
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks/ablations").glob("*.yaml"))
 GRID = "common: {max_steps: 2}\nvariants: {base: , better: {recall: 0.75}}\n"
@@ -29,7 +29,7 @@ def test_a_dry_run_lists_the_commands(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_tables_and_a_picture_are_left_behind(tmp_path, launcher, capsys):  # noqa: F811
+def test_tables_and_a_picture_are_left_behind(tmp_path, launcher, capsys):
     flags = ["--grid", write_grid(tmp_path, GRID), "--seeds", "2", "--output_dir", str(tmp_path / "out")]
     flags += ["--launcher", launcher, "--metrics", "recall@1,matching_lift,absent"]
     found = ablate.main(flags)
@@ -45,7 +45,7 @@ def test_tables_and_a_picture_are_left_behind(tmp_path, launcher, capsys):  # no
     assert len(started(tmp_path / "out")) == 4
 
 
-def test_a_failed_run_is_in_the_end_an_error_beside_the_table(tmp_path, launcher):  # noqa: F811
+def test_a_failed_run_is_in_the_end_an_error_beside_the_table(tmp_path, launcher):
     grid = "common: {max_steps: 2}\nvariants: {base: , broken: {fails: 1}}\n"
     flags = ["--grid", write_grid(tmp_path, grid), "--seeds", "1", "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RunError, match=r"1 of 2 runs failed: .*broken-seed0"):
@@ -55,13 +55,13 @@ def test_a_failed_run_is_in_the_end_an_error_beside_the_table(tmp_path, launcher
     assert "no memory" in why
 
 
-def test_where_all_runs_fail_there_is_no_table(tmp_path, launcher):  # noqa: F811
+def test_where_all_runs_fail_there_is_no_table(tmp_path, launcher):
     grid = write_grid(tmp_path, "common: {max_steps: 2, fails: 1}\nvariants: {base: }\n")
     with pytest.raises(RunError, match="All 3 runs failed"):
         ablate.main(["--grid", grid, "--output_dir", str(tmp_path / "out"), "--launcher", launcher])
 
 
-def test_metrics_that_no_run_has(tmp_path, launcher):  # noqa: F811
+def test_metrics_that_no_run_has(tmp_path, launcher):
     flags = ["--grid", write_grid(tmp_path, GRID), "--seeds", "1", "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RunError, match="--metrics is loss; no run has any of them"):
         ablate.main([*flags, "--launcher", launcher, "--metrics", "loss"])

@@ -8,7 +8,7 @@ from benchmarks import efficiency
 from benchmarks.ablations.runs import Run
 from benchmarks.efficiency import read_run, report, time_to
 from mm_utils.data.batches.order import BatchSizes
-from tests.benchmarks.ablations.test_runs import write_grid
+from tests.benchmarks.grids import write_grid
 
 SIZES = BatchSizes((0, 10), (32, 64))
 LOG = [

@@ -28,20 +28,7 @@ from mm_utils.checkpointing.files import (
     write_checkpoint,
 )
 from mm_utils.checkpointing.writer import make_room, remove_old_checkpoints
-
-FILES = {STATE_FILE: b'{"global_step": 1}', "model.safetensors": b"weights" * 9, "deep/er/tokens.txt": b"a\nb\n"}
-
-
-def write_files(folder: Path) -> None:
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
-def saved(output_dir: Path, *steps: int) -> Path:
-    for step in steps:
-        write_checkpoint(checkpoint_path(output_dir, step), write_files)
-    return checkpoint_path(output_dir, steps[-1])
+from tests.kit.checkpoints import FILES, flip, saved, write_files
 
 
 def steps_in(output_dir: Path) -> list[int]:
@@ -186,12 +173,6 @@ def cut(path: Path) -> None:
 
 def empty(path: Path) -> None:
     path.write_bytes(b"")
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def zero_end(path: Path) -> None:

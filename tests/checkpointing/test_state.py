@@ -32,9 +32,9 @@ from mm_utils.model import adapt
 from mm_utils.model.adapt import LoraArguments, WeightAverage, add_adapters, load_weights
 from mm_utils.objectives import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
-from tests.faults.tiny_run import Processor
 from tests.kit.objectives import tiny_objective
 from tests.kit.ranks import run_on_ranks
+from tests.kit.tiny_run import Processor
 from tests.kit.training_runs import sharded
 
 KIND = "sigmoid_matching"  # temperature and bias: two vectors of one, of which one rank holds both

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.numbered_rows import new_tokenizer
+from tests.kit.numbered_rows import new_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from mm_utils.data import labels, media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
 from mm_utils.data.labels import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.media import COLUMNS, kind_of
-from tests.data.media_files import media_rows, tone
-from tests.data.prepare.fault_images import grey
-from tests.data.rows.reading import write_tar
+from tests.kit.fault_images import grey
+from tests.kit.media_files import media_rows, tone
+from tests.kit.reading import write_tar
 
 
 def pictures(count: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from mm_utils.doors import entries
 from mm_utils.doors import load as load_entry
 from mm_utils.extras.sets import events
 from mm_utils.extras.sets.events import load_clips
-from tests.data.media_files import COLOURS, clip, media_rows, tone
+from tests.kit.media_files import COLOURS, clip, media_rows, tone
 
 
 def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:

@@ -13,7 +13,7 @@ from mm_utils.data.parquet import ParquetRows, check_files
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows.records import ParquetImage
 from mm_utils.data.rows.source import DataArguments, PathArguments
-from tests.data.rows.reading import read
+from tests.kit.reading import read
 
 DOORS = {
     "pretrain": lambda path: load_pairs(DataArguments(train_file=str(path))),

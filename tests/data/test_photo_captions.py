@@ -16,7 +16,7 @@ from mm_utils.data.photo_captions import PhotoCaption, photo_caption
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
 from mm_utils.data.rows.source import DataArguments
 from scripts import prepare_data
-from tests.data.rows.reading import read, reasons, write
+from tests.kit.reading import read, reasons, write
 
 TEXT = "a red door, Café 日本"
 LATIN = "a red door"

@@ -18,7 +18,7 @@ from mm_utils.data.scenes import COLOURS, load_scenes
 from mm_utils.doors import entries
 from mm_utils.doors import load as load_entry
 from mm_utils.model.processor import train_tokenizer
-from tests.data.prepare.fault_images import grey
+from tests.kit.fault_images import grey
 
 
 def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:

@@ -15,8 +15,6 @@ from mm_utils.training import fsdp_deepspeed
 from scripts import finetune, pretrain
 from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
 from tests.kit.objectives import tiny_objective
-from tests.scripts.test_finetune import flags as finetuning_flags  # noqa: F401
-from tests.scripts.test_finetune import questions, started  # noqa: F401
 
 
 def run(script: str, flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:
@@ -99,7 +97,7 @@ def test_deepspeed_learns_what_one_process_learns_and_goes_on(
 
 
 @pytest.mark.slow
-def test_fine_tuning(finetuning_flags: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_fine_tuning(finetuning_flags: list[str], tmp_path: Path) -> None:
     flags = [*finetuning_flags, "--classifier_dropout", "0", "--lora_rank", "2", "--lora_towers", "text"]
     finetune.main([*flags, "--output_dir", str(tmp_path / "plain")])
     run("finetune", flags, tmp_path / "sharded")

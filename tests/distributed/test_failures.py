@@ -18,7 +18,7 @@ import os, sys, time
 from pathlib import Path
 from mm_utils import distributed
 from mm_utils.run.start import make_accelerator, run_script
-from tests.reliability.runs import steps
+from tests.kit.runs import steps
 
 def main():
     make_accelerator()

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.test_interruption import Signalled
-from tests.faults.tiny_run import TinyRun, alone, losses, train
 from tests.kit.ranks import run_on_ranks
+from tests.kit.tiny_run import Signalled, TinyRun, alone, losses, train
 
 STEPS = 18
 INTERRUPTED = {1: 3, 2: 5, 3: 9, 4: 11, 5: 14}  # start: the step after which it is interrupted

@@ -26,8 +26,9 @@ from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.build import ModelArguments, load_model
 from mm_utils.model.processor import load_processor
 from mm_utils.training.arguments import TrainingArguments
-from tests.extras.grounding.test_regions import rows_with_moments
+from tests.kit.media_files import rows_with_moments
 from tests.kit.ranks import run_on_ranks
+from tests.kit.stock_folders import write_stock
 from tests.kit.training_runs import (
     BATCH,
     NO_WORKERS,
@@ -41,7 +42,6 @@ from tests.kit.training_runs import (
     train,
     weights_of,
 )
-from tests.model.stock_folders import write_stock
 
 WORLDS = (1, 2, 4)
 PARTS = (1, 2, 4)

@@ -14,7 +14,7 @@ from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.run.finish import report_predictions
 from mm_utils.training.arguments import FinetuningArguments
 from tests.kit.ranks import run_on_ranks
-from tests.truthful_model import ACCELERATOR
+from tests.kit.truthful_model import ACCELERATOR
 
 LABELS = [0, 1, 2, 2, -1]
 GUESSES = [0, 2, 2, 2, 1]

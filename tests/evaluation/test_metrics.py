@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mm_utils.evaluation import metrics
 from mm_utils.evaluation.embeddings import Embeddings
 from mm_utils.evaluation.metrics import embedding_health, mean_interval, share_with_interval, wilson_interval
-from tests.truthful_model import split_of
+from tests.kit.truthful_model import split_of
 
 
 def test_wilson_interval_by_hand() -> None:

@@ -16,7 +16,7 @@ from mm_utils.evaluation.embeddings import Embeddings
 from mm_utils.evaluation.metrics import retrieval_metrics
 from mm_utils.evaluation.recall_over_bytes import draw_sizes, recall_over_bytes, report_sizes
 from mm_utils.evaluation.reranking import rank_directions
-from tests.truthful_model import ACCELERATOR, MAIN_PROCESS, split_of
+from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS, split_of
 
 WIDTH = 40
 

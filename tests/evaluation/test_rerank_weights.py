@@ -9,7 +9,7 @@ from torch import Tensor
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.rerank_weights import Listed, fit_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
-from tests.truthful_model import ACCELERATOR, TruthfulModel
+from tests.kit.truthful_model import ACCELERATOR, TruthfulModel
 
 IMAGES = 150
 

@@ -17,7 +17,7 @@ from mm_utils.evaluation.reranking import PairScores, numbers_of_candidates
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionHead
 from tests.kit.ranks import run_on_ranks
-from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, lists_by_sorting, ranks_by_sorting
+from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, lists_by_sorting, ranks_by_sorting
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 FIGURES = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")

@@ -23,7 +23,14 @@ from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluato
 from mm_utils.extras.altered.probes import Probes
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.ranks import run_on_ranks
-from tests.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, in_languages, lists_by_sorting, split_of
+from tests.kit.truthful_model import (
+    ACCELERATOR,
+    TruthfulModel,
+    figures_of_lists,
+    in_languages,
+    lists_by_sorting,
+    split_of,
+)
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 FIGURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10", "mean_rank", "median_rank")

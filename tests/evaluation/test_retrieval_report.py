@@ -16,8 +16,8 @@ from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluato
 from mm_utils.evaluation.retrieval_report import direction_figures, draw_examples, report_retrieval, scoring_costs
 from mm_utils.model.flops import FlopCounts, Quadratic
 from mm_utils.reports.plots import RetrievalExample
-from tests.data.media_files import clip, media_rows
-from tests.truthful_model import ACCELERATOR, MAIN_PROCESS, TruthfulModel
+from tests.kit.media_files import clip, media_rows
+from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS, TruthfulModel
 
 FLOPS = FlopCounts(
     10**9, 3 * 10**9, Quadratic(0, 10**9, 0), Quadratic(0, 2 * 10**9, 0), vision_trained=True, text_trained=True

@@ -20,9 +20,9 @@ from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
 from mm_utils.extras.several_media import evaluators as per_medium
 from mm_utils.model.build import ModelArguments, build_model
 from scripts import pretrain
-from tests.data.numbered_rows import new_tokenizer, rows_of
 from tests.kit.launches import rows_of as log_of
 from tests.kit.launches import weights
+from tests.kit.numbered_rows import new_tokenizer, rows_of
 from tests.kit.ranks import run_on_ranks
 
 

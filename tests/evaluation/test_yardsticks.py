@@ -11,9 +11,9 @@ from PIL import Image
 from transformers import AutoModel, AutoProcessor, pipeline
 
 from scripts import eval_retrieval, eval_zero_shot
-from tests.conftest import COLOURS, SHAPES, draw
-from tests.model.stock_folders import write_stock
-from tests.truthful_model import figures_of_lists, lists_by_sorting
+from tests.kit.corpora import COLOURS, SHAPES, draw
+from tests.kit.stock_folders import write_stock
+from tests.kit.truthful_model import figures_of_lists, lists_by_sorting
 
 IMAGES = 32
 DIRECTIONS = ("text_to_image", "image_to_text")

@@ -25,7 +25,7 @@ from mm_utils.evaluation.zero_shot import (
 )
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.ranks import run_on_ranks
-from tests.truthful_model import MAIN_PROCESS, evaluation_batches
+from tests.kit.truthful_model import MAIN_PROCESS, evaluation_batches
 
 CLASSES = ["cat", "dog", "sea lion", "owl", "goat", "ant", "bee"]
 TEMPLATES = ["a photo of a {}.", "{}", "one large {} beside a small {} again"]

@@ -33,8 +33,8 @@ from mm_utils.data.batches.workers import RestartingLoader
 from mm_utils.reliability import failures
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.training.trainer import Trainer
-from tests.faults.tiny_run import Batches, TinyRun, batch_of, build
 from tests.kit.ranks import PRELOADED
+from tests.kit.tiny_run import Batches, TinyRun, batch_of, build
 
 LONGEST = 100.0  # seconds that a run may take, on a machine that does other things, too
 SAVE_STEPS = 3  # between two checkpoints

@@ -20,7 +20,7 @@ from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import TrainingArguments
 from tests.faults import rank_runs
 from tests.faults.rank_runs import Fault, Sleep, Striker
-from tests.faults.tiny_run import STEPS, TinyRun, build
+from tests.kit.tiny_run import STEPS, TinyRun, build
 
 
 def main() -> None:

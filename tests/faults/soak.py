@@ -17,7 +17,7 @@ from mm_utils.checkpointing.files import checkpoint_folders, verify
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import Fault, Sleep, start
-from tests.faults.tiny_run import TinyRun
+from tests.kit.tiny_run import TinyRun
 
 LENGTH = 40  # steps
 KINDS = ("SIGKILL", "SIGTERM", "SIGSTOP and SIGCONT", "a killed worker")

@@ -32,7 +32,7 @@ from mm_utils.checkpointing.files import (
 )
 from mm_utils.checkpointing.writer import CheckpointWriter
 from tests.faults.conftest import Record
-from tests.faults.tiny_run import STEPS, TinyRun, alone, digest, losses, train
+from tests.kit.tiny_run import STEPS, TinyRun, alone, digest, losses, train
 
 LAST, LIMIT = 5, 2
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")

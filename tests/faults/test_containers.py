@@ -20,13 +20,13 @@ from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
-from tests.data.numbered_rows import new_tokenizer, rows_of
 from tests.data.prepare.fault_corpus import Corpus
-from tests.data.prepare.fault_images import draw, png
 from tests.data.prepare.fault_layouts import add_member
 from tests.data.prepare.fault_sources import good_rows
 from tests.faults.conftest import Record
-from tests.faults.test_data import pixels_apart, quarantine_of, report_of
+from tests.kit.fault_images import draw, png
+from tests.kit.numbered_rows import new_tokenizer, rows_of
+from tests.kit.prepared import pixels_apart, quarantine_of, report_of
 
 TOKENIZER = new_tokenizer()
 disable_progress_bars()

@@ -3,17 +3,14 @@
 `prepare_data` reads the whole zoo once; training from raw files reads it by the same readers.
 """
 
-import json
 import re
 import tarfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import disable_progress_bars, load_from_disk
-from PIL import Image
 
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order, tokenize_splits
@@ -21,30 +18,17 @@ from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
-from tests.data.numbered_rows import loaders, new_tokenizer
 from tests.data.prepare.fault_corpus import Corpus, Pair, write_table
-from tests.data.prepare.fault_images import Make, draw, jpeg, png
 from tests.data.prepare.fault_layouts import add_member
 from tests.data.prepare.fault_rows import CAPTION, TOKENS_GOOD, Row, line
 from tests.faults.conftest import Record
+from tests.kit.fault_images import Make, draw, jpeg, png
+from tests.kit.numbered_rows import loaders, new_tokenizer
+from tests.kit.prepared import CLOSE, pixels_apart, quarantine_of, report_of
 
 AREAS = {"images": "images", "odd": "images", "paths": "paths", "shards": "containers"}  # others: captions
-CLOSE = 12  # levels of 255; pictures of two numbers differ by 50 and more
 FLAGS = ["--num_proc", "2", "--max_bad_fraction", "1", "--on_leakage", "drop", "--near_duplicates", "drop"]
 disable_progress_bars()
-
-
-def report_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
-
-
-def quarantine_of(folder: Path) -> list[dict[str, str]]:
-    return [json.loads(text) for text in (folder / "quarantine.jsonl").read_text().splitlines()]
-
-
-def pixels_apart(image: Image.Image, other: Image.Image) -> float:
-    """Mean difference in levels of 255."""
-    return float(np.abs(np.asarray(image, np.float32) - np.asarray(other, np.float32)).mean())
 
 
 def check_pairs(wanted: list[Pair], rows: list[dict[str, Any]]) -> None:

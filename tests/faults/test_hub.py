@@ -12,10 +12,9 @@ import pytest
 
 from mm_utils.reports.hub import STAGING
 from scripts import pretrain
-from tests.conftest import write_corpus
 from tests.faults.conftest import Record
-from tests.hub_server import CUT, HubServer
-from tests.reports.test_hub import MadePushers, pusher, server  # noqa: F401
+from tests.kit.corpora import write_corpus
+from tests.kit.hub import CUT, HubServer, MadePushers
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--push_to_hub", "--hub_model_id", "tester/run", "--hub_strategy", "all_checkpoints")
@@ -43,7 +42,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("status", [401, 403, 429, 500, CUT])
 def test_training_goes_on_and_the_end_pushes_what_is_left(
     fault: Record,
-    server: HubServer,  # noqa: F811
+    server: HubServer,
     flags: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -71,7 +70,7 @@ def named_as_lost(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.slow
 def test_a_hub_that_never_answers_lets_the_job_end(
     fault: Record,
-    server: HubServer,  # noqa: F811
+    server: HubServer,
     run_dir: Path,
 ) -> None:
     """The interpreter must end too, although a client waits in a thread."""
@@ -103,10 +102,10 @@ def test_a_hub_that_never_answers_lets_the_job_end(
 
 def test_an_upload_that_stalls_times_out(
     fault: Record,
-    server: HubServer,  # noqa: F811
+    server: HubServer,
     run_dir: Path,
     caplog: pytest.LogCaptureFixture,
-    pusher: MadePushers,  # noqa: F811
+    pusher: MadePushers,
 ) -> None:
     fault("hub", "an upload stalls half-way")
     server.upload_may_end.clear()
@@ -123,7 +122,7 @@ def test_an_upload_that_stalls_times_out(
 @pytest.mark.slow
 def test_a_hub_that_is_away_all_night_gets_everything_from_the_resumed_run(
     fault: Record,
-    server: HubServer,  # noqa: F811
+    server: HubServer,
     flags: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -14,9 +14,9 @@ from PIL import Image, ImageOps
 
 from mm_utils.data.images import UnreadableImageError, open_image, read_pixels
 from mm_utils.data.prepare.checks import CheckArguments, check_image
-from tests.data.prepare.fault_images import BROKEN, ODD, Broken, Odd, draw, jpeg, png, save
 from tests.faults.conftest import Record
-from tests.faults.test_data import CLOSE, pixels_apart
+from tests.kit.fault_images import BROKEN, ODD, Broken, Odd, draw, jpeg, png, save
+from tests.kit.prepared import CLOSE, pixels_apart
 
 # Decoded while training all the same: preparing is where such files are found.
 _ONLY_PREPARED = {

@@ -1,8 +1,6 @@
 """Signals at every place of a run, once, in storms and twice, to one process and to several."""
 
-import os
 import signal
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,26 +8,10 @@ from typing import Any
 
 import pytest
 
-from mm_utils import distributed
 from mm_utils.checkpointing.files import newest_checkpoint, step_of
 from tests.faults.conftest import Record
-from tests.faults.tiny_run import STEPS, TinyRun, alone, digest, losses, train
 from tests.kit.ranks import run_on_ranks
-
-
-class Signalled:
-    """Sends a signal to this process at a place of a step, so many times, on the ranks that are named."""
-
-    def __init__(
-        self, place: str, step: int, number: int, times: int = 1, pause: float = 0.0, only: int | None = None
-    ):
-        self.place, self.step, self.number, self.times, self.pause, self.only = place, step, number, times, pause, only
-
-    def __call__(self, place: str, step: int) -> None:
-        if (place, step) == (self.place, self.step) and self.only in (None, distributed.rank()):
-            for _ in range(self.times):
-                os.kill(os.getpid(), self.number)
-                time.sleep(self.pause)
+from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, digest, exiting, losses, train
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +20,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "run"
     assert alone(train, TinyRun(folder))[0] == 0
     return folder
-
-
-def exiting(run: TinyRun) -> None:
-    """Ends as a script does."""
-    number, _, _ = train(run)
-    raise SystemExit(128 + number if number else 0)
 
 
 PLACES = [

@@ -31,10 +31,10 @@ from mm_utils.data.streams import rows as stream_rows
 from mm_utils.data.streams.loader import StreamBatches, StreamSteps
 from mm_utils.data.streams.shards import Shard, ShardReader, count_shards
 from mm_utils.data.streams.stream import StreamingArguments, open_stream
-from tests.data.numbered_rows import CPU, SIZE, equal, loaders, new_tokenizer, rows_of
-from tests.data.prepare.fault_images import BROKEN, draw, jpeg
-from tests.data.streams.numbered_shards import write_shards
 from tests.faults.conftest import Record
+from tests.kit.fault_images import BROKEN, draw, jpeg
+from tests.kit.numbered_rows import CPU, SIZE, equal, loaders, new_tokenizer, rows_of
+from tests.kit.numbered_shards import write_shards
 
 disable_progress_bars()
 pytestmark = [

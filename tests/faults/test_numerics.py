@@ -13,8 +13,7 @@ from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import SAVE_STEPS, Action, Fault, Raise, start
-from tests.faults.test_processes import exact_run, slow
-from tests.faults.tiny_run import STEPS
+from tests.kit.tiny_run import STEPS, exact_run, slow
 
 AREA = "numerics and memory"
 TOLERANCE = 1e-5

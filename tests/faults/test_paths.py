@@ -11,11 +11,11 @@ from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
-from tests.data.numbered_rows import loaders, new_tokenizer
-from tests.data.prepare.fault_images import draw, png
 from tests.data.prepare.fault_rows import line
 from tests.faults.conftest import Record
-from tests.recording_server import RecordingServer, recording
+from tests.kit.fault_images import draw, png
+from tests.kit.numbered_rows import loaders, new_tokenizer
+from tests.kit.recording_server import RecordingServer, recording
 
 
 @pytest.mark.parametrize(("written", "stored"), [("Caf\u00e9.png", "Cafe\u0301.png"), ("photo.PNG", "photo.png")])

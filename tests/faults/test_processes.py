@@ -13,7 +13,7 @@ import pytest
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs, soak
 from tests.faults.rank_runs import SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
-from tests.faults.tiny_run import STEPS, TinyRun
+from tests.kit.tiny_run import STEPS, TinyRun, exact_run, slow
 
 AREA = "processes"
 ROOT = Path(__file__).parents[2]
@@ -42,14 +42,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
         return folder
 
     return run
-
-
-def exact_run(folder: Path, **arguments: Any) -> TinyRun:
-    return TinyRun(folder, dropout=0.0, exact=True, arguments=arguments)
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 QUICK = [(1, "start", 0), (0, "writing", 6), (2, "evaluation", 8)]

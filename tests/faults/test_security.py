@@ -30,11 +30,11 @@ from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.text import redact
 from scripts.prepare_data import main
 from scripts.pretrain import main as pretrain
-from tests.data.numbered_rows import new_tokenizer
-from tests.data.prepare.fault_images import draw, png
 from tests.data.prepare.fault_layouts import add_member
 from tests.data.prepare.fault_rows import line
 from tests.faults.conftest import Record
+from tests.kit.fault_images import draw, png
+from tests.kit.numbered_rows import new_tokenizer
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

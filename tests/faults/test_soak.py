@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.faults.conftest import Record
-from tests.faults.tiny_run import TinyRun, alone, train
+from tests.kit.tiny_run import TinyRun, alone, train
 
 STEPS, EVERY = 2000, 100
 EARLY = 5  # of the measurements, after which nothing may grow

@@ -5,12 +5,16 @@ torchrun --nnodes 1:2 ... -m tests.launchers.agents FOLDER [--resume_from_checkp
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from mm_utils import distributed
@@ -20,7 +24,7 @@ from mm_utils.reports.hub import HubArguments
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import TrainingArguments
-from tests.faults.tiny_run import TinyRun, build
+from tests.kit.tiny_run import TinyRun, build
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVE_STEPS = 12, 4
@@ -88,3 +92,12 @@ def environment() -> dict[str, str]:
 
 if __name__ == "__main__":
     run_script(main)
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and its processes, as when a machine loses power."""
+    with suppress(psutil.NoSuchProcess):
+        family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                os.kill(each.pid, signal.SIGKILL)

@@ -1,20 +1,16 @@
 """Machines that come and go under torchrun, as two agents on the loopback interface."""
 
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.faults.tiny_run import TinyRun, alone, train
-from tests.launchers.agents import ARGUMENTS, HELD, PATIENCE, SAVE_STEPS, STEPS, environment, history, wait_until
-from tests.reliability.runs import free_port
+from tests.kit.runs import free_port
+from tests.kit.tiny_run import TinyRun, alone, train
+from tests.launchers.agents import ARGUMENTS, HELD, PATIENCE, SAVE_STEPS, STEPS, environment, history, kill, wait_until
 
 AGENT = (
     *("torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
@@ -36,15 +32,6 @@ def start(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
     variables = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder / f"{name}.log", "w") as log:
         return subprocess.Popen(command, env=variables, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-
-
-def kill(agent: subprocess.Popen[bytes]) -> None:
-    """Kill an agent and its processes, as when a machine loses power."""
-    with suppress(psutil.NoSuchProcess):
-        family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
-        for each in family:
-            with suppress(psutil.NoSuchProcess):
-                os.kill(each.pid, signal.SIGKILL)
 
 
 @pytest.mark.faults

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from tests.kit.commands import Command, parse
 from tests.launchers.schemas import SCHEMAS
-from tests.test_readme import Command, parse
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "launchers").glob("*.yaml"))

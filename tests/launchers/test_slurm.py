@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.launchers.agents import HELD, PATIENCE, STEPS, environment, history, wait_until
-from tests.launchers.test_elastic import kill
-from tests.test_readme import Command, parse
+from tests.kit.commands import Command, parse
+from tests.launchers.agents import HELD, PATIENCE, STEPS, environment, history, kill, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "launchers/slurm.sbatch"
 JOB = os.getpid()  # the job's number, of which the port is made

@@ -25,8 +25,8 @@ from mm_utils.model.adapt import (
 from mm_utils.model.build import ModelArguments, build_model, freeze_unreached, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, probe_input
 from mm_utils.model.processor import train_tokenizer
+from tests.kit.models import CAPTIONS
 from tests.kit.objectives import global_batch, tiny_objective
-from tests.model.test_processor import CAPTIONS
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 

@@ -34,7 +34,7 @@ from mm_utils.model import processor as processors
 from mm_utils.model.build import TEXT_PRESETS, VISION_PRESETS, ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
-from tests.model.test_processor import CAPTIONS
+from tests.kit.models import CAPTIONS
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 VIT = {"model_type": "vit", **TOWER, "image_size": 32, "patch_size": 8}

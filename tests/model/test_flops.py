@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from mm_utils.model.flops import FlopCounts, Quadratic, measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from tests.model.test_modeling_fusion_dual_encoder import TEXT, build
+from tests.kit.models import TEXT, build
 
 WIDTH, MLP, EMBED = 32, 64, 16
 PATCHES = 16  # 32 px in patches of 8

@@ -29,7 +29,7 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.processor import load_processor, load_processor_of
-from tests.model.test_media_towers import TOWERS
+from tests.kit.models import TOWERS
 
 CAPTIONS = ["a dog barks", "a glass breaks", "rain falls"] * 5
 

@@ -17,31 +17,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     input_shape,
     vision_tower,
 )
+from tests.kit.models import LAYERS, TOWERS
 
-LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-WAVES = {**LAYERS, "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2,
-         "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}  # fmt: skip
-CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "layer_scale_init_value": 1.0}
-TOWERS: dict[str, dict[str, Any]] = {
-    "videomae": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8, "tubelet_size": 2},
-    "timesformer": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8},
-    "vivit": {**LAYERS, "image_size": 16, "num_frames": 8, "tubelet_size": [2, 8, 8]},
-    "vjepa2": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "crop_size": 16,
-               "patch_size": 8, "frames_per_clip": 8, "tubelet_size": 2, "pred_hidden_size": 12,
-               "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1},
-    "audio-spectrogram-transformer": {**LAYERS, "max_length": 96, "num_mel_bins": 32, "patch_size": 16,
-                                      "frequency_stride": 10, "time_stride": 10},
-    "wav2vec2": WAVES,
-    "hubert": WAVES,
-    "whisper": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
-                "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 16,
-                "max_source_positions": 50, "vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-                "decoder_start_token_id": 1},
-    "clap_audio_model": {"spec_size": 32, "num_mel_bins": 8, "patch_size": 4, "patch_stride": [4, 4], "window_size": 4,
-                         "patch_embeds_hidden_size": 8, "hidden_size": 16, "depths": [1, 1], "num_attention_heads": [1, 2]},
-    "convnext": {**CONVNEXT, "num_channels": 1, "image_size": [128, 16]},
-    "vit": {**LAYERS, "image_size": 16, "patch_size": 8},
-}  # fmt: skip
 MEDIUM = {kind: "clip" if place < 4 or kind == "vit" else "sound" for place, kind in enumerate(TOWERS)}
 STEPS = {"videomae": 4, "timesformer": 8, "vivit": 4, "vjepa2": 4, "audio-spectrogram-transformer": 9, "wav2vec2": 14,
          "hubert": 14, "whisper": 50, "clap_audio_model": 16, "convnext": 32, "vit": 4}  # fmt: skip

@@ -16,68 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
-    BertConfig,
-    CLIPTextConfig,
-    CLIPVisionConfig,
-    ConvNextConfig,
-    DebertaV2Config,
-    Dinov2Config,
-    DistilBertConfig,
-    ElectraConfig,
-    MobileNetV2Config,
-    ModernBertConfig,
     MPNetConfig,
-    PreTrainedConfig,
-    ResNetConfig,
-    RobertaConfig,
     RobertaPreLayerNormConfig,
-    SiglipVisionConfig,
-    SwinConfig,
     VisionTextDualEncoderConfig,
     VisionTextDualEncoderModel,
-    ViTConfig,
-    XLMRobertaConfig,
 )
 from transformers.dynamic_module_utils import get_imports
 
 from mm_utils.model import modeling_fusion_dual_encoder as modeling
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
 from mm_utils.model.stock import from_dual_encoder
+from tests.kit.models import BERT, TEXT, VISION, Batch, backbone, batch_for, build
 
-VOCABULARY = 50
-END = VOCABULARY - 1
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-IMAGE = {"image_size": 32, "patch_size": 8}
-BERT = {**TOWER, "vocab_size": VOCABULARY}
-VISION: dict[str, PreTrainedConfig] = {
-    "vit": ViTConfig(**TOWER, **IMAGE),
-    "dinov2": Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **IMAGE),
-    "resnet": ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 24, 32, 40], depths=[1, 1, 1, 1], layer_type="basic", image_size=32
-    ),
-    "convnext": ConvNextConfig(
-        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=32, layer_scale_init_value=1.0
-    ),
-    "siglip": SiglipVisionConfig(**TOWER, **IMAGE),
-    "mobilenet": MobileNetV2Config(depth_multiplier=0.25, image_size=32),
-    "swin": SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, window_size=4, patch_size=4),
-    "clip": CLIPVisionConfig(**TOWER, **IMAGE),
-}
-TEXT: dict[str, PreTrainedConfig] = {
-    "bert": BertConfig(**BERT),
-    "distilbert": DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=VOCABULARY),
-    "roberta": RobertaConfig(**BERT),
-    "modernbert": ModernBertConfig(
-        **BERT, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
-    ),
-    "xlm-roberta": XLMRobertaConfig(**BERT),
-    "minilm": BertConfig(**{**BERT, "hidden_size": 48, "num_attention_heads": 12, "num_hidden_layers": 3}),
-    "electra": ElectraConfig(**BERT, embedding_size=16),
-    "deberta": DebertaV2Config(
-        **BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, position_biased_input=False
-    ),
-    "clip": CLIPTextConfig(**BERT, max_position_embeddings=16, bos_token_id=END - 1, eos_token_id=END, pad_token_id=1),
-}  # SigLIP's text tower is no AutoModel: see test_build.py
 PAIRS = [
     *((vision, "bert") for vision in VISION),
     *(("vit", text) for text in TEXT if text != "bert"),
@@ -88,50 +38,6 @@ PAIRS = [
 ]
 EMBEDS = ("image_embeds", "text_embeds")
 OUTPUTS = (*EMBEDS, "match_logits")
-Batch = dict[str, Tensor]
-
-
-def backbone(config: PreTrainedConfig) -> torch.nn.Module:
-    """Weights larger than an initialisation's, so that attention is far from uniform and a lost mask shows."""
-    model = AutoModel.from_config(copy.deepcopy(config))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and "relative" not in name:
-                parameter.normal_(std=0.15)
-            elif parameter.dim() == 4:
-                torch.nn.init.kaiming_normal_(parameter)
-    return model
-
-
-def build(vision: str = "vit", text: str = "bert", seed: int = 0, **config) -> FusionDualEncoderModel:
-    """A tiny model in evaluation mode, its batch norms calibrated, its match logits no longer 0."""
-    torch.manual_seed(seed)
-    towers = backbone(VISION[vision]), backbone(TEXT[text])
-    model = FusionDualEncoderModel.from_backbones(*towers, **{"projection_dim": 16, **config})
-    if model.fusion is not None:
-        torch.nn.init.xavier_uniform_(model.fusion.match.weight)
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    for norm in norms:
-        norm.momentum = 1.0
-    if norms:
-        with torch.no_grad():
-            model.vision_model.train()(batch_for(model)["pixel_values"])
-    for norm in norms:
-        norm.momentum = 0.1
-    return model.eval()
-
-
-def batch_for(model: FusionDualEncoderModel, lengths: tuple[int, ...] = (7, 3, 5, 9)) -> Batch:
-    """Texts of several lengths, padded; each ends in the token that CLIP pools."""
-    generator = torch.Generator().manual_seed(1)
-    rows, longest = len(lengths), max(lengths)
-    position = torch.arange(longest).expand(rows, -1)
-    length = torch.tensor(lengths)[:, None]
-    ids = torch.randint(3, END - 1, (rows, longest), generator=generator)
-    ids[position == length - 1] = END
-    ids[position >= length] = model.text_model.config.pad_token_id
-    pixels = torch.randn(rows, 3, 32, 32, generator=generator).to(model.dtype)
-    return {"input_ids": ids, "pixel_values": pixels, "attention_mask": (position < length).long()}
 
 
 def pair(batch: Batch, text: int, image: int) -> Batch:

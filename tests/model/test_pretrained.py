@@ -22,7 +22,7 @@ from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.pretrained import load_tower
 from mm_utils.model.processor import train_tokenizer
-from tests.model.test_processor import CAPTIONS
+from tests.kit.models import CAPTIONS
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 IMAGE = {"image_size": 32, "patch_size": 8}

@@ -22,12 +22,7 @@ from transformers import (
 
 from mm_utils.model import processor as tokenizers
 from mm_utils.model.processor import SPECIAL_TOKENS, cached_tokenizer, train_tokenizer
-
-CAPTIONS = [
-    f"{text} number {number}"
-    for number in range(20)
-    for text in ("A red circle left of a blue square,", "Ein größerer grüner Kreis über der Brücke:")
-]
+from tests.kit.models import CAPTIONS
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from mm_utils.extras.search.listing import Listing, Reader
 from mm_utils.extras.search.searcher import read_query
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from tests.data.numbered_rows import FEATURES, new_tokenizer, rows_of
+from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
 
 SIDE, MOST = 32, 12
 RNG = np.random.default_rng(0)

@@ -19,9 +19,24 @@ from mm_utils.model.processor import load_processor_of
 from mm_utils.model.stock import from_dual_encoder, stock_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.padding import encode_in_groups
-from tests.model.stock_folders import KINDS, TEXTS, noise, siglip_tokenizer, write_stock
+from tests.kit.stock_folders import (
+    KINDS,
+    TEXTS,
+    close,
+    noise,
+    our_logits,
+    siglip_tokenizer,
+    stock_logits,
+    write_stock,
+)
 
 Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    root = tmp_path_factory.mktemp("stock")
+    return lambda kind: root / kind if (root / kind).is_dir() else Path(write_stock(root / kind, kind))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -39,42 +54,6 @@ def test_padding_that_is_read_like_words(side: str, length: int) -> None:
         assert found == (rest + kept if side == "left" else kept + rest)
         assert [found[place] for place, bit in zip(column, bits, strict=True) if bit] == kept
         assert len(set(column.tolist())) == 7
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    root = tmp_path_factory.mktemp("stock")
-    return lambda kind: root / kind if (root / kind).is_dir() else Path(write_stock(root / kind, kind))
-
-
-def stock_logits(folder: Path | str, texts: list[str] = TEXTS) -> torch.Tensor:
-    """`logits_per_image` of the stock class, with the folder's own processor, as its documentation says."""
-    stock, processor = (
-        AutoModel.from_pretrained(folder, dtype=torch.float32).eval(),
-        AutoProcessor.from_pretrained(folder),
-    )
-    unmasked = "siglip" in stock.config.model_type
-    padding: dict[str, Any] = {"padding": "max_length", "max_length": 64} if unmasked else {"padding": True}
-    inputs = {
-        **processor.tokenizer(texts, truncation=True, return_tensors="pt", **padding),
-        **processor.image_processor(noise(), return_tensors="pt"),
-    }
-    assert ("attention_mask" in inputs) != unmasked
-    with torch.no_grad():
-        return stock(**inputs).logits_per_image
-
-
-def our_logits(model: FusionDualEncoderModel, folder: Path | str, texts: list[str] = TEXTS) -> torch.Tensor:
-    """The same by our model, with captions padded to the longest of the batch."""
-    processor = load_processor_of(str(folder))
-    inputs = processor(text=texts, images=noise(), padding=True, return_tensors="pt")
-    with torch.no_grad():
-        return model.eval()(**inputs).logits_per_image
-
-
-def close(found: torch.Tensor, right: torch.Tensor) -> None:
-    assert right.std() > 0.05  # texts and images differ
-    torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,8 +21,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from scripts import pretrain
-from tests.extras.several_media.small_media import small_media
-from tests.model.stock_folders import SIDE, TEXTS, write_clap, write_stock, write_xclip
+from tests.kit.small_media import small_media
+from tests.kit.stock_folders import SIDE, TEXTS, write_clap, write_stock, write_xclip
 
 Folder = Callable[[str], str]
 RATE = 16000

@@ -10,7 +10,7 @@ import torch
 from mm_utils import distributed
 from mm_utils.reliability import failures
 from tests.kit.ranks import run_on_ranks
-from tests.reliability.runs import Ended, after_step, endless, launch, launch_together, steps
+from tests.kit.runs import Ended, after_step, endless, launch, launch_together, steps
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from mm_utils.data.batches.workers import RestartingLoader
 from mm_utils.reliability import signals
 from mm_utils.reliability.signals import Interrupted, Interruption
-from tests.faults.tiny_run import alone
+from tests.kit.tiny_run import alone
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]

@@ -12,7 +12,7 @@ from mm_utils.files import append_rows
 from mm_utils.reliability.skipped_samples import SKIPPED_FILE, SkippedSamples
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.ranks import run_on_ranks
-from tests.reliability.runs import FakeTrainer, use_ranks
+from tests.kit.runs import FakeTrainer, use_ranks
 
 
 class Run(FakeTrainer):

@@ -16,7 +16,7 @@ from mm_utils.reliability import failures, watchdog
 from mm_utils.reliability.failures import Status
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection, laggards, slow_ranks
 from tests.kit.ranks import run_on_ranks
-from tests.reliability.runs import (
+from tests.kit.runs import (
     LONG,
     Ended,
     FakeTrainer,

@@ -13,9 +13,8 @@ from huggingface_hub import DatasetCard
 
 from mm_utils.reports.data_card import DatasetHubArguments, push_data_set
 from scripts.prepare_data import main
-from tests.conftest import write_corpus
-from tests.hub_server import HubServer
-from tests.reports.test_hub import server  # noqa: F401
+from tests.kit.corpora import write_corpus
+from tests.kit.hub import HubServer
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_pixels_of_a_raw_store_stay_bytes(raw: Path, tmp_path: Path) -> None:
 def test_a_push_sends_all_but_what_was_set_aside(
     raw: Path,
     tmp_path: Path,
-    server: HubServer,  # noqa: F811
+    server: HubServer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "my pairs"
@@ -88,7 +87,7 @@ def test_a_push_sends_all_but_what_was_set_aside(
     assert "to my-pairs, private" in caplog.text
 
 
-def test_a_public_repository_of_another_name(prepared: Path, server: HubServer) -> None:  # noqa: F811
+def test_a_public_repository_of_another_name(prepared: Path, server: HubServer) -> None:
     args = DatasetHubArguments(push_to_hub=True, hub_dataset_id="team/pairs", hub_private_repo=False)
     assert push_data_set(str(prepared), args)
     assert not server.private["team/pairs"]
@@ -96,7 +95,7 @@ def test_a_public_repository_of_another_name(prepared: Path, server: HubServer) 
 
 def test_a_push_that_fails_names_the_command_for_later(
     prepared: Path,
-    server: HubServer,  # noqa: F811
+    server: HubServer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server.fail("/commit/", 403)
@@ -111,7 +110,7 @@ def test_a_push_that_fails_names_the_command_for_later(
     assert server.private["tester/pairs"]
 
 
-def test_nothing_is_sent_unless_asked(prepared: Path, server: HubServer) -> None:  # noqa: F811
+def test_nothing_is_sent_unless_asked(prepared: Path, server: HubServer) -> None:
     assert not push_data_set(str(prepared), DatasetHubArguments())
     assert server.requests == []
 

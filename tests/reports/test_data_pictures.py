@@ -22,7 +22,7 @@ from mm_utils.reports.data_pictures import (
     random_tiles,
 )
 from mm_utils.reports.pictures import picture
-from tests.data.media_files import clip, media_rows, tone
+from tests.kit.media_files import clip, media_rows, tone
 
 
 def split(*ids: str) -> Dataset:

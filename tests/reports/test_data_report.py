@@ -10,7 +10,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from mm_utils.reports.data_report import write_report
-from tests.data.media_files import clip, media_rows, tone
+from tests.kit.media_files import clip, media_rows, tone
 
 FEATURES = Features(
     {

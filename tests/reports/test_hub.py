@@ -9,33 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.reports.hub import STAGING, HubArguments, HubPusher
-from tests.hub_server import CUT, HubServer, serve
+from tests.kit.hub import CUT, TOKEN, HubServer, MadePushers, wait_for_push
 
-TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 OTHER_TOKEN = "hf_anotherTokenOfAnotherPerson0123456"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A stand-in for the Hub that clients use here, where HF_HUB_OFFLINE=1 was read at the import, and in new processes."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with serve(TOKEN) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        yield server
 
 
 @pytest.fixture
@@ -75,23 +57,6 @@ CHECKPOINT_10 = MODEL_10 | {
     *("optimizer.safetensors", "ema.safetensors", "trainer_state.json", "run.json", "manifest.json"),
 }
 
-MadePushers = Callable[..., HubPusher]
-
-
-@pytest.fixture
-def pusher() -> Iterator[MadePushers]:
-    """Makes pushers of an output folder, whose threads end with the test."""
-    made = []
-
-    def make(output_dir: Path, timeout: float = 60.0, **arguments: Any) -> HubPusher:
-        args = HubArguments(push_to_hub=True, **arguments)
-        made.append(HubPusher(args, output_dir, timeout=timeout, retry_delays=(0.01, 0.01)))
-        return made[-1]
-
-    yield make
-    for hub in made:
-        wait_for_push(hub)
-
 
 def begin(hub: HubPusher, is_main: bool = True) -> None:
     hub.on_train_begin(None, TrainerState(is_world_process_zero=is_main), TrainerControl())
@@ -100,12 +65,6 @@ def begin(hub: HubPusher, is_main: bool = True) -> None:
 def save(hub: HubPusher, step: int, is_main: bool = True) -> None:
     state = TrainerState(is_world_process_zero=is_main)
     hub.on_save(None, state, TrainerControl(), checkpoint=hub.output_dir / f"checkpoint-{step}")
-
-
-def wait_for_push(hub: HubPusher) -> None:
-    if hub._worker is not None:
-        hub._worker.join(120)
-        assert not hub._worker.is_alive()
 
 
 def test_a_push_uploads_exact_bytes_and_nothing_unfinished(

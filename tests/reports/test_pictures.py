@@ -10,7 +10,7 @@ from PIL import Image
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.riff import write_wav
 from mm_utils.reports.pictures import animation, picture
-from tests.data.media_files import clip, damaged, tone
+from tests.kit.media_files import clip, damaged, tone
 
 
 def heights(image: Image.Image) -> np.ndarray:

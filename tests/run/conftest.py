@@ -1,8 +1,5 @@
 """Fixtures of the tests of starts."""
 
-import contextlib
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,15 +14,3 @@ def alone() -> Iterator[None]:
     PartialState()
     yield
     output_folder.unlock()
-
-
-@pytest.fixture
-def children() -> Iterator[list[int]]:
-    """The pids of processes that end with the test."""
-    pids: list[int] = []
-    yield pids
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)

@@ -21,8 +21,8 @@ from accelerate.utils import DistributedType
 from mm_utils import distributed
 from mm_utils.run import checks
 from mm_utils.run.start import make_accelerator
+from tests.kit.processes import PATIENCE, fork, is_alive, read_report, wait_until
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
-from tests.run.processes import PATIENCE, fork, is_alive, read_report, wait_until
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl and /proc are of Linux")
 ROOT = Path(__file__).parents[2]

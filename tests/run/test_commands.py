@@ -22,7 +22,7 @@ from PIL import Image
 from mm_utils.arguments import launch_command
 from mm_utils.run.commands import command_without_dry_run, evaluation_command, longer_command
 from scripts import eval_retrieval, finetune, prepare_data, pretrain
-from tests.conftest import COLOURS, draw
+from tests.kit.corpora import COLOURS, draw
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--max_steps", "2", "--global_batch_size", "8", "--dataloader_num_workers", "0", "--logging_steps", "1"]

@@ -13,7 +13,7 @@ import pytest
 
 from mm_utils.run import output_folder
 from mm_utils.training.arguments import TrainingArguments
-from tests.run.processes import PATIENCE, fork, is_alive, read_report
+from tests.kit.processes import PATIENCE, fork, is_alive, read_report
 
 if sys.platform == "win32":
     pytest.skip("POSIX processes", allow_module_level=True)

@@ -5,25 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from transformers import TrainerControl, TrainerState
 
-from mm_utils.run import checks, restarts
-from tests.run.processes import PATIENCE
+from mm_utils.run import restarts
+from tests.kit.processes import PATIENCE, begin_training, launched
 
 ROOT = Path(__file__).parents[2]
-
-
-def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:
-    """Set what torchelastic sets for one attempt of a launch; return the launchers' names."""
-    monkeypatch.setattr(checks, "end_with_launcher", lambda: None)  # there is none
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/te/{run_id}_{launch}/attempt_{attempt}/0/error.json")
-    return restarts.launcher_names()
 
 
 def test_all_attempts_of_a_launch_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +62,6 @@ def test_the_checkpoint_that_a_restart_resumes(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "checkpoint-9").rmdir()
     assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
     assert restarts.resume_name(None, tmp_path, launched(monkeypatch, "b")) is None
-
-
-def begin_training(folder: Path, step: int) -> None:
-    """Record that training begins at a step."""
-    arguments: Any = SimpleNamespace(output_dir=str(folder))
-    restarts.RestartRecord().on_train_begin(arguments, TrainerState(global_step=step), TrainerControl())
 
 
 def start_at(folder: Path, launch: list[str], step: int | None) -> None:

@@ -18,9 +18,8 @@ from mm_utils.reports.hub import HubArguments
 from mm_utils.run import output_folder
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
+from tests.kit.processes import begin_training, fork, launched, read_report
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
-from tests.run.processes import fork, read_report
-from tests.run.test_restarts import begin_training, launched
 
 
 def start(folder: Path | None, **values: Any) -> TrainingArguments:

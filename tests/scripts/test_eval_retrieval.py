@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scripts import eval_retrieval, pretrain
-from tests.data.rows.reading import write_tar
 from tests.kit.launches import ROOT, launch
+from tests.kit.reading import write_tar
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scripts import eval_zero_shot, pretrain
-from tests.conftest import COLOURS, SHAPES, draw
-from tests.data.rows.reading import write_tar
+from tests.kit.corpora import COLOURS, SHAPES, draw
 from tests.kit.launches import ROOT, launch
+from tests.kit.reading import write_tar
 
 
 @pytest.fixture(scope="module")

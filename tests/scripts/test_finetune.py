@@ -9,64 +9,23 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
-from scripts import finetune, pretrain
-from tests.conftest import COLOURS, SHAPES, draw
-from tests.hub_server import HubServer
-from tests.kit.launches import ROOT, launch
-from tests.reports.test_hub import server  # noqa: F401
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from scripts import finetune
+from tests.kit.corpora import COLOURS, SHAPES, draw
+from tests.kit.finetuning import weights
+from tests.kit.hub import HubServer
+from tests.kit.launches import ROOT, launch, losses
 
 FIGURES = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "roc_auc", "majority"}
 
 
 @pytest.fixture(scope="module")
-def started(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a few steps of pre-training left."""
-    folder = str(tmp_path_factory.mktemp("started"))
-    pretrain.main([*tiny_flags, "--output_dir", folder])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`train.jsonl` and `test.jsonl`: is the named thing what the picture shows?"""
-    root = tmp_path_factory.mktemp("questions")
-    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    for split, sizes in (("train", (40, 44, 48)), ("test", (46,))):
-        rows = []
-        for place, (colour, shape) in enumerate(kinds):
-            for size in sizes:
-                name = f"{colour}-{shape}-{size}.png"
-                draw(colour, shape, size).save(root / name)
-                for asked, answer in ((kinds[place], "yes"), (kinds[place - 1], "no")):
-                    rows.append({"image": name, "question": f"a {asked[0]} {asked[1]}", "answer": answer})
-        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return root
-
-
-@pytest.fixture(scope="module")
-def flags(started: str, questions: Path) -> list[str]:
-    data = ["--train_file", str(questions / "train.jsonl"), "--validation_file", str(questions / "test.jsonl")]
-    short = ["--global_batch_size", "8", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
-    return ["--model_name_or_path", started, *data, *short]
-
-
-@pytest.fixture(scope="module")
 def finished(
-    flags: list[str], questions: Path, tmp_path_factory: pytest.TempPathFactory
+    finetuning_flags: list[str], questions: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, float]]:
     folder = tmp_path_factory.mktemp("finished") / "out"
     more = ["--test_file", str(questions / "test.jsonl"), "--eval_steps", "2", "--save_steps", "2"]
-    return folder, finetune.main([*flags, *more, "--output_dir", str(folder)])
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return FusionDualEncoderForClassification.from_pretrained(folder).state_dict()
-
-
-def losses(folder: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return folder, finetune.main([*finetuning_flags, *more, "--output_dir", str(folder)])
 
 
 def test_everything_is_left_behind(finished: tuple[Path, dict[str, float]]) -> None:
@@ -95,11 +54,11 @@ def test_the_saved_model_is_a_stock_artefact(finished: tuple[Path, dict[str, flo
 
 
 def test_a_resumed_run_repeats_the_straight_one(
-    finished: tuple[Path, dict[str, float]], flags: list[str], tmp_path: Path
+    finished: tuple[Path, dict[str, float]], finetuning_flags: list[str], tmp_path: Path
 ) -> None:
     folder, _ = finished
     more = ["--eval_steps", "2", "--save_steps", "2", "--resume_from_checkpoint", str(folder / "checkpoint-2")]
-    finetune.main([*flags, *more, "--output_dir", str(tmp_path)])
+    finetune.main([*finetuning_flags, *more, "--output_dir", str(tmp_path)])
     assert losses(tmp_path) == {step: loss for step, loss in losses(folder).items() if step > 2}
     again = weights(tmp_path)
     for name, value in weights(folder).items():
@@ -112,13 +71,25 @@ def test_config_yaml_reruns_the_run(finished: tuple[Path, dict[str, float]], tmp
     assert finetune.main(["--config", str(folder / "config.yaml"), "--output_dir", str(tmp_path)]) == metrics
 
 
-def test_adapters_are_merged_when_saved_and_resumed_apart(flags: list[str], started: str, tmp_path: Path) -> None:
+def test_adapters_are_merged_when_saved_and_resumed_apart(
+    finetuning_flags: list[str], pretrained: str, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
-    lora = [*flags, "--lora_rank", "2", "--lora_towers", "text", "--save_steps", "2", "--micro_batch_size", "3"]
+    lora = [
+        *finetuning_flags,
+        "--lora_rank",
+        "2",
+        "--lora_towers",
+        "text",
+        "--save_steps",
+        "2",
+        "--micro_batch_size",
+        "3",
+    ]
     finetune.main([*lora, "--output_dir", str(tmp_path / "a")])
     names = set(weights(tmp_path / "a"))
     assert not any("lora" in name or "base_layer" in name for name in names)
-    before = FusionDualEncoderModel.from_pretrained(started).state_dict()
+    before = FusionDualEncoderModel.from_pretrained(pretrained).state_dict()
     after = weights(tmp_path / "a")
     changed = {
         name
@@ -134,8 +105,10 @@ def test_adapters_are_merged_when_saved_and_resumed_apart(flags: list[str], star
         assert torch.equal(value, again[name]), name
 
 
-def test_weights_in_between_are_measured_and_the_best_saved(flags: list[str], tmp_path: Path) -> None:
-    metrics = finetune.main([*flags, "--wise_ft", "--layerwise_lr_decay", "0.8", "--output_dir", str(tmp_path)])
+def test_weights_in_between_are_measured_and_the_best_saved(finetuning_flags: list[str], tmp_path: Path) -> None:
+    metrics = finetune.main(
+        [*finetuning_flags, "--wise_ft", "--layerwise_lr_decay", "0.8", "--output_dir", str(tmp_path)]
+    )
     report = json.loads((tmp_path / "wise_ft.json").read_text())
     best = max(row["accuracy"] for row in report["measured"])
     assert metrics["eval_accuracy"] == best
@@ -143,15 +116,15 @@ def test_weights_in_between_are_measured_and_the_best_saved(flags: list[str], tm
     assert "wise_ft.png" in (tmp_path / "README.md").read_text()
 
 
-def test_what_is_pushed_is_what_was_saved(flags: list[str], tmp_path: Path, server: HubServer) -> None:  # noqa: F811
+def test_what_is_pushed_is_what_was_saved(finetuning_flags: list[str], tmp_path: Path, server: HubServer) -> None:
     hub = ["--push_to_hub", "--hub_model_id", "tester/classes", "--wise_ft", "--wise_ft_alpha", "0.5"]
-    finetune.main([*flags, *hub, "--max_steps", "2", "--output_dir", str(tmp_path)])
+    finetune.main([*finetuning_flags, *hub, "--max_steps", "2", "--output_dir", str(tmp_path)])
     sent = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
     assert server.sha256("tester/classes", "model.safetensors") == sent
     assert {"README.md", "config.yaml", "confusion.png", "wise_ft.png"} <= set(server.repos["tester/classes"])
 
 
-def test_it_learns_what_it_is_shown(flags: list[str], questions: Path, tmp_path: Path) -> None:
+def test_it_learns_what_it_is_shown(finetuning_flags: list[str], questions: Path, tmp_path: Path) -> None:
     for split, size in (("train", 40), ("test", 46)):
         rows = [
             {
@@ -166,47 +139,47 @@ def test_it_learns_what_it_is_shown(flags: list[str], questions: Path, tmp_path:
     data = ["--train_file", str(tmp_path / "train.jsonl"), "--validation_file", str(tmp_path / "test.jsonl")]
     longer = ["--max_steps", "60", "--eval_steps", "20", "--load_best_model_at_end", "--allow_outside_root"]
     rates = ["--learning_rate", "2e-3", "--backbone_learning_rate", "1e-3", "--class_weights", "balanced"]
-    metrics = finetune.main([*flags, *data, *longer, *rates, "--output_dir", str(tmp_path / "out")])
+    metrics = finetune.main([*finetuning_flags, *data, *longer, *rates, "--output_dir", str(tmp_path / "out")])
     assert metrics["eval_accuracy"] > 0.7
     evaluated = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert metrics["eval_accuracy"] == max(row["eval_accuracy"] for row in evaluated if "eval_accuracy" in row)
 
 
-def test_images_in_a_folder_per_class(started: str, tmp_path: Path) -> None:
+def test_images_in_a_folder_per_class(pretrained: str, tmp_path: Path) -> None:
     for colour in COLOURS:
         for size in (40, 42, 44, 46, 48):
             (tmp_path / "images" / colour).mkdir(parents=True, exist_ok=True)
             draw(colour, "circle", size).save(tmp_path / "images" / colour / f"{size}.png")
     short = ["--global_batch_size", "4", "--max_steps", "2", "--dataloader_num_workers", "0"]
     data = ["--dataset_name", str(tmp_path / "images")]
-    metrics = finetune.main(["--model_name_or_path", started, *data, *short, "--output_dir", str(tmp_path / "out")])
+    metrics = finetune.main(["--model_name_or_path", pretrained, *data, *short, "--output_dir", str(tmp_path / "out")])
     assert 0 <= metrics["eval_accuracy"] <= 1
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "image"
 
 
-def test_texts_alone_in_parts_as_large_as_fit(started: str, tmp_path: Path) -> None:
+def test_texts_alone_in_parts_as_large_as_fit(pretrained: str, tmp_path: Path) -> None:
     rows = [{"text": f"a {colour} {shape}", "label": shape} for colour in COLOURS for shape in SHAPES] * 3
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ["--model_name_or_path", started, "--train_file", str(tmp_path / "texts.jsonl")]
+    data = ["--model_name_or_path", pretrained, "--train_file", str(tmp_path / "texts.jsonl")]
     short = ["--global_batch_size", "12", "--max_steps", "3", "--dataloader_num_workers", "0"]
-    flags = [*data, *short, "--micro_batch_size", "auto", "--learning_rate", "3e-3", "--ema_decay", "0.5"]
-    metrics = finetune.main([*flags, "--output_dir", str(tmp_path / "out")])
+    finetuning_flags = [*data, *short, "--micro_batch_size", "auto", "--learning_rate", "3e-3", "--ema_decay", "0.5"]
+    metrics = finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "out")])
     assert 0 <= metrics["eval_accuracy"] <= 1  # of the few rows held out
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "text"
 
 
 def test_mistakes_end_in_one_line(
-    flags: list[str], started: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    finetuning_flags: list[str], pretrained: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):
         finetune.main([])
     assert "--model_name_or_path is missing" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--metric_for_best_model is recall; measured were accuracy"):
-        finetune.main([*flags, "--metric_for_best_model", "recall", "--output_dir", str(tmp_path / "a")])
+        finetune.main([*finetuning_flags, "--metric_for_best_model", "recall", "--output_dir", str(tmp_path / "a")])
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": f"{n}", "label": n % 2}) + "\n" for n in range(9))
     )
-    texts = ["--model_name_or_path", started, "--train_file", str(tmp_path / "texts.jsonl")]
+    texts = ["--model_name_or_path", pretrained, "--train_file", str(tmp_path / "texts.jsonl")]
     with pytest.raises(ValueError, match=r"--classifier_inputs is image; the data has no images"):
         finetune.main(
             [*texts, "--global_batch_size", "4", "--classifier_inputs", "image", "--output_dir", str(tmp_path / "b")]
@@ -214,15 +187,15 @@ def test_mistakes_end_in_one_line(
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_learns(flags: list[str], tmp_path: Path) -> None:
-    flags = [*flags, "--global_batch_size", "7", "--classifier_dropout", "0"]
-    alone = finetune.main([*flags, "--output_dir", str(tmp_path / "one")])
+def test_two_processes_learn_what_one_learns(finetuning_flags: list[str], tmp_path: Path) -> None:
+    finetuning_flags = [*finetuning_flags, "--global_batch_size", "7", "--classifier_dropout", "0"]
+    alone = finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "one")])
     script, config = str(ROOT / "scripts/finetune.py"), str(ROOT / "accelerate_configs/two_processes.yaml")
     arguments = [
         "--config_file",
         config,
         script,
-        *flags,
+        *finetuning_flags,
         "--micro_batch_size",
         "2",
         "--output_dir",

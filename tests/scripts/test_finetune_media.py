@@ -11,10 +11,10 @@ from transformers import AutoModelForSequenceClassification, AutoProcessor
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from scripts import eval_zero_shot, finetune
-from tests.data.media_files import clip, tone
-from tests.extras.search.test_media import save_model
-from tests.kit.launches import ROOT, launch
-from tests.scripts.test_finetune import losses, weights
+from tests.kit.finetuning import weights
+from tests.kit.launches import ROOT, launch, losses
+from tests.kit.media_files import clip, tone
+from tests.kit.models import save_model
 
 SHORT = ["--global_batch_size", "6", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
 PITCHES = {"low": 250, "high": 2500}

@@ -6,10 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import load_from_disk
-from PIL import Image
 
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
@@ -21,12 +19,7 @@ from mm_utils.extras.albef.negatives import Negatives
 from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.processor import cached_tokenizer
 from scripts.prepare_data import main
-
-
-def picture(seed: int, side: int = 90) -> Image.Image:
-    """Large smooth blobs: no two seeds look the same."""
-    cells = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return Image.fromarray(cells).resize((side + 20, side), Image.Resampling.BICUBIC)
+from tests.kit.media_files import picture
 
 
 def write_source(folder: Path, count: int = 40, first: int = 0, **values: Any) -> Path:

@@ -22,10 +22,9 @@ from mm_utils.data import training_data
 from mm_utils.distributed import RunError
 from mm_utils.objectives import JointObjective
 from scripts import eval_retrieval, pretrain
-from tests.conftest import breaking_images, draw, write_corpus
-from tests.data.streams.numbered_shards import write_shards
+from tests.kit.corpora import breaking_images, draw, write_corpus
 from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
-from tests.reports.test_hub import server  # noqa: F401
+from tests.kit.numbered_shards import write_shards
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +287,7 @@ def test_regions_are_trained_measured_drawn_and_cut(tiny_flags, tmp_path):
     assert not torch.equal(weights(folder)[head], weights(tmp_path / "later")[head])
 
 
-def test_a_run_is_pushed_and_a_hub_that_fails_loses_nothing(tiny_flags, tmp_path, server, caplog):  # noqa: F811
+def test_a_run_is_pushed_and_a_hub_that_fails_loses_nothing(tiny_flags, tmp_path, server, caplog):
     flags = [*tiny_flags, "--max_steps", "2", "--push_to_hub", "--hub_model_id", "tester/run", "--hub_private_repo"]
     pretrain.main([*flags, "--output_dir", str(tmp_path / "a")])
     sent = hashlib.sha256((tmp_path / "a/model.safetensors").read_bytes()).hexdigest()

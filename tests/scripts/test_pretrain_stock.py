@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModel, AutoProcessor
 from mm_utils.model.adapt import attention_layers
 from mm_utils.model.build import load_model
 from scripts import eval_retrieval, finetune, pretrain
-from tests.conftest import draw
-from tests.model.stock_folders import KINDS, TEXTS, write_stock
-from tests.model.test_stock import close, our_logits, stock_logits
+from tests.kit.corpora import draw
+from tests.kit.stock_folders import KINDS, TEXTS, close, our_logits, stock_logits, write_stock
 
 
 @pytest.mark.parametrize("kind", KINDS)

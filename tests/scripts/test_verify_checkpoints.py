@@ -9,8 +9,8 @@ import pytest
 
 from mm_utils.distributed import RunError
 from scripts import verify_checkpoints
-from tests.checkpointing.test_files import flip, saved
-from tests.faults.tiny_run import alone
+from tests.kit.checkpoints import flip, saved
+from tests.kit.tiny_run import alone
 
 
 def test_damage_is_told_by_checkpoint_and_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

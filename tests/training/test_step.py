@@ -20,9 +20,8 @@ from mm_utils.reliability.signals import Interrupted
 from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.trainer import Trainer
-from tests.faults.test_interruption import Signalled
-from tests.faults.tiny_run import TinyRun, build
 from tests.kit.ranks import run_on_ranks
+from tests.kit.tiny_run import Signalled, TinyRun, build
 
 QUIET = {"max_steps": 8, "eval_steps": 100, "save_steps": 0, "logging_steps": 100}
 

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.training.throughput import LoaderAdvice, gpu_utilisation
-from tests.model.test_modeling_fusion_dual_encoder import build
+from tests.kit.models import build
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from mm_utils.checkpointing.files import checkpoint_folders, step_of
 from mm_utils.training import trainer
-from tests.faults.test_interruption import Signalled, exiting
-from tests.faults.tiny_run import TinyRun, alone, train
 from tests.kit.launches import logged
+from tests.kit.tiny_run import Signalled, TinyRun, alone, exiting, train
 
 
 @dataclass

@@ -9,46 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ablations.runs import Run, execute, execute_all, last_figures, plan, read_grid
-from tests.run.conftest import children  # noqa: F401
-from tests.run.processes import fork, is_alive, wait_until
-
-# Takes the place of `python`: it is given the script and its flags, and leaves what a finished run leaves.
-STAND_IN = """
-import json, sys
-from pathlib import Path
-import numpy as np
-from safetensors.numpy import save_file
-
-flags = dict(word[2:].split("=") for word in sys.argv[2:] if "=" in word)
-folder, seed = Path(flags["output_dir"]), int(flags["seed"])
-with open(folder.parent / "started.txt", "a") as file:
-    file.write(folder.name + "\\n")
-if flags.get("fails"):
-    print("first\\nno memory")
-    raise SystemExit(3)
-recall = float(flags.get("recall", 0.5)) + 0.01 * seed
-rows = [{"step": 1, "matching_lift": 0.1}, {"step": 2, "matching_lift": 0.2}, {"step": 2, "eval_recall@1": recall}]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-save_file({"a": np.zeros((2, 3)), "b": np.zeros(4), "scale": np.zeros(())}, folder / "model.safetensors")
-"""
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> str:
-    """The words that start the stand-in."""
-    path = tmp_path / "stand_in.py"
-    path.write_text(STAND_IN)
-    return f"python {path}"
-
-
-def started(folder: Path) -> list[str]:
-    return (folder / "started.txt").read_text().split()
-
-
-def write_grid(folder: Path, text: str) -> str:
-    path = folder / "grid.yaml"
-    path.write_text(text)
-    return str(path)
+from tests.benchmarks.grids import started, write_grid
+from tests.kit.processes import fork, is_alive, wait_until
 
 
 def test_a_grid_is_read(tmp_path):
@@ -155,7 +117,7 @@ def test_last_figures_are_the_newest_of_each_name(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is of Linux")
 @pytest.mark.parametrize("words", ["python {}", "sh -c 'python {}; true'"], ids=["directly", "by a launcher"])
-def test_the_runs_of_an_ablation_end_with_it(words: str, tmp_path: Path, children: list[int]) -> None:  # noqa: F811
+def test_the_runs_of_an_ablation_end_with_it(words: str, tmp_path: Path, children: list[int]) -> None:
     stand_in = tmp_path / "stand_in.py"
     stand_in.write_text(
         "import ctypes, os, signal, sys, time\n"

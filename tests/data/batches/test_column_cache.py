@@ -16,7 +16,7 @@ from mm_utils.data import media
 from mm_utils.data.batches.column_cache import python_columns
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
 from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_captions, tokenize_splits
-from tests.data.numbered_rows import FEATURES, SIZE, new_tokenizer, rows_of
+from tests.kit.numbered_rows import FEATURES, SIZE, new_tokenizer, rows_of
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -24,7 +24,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import encode
 from mm_utils.data.media.augment import center_square
 from mm_utils.data.scenes import load_scenes
-from tests.data.numbered_rows import (
+from tests.kit.numbered_rows import (
     FEATURES,
     SIZE,
     WORDS,

@@ -17,7 +17,7 @@ from mm_utils.data.batches import workers as workers_module
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenize_captions
-from tests.data.numbered_rows import CPU, equal, loaders, rows_of
+from tests.kit.numbered_rows import CPU, equal, loaders, rows_of
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -31,7 +31,7 @@ from mm_utils.data.batches.tokens import (
     image_key,
     tokenize_captions,
 )
-from tests.data.numbered_rows import FEATURES, new_tokenizer, png, rows_of
+from tests.kit.numbered_rows import FEATURES, new_tokenizer, png, rows_of
 
 TEXTS = List(Value("string"))
 disable_progress_bars()

@@ -23,7 +23,7 @@ from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Sound
 from mm_utils.data.media.of_processor import default_seconds, kind_of_processor, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
-from tests.data.media.test_riff import jpeg
+from tests.kit.media_files import jpeg
 
 RATE = 1000
 CPU = torch.device("cpu")

@@ -12,13 +12,7 @@ from PIL import Image
 
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.riff import MOST_RATE, read_avi, read_wav, write_avi, write_wav
-
-
-def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, (grey, grey, grey)).save(buffer, "JPEG")
-    return buffer.getvalue()
-
+from tests.kit.media_files import jpeg
 
 FRAMES = [jpeg(0), jpeg(90), b"", jpeg(200), b""]
 

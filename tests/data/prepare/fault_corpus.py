@@ -13,8 +13,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.data.prepare.fault_images import draw
 from tests.data.prepare.fault_rows import CAPTION, Row
+from tests.kit.fault_images import draw
 
 
 @dataclass(frozen=True)

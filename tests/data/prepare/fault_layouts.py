@@ -7,8 +7,8 @@ import tarfile
 from typing import Any
 
 from tests.data.prepare.fault_corpus import Corpus, fill
-from tests.data.prepare.fault_images import draw, png
 from tests.data.prepare.fault_rows import CAPTION, Row, line
+from tests.kit.fault_images import draw, png
 
 _CAPTION = object()  # stands for the caption of the picture
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.data.prepare.fault_images import save
-from tests.data.prepare.made_media import animation, encoded, picture, riff_wav, steady, tone, video, wav
+from tests.kit.fault_images import save
+from tests.kit.made_media import animation, encoded, picture, riff_wav, steady, tone, video, wav
 
 
 class Case(NamedTuple):

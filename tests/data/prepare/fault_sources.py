@@ -15,8 +15,8 @@ from mm_utils.data.images import simplejpeg
 from tests.data.prepare import fault_layouts
 from tests.data.prepare import fault_rows as rows
 from tests.data.prepare.fault_corpus import Corpus, Pair, fill, write_table
-from tests.data.prepare.fault_images import BROKEN, ODD, Broken, draw, jpeg, jpeg_with_inner_damage, png, save
 from tests.data.prepare.fault_rows import CAPTION, Row, line
+from tests.kit.fault_images import BROKEN, ODD, Broken, draw, jpeg, jpeg_with_inner_damage, png, save
 
 
 def build(folder: Path) -> Corpus:

@@ -14,8 +14,8 @@ from PIL import Image
 from mm_utils.data.prepare import cache, pipeline
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.rows.source import PathArguments, Source
-from tests.data.prepare.fault_images import draw, jpeg
 from tests.data.prepare.fault_layouts import add_member
+from tests.kit.fault_images import draw, jpeg
 
 disable_progress_bars()
 

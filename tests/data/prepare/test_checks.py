@@ -15,7 +15,7 @@ from mm_utils.data import images
 from mm_utils.data.faults import NOTES, REASONS, Fault
 from mm_utils.data.prepare import checks
 from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
-from tests.data.prepare.fault_images import BROKEN, ODD, draw, save
+from tests.kit.fault_images import BROKEN, ODD, draw, save
 
 LIMITS = CheckArguments()
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")

@@ -19,7 +19,7 @@ from mm_utils.data.prepare import ingest as module
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
 from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImage, ImageRef, MemberImage, Record
-from tests.data.prepare.fault_images import save
+from tests.kit.fault_images import save
 
 JPEG, RAW = Storage("jpeg", 64), Storage("raw", 64)
 EVERYTHING = module.PART_SCHEMA.names

@@ -11,9 +11,9 @@ from mm_utils.data.prepare.ingest import Storage, read_part
 from mm_utils.data.prepare.pipeline import IngestPlan, ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, Source
-from tests.data.prepare.fault_images import save
 from tests.data.prepare.fault_media import CLIPS, FRAMES, SOUNDS, Case
-from tests.data.prepare.made_media import animation, picture, tone, wav
+from tests.kit.fault_images import save
+from tests.kit.made_media import animation, picture, tone, wav
 
 PLAN = IngestPlan(CheckArguments(max_image_pixels=10_000), Storage("jpeg", 24, TimedArguments(max_seconds=5)), 1, 1.0)
 

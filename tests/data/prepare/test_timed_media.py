@@ -10,7 +10,7 @@ from mm_utils.data.images import open_image
 from mm_utils.data.media.clip_files import Clip, clip_of_frames, read_clip
 from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
-from tests.data.prepare.made_media import animation, click_times, encoded, picture, steady, tone, video, wav
+from tests.kit.made_media import animation, click_times, encoded, picture, steady, tone, video, wav
 
 NEAR = 0.02  # seconds
 CLICKS = (0.35, 0.8)

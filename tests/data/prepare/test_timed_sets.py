@@ -18,7 +18,7 @@ from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, ve
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts import prepare_data
-from tests.data.prepare.made_media import animation, encoded, steady, tone, video, wav
+from tests.kit.made_media import animation, encoded, steady, tone, video, wav
 
 
 def melody(seed: int, seconds: float = 2.0, rate: int = 8000) -> np.ndarray:

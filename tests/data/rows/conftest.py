@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.rows.reading import NAMES
+from tests.kit.reading import NAMES
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.rows.reading import read, reasons, write
+from tests.kit.reading import read, reasons, write
 
 
 def test_coco_is_joined_by_image_id_and_the_rest_is_named(folder: Path) -> None:

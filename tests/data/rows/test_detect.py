@@ -12,7 +12,7 @@ from datasets import Dataset, Features, Image, Value, disable_progress_bars
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import FORMATS, Source
-from tests.data.rows.reading import NAMES, SAFE, content, lines, read, write
+from tests.kit.reading import NAMES, SAFE, content, lines, read, write
 
 disable_progress_bars()
 

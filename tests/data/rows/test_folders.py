@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.data.rows.reading import NAMES, content, lines, read, reasons, write
+from tests.kit.reading import NAMES, content, lines, read, reasons, write
 
 
 def test_captions_beside_images_are_joined_by_name(folder: Path) -> None:

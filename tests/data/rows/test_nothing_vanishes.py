@@ -12,8 +12,8 @@ import pytest
 
 from mm_utils.data.paths import MOST_FILES, expand_braces
 from mm_utils.data.streams.rows import read_rows
-from tests.data.prepare.fault_images import grey
-from tests.data.rows.reading import Source, content, lines, read, reasons, write, write_tar
+from tests.kit.fault_images import grey
+from tests.kit.reading import Source, content, lines, read, reasons, write, write_tar
 
 Texts = list[tuple[str, str]]
 

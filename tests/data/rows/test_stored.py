@@ -15,9 +15,9 @@ from mm_utils.data.labels import LabelledArguments, TaskArguments, load_labelled
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.streams.stream import _find_urls
-from tests.data.prepare.fault_images import draw, png
-from tests.data.rows.reading import NAMES, lines, read, write, write_tar
-from tests.recording_server import RecordingServer, recording
+from tests.kit.fault_images import draw, png
+from tests.kit.reading import NAMES, lines, read, write, write_tar
+from tests.kit.recording_server import RecordingServer, recording
 
 FEATURES = Features({"image": Image(), "caption": Value("string"), "label": ClassLabel(names=["a", "b"])})
 

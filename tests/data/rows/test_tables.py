@@ -14,7 +14,7 @@ from mm_utils.data.paths import Limits
 from mm_utils.data.rows.records import BytesImage, FileImage, UrlImage
 from mm_utils.data.rows.source import PathArguments
 from mm_utils.data.rows.tables import with_raw_images
-from tests.data.rows.reading import NAMES, content, lines, read, reasons, write
+from tests.kit.reading import NAMES, content, lines, read, reasons, write
 
 
 def test_captions_are_given_as_they_are(folder: Path) -> None:

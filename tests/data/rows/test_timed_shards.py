@@ -16,8 +16,8 @@ from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.on_disk import open_prepared
 from mm_utils.data.rows.source import DataArguments
 from scripts import prepare_data
-from tests.data.media_files import clip, tone
-from tests.data.rows.reading import Member, read, reasons, write_tar
+from tests.kit.media_files import clip, tone
+from tests.kit.reading import Member, read, reasons, write_tar
 
 
 def pair(key: str, suffix: str, content: bytes = b"medium", **values: Any) -> list[Member]:
@@ -145,8 +145,8 @@ def test_shards_of_clips_are_prepared_at_the_first_start(tmp_path: Path, own_cac
 )
 def test_other_sounds_take_a_codec(suffix: str, codec: str, tmp_path: Path, own_cache: Path) -> None:
     pytest.importorskip("av")
-    from tests.data.prepare.made_media import encoded
-    from tests.data.prepare.made_media import tone as samples
+    from tests.kit.made_media import encoded
+    from tests.kit.made_media import tone as samples
 
     members = [
         each
@@ -161,7 +161,7 @@ def test_other_sounds_take_a_codec(suffix: str, codec: str, tmp_path: Path, own_
 
 def test_videos_take_a_codec(tmp_path: Path, own_cache: Path) -> None:
     pytest.importorskip("av")
-    from tests.data.prepare.made_media import steady, video
+    from tests.kit.made_media import steady, video
 
     files = [video(steady(10, 1), [(at / 4, at / 4 + 0.2)], form="mp4") for at in range(3)]
     members = [*pair("0", "mp4", files[0]), *pair("1", "avi", clip()), *pair("2", "mp4", files[2])]

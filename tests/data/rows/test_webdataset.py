@@ -13,7 +13,7 @@ from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.webdataset import read_shard
-from tests.data.rows.reading import Member, read, write_tar
+from tests.kit.reading import Member, read, write_tar
 
 
 def pair(key: str, caption: str | None = None) -> list[Member]:

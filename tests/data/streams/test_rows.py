@@ -10,7 +10,7 @@ import pytest
 
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams.rows import FEATURES, check_columns, read_rows
-from tests.data.rows.reading import write_tar
+from tests.kit.reading import write_tar
 
 GOOD = {"image": b"bytes", "caption": "a picture", "id": 7, "languages": "en"}
 

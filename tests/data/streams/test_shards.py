@@ -15,7 +15,7 @@ from mm_utils.data.rows.source import Source
 from mm_utils.data.streams import shards as stream_shards
 from mm_utils.data.streams.rows import read_rows, shard_kind
 from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand
-from tests.data.streams.numbered_shards import (
+from tests.kit.numbered_shards import (
     Server,
     caption_of,
     image_of,

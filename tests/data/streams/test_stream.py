@@ -27,10 +27,9 @@ from mm_utils.data.streams.order import Reader
 from mm_utils.data.streams.stream import Stream, StreamingArguments, open_stream
 from mm_utils.data.training_data import load_validation_file
 from mm_utils.model.processor import train_tokenizer
-from tests.data.numbered_rows import pairs_of
-from tests.data.rows.reading import write_tar
-from tests.data.streams import numbered_shards
-from tests.data.streams.numbered_shards import (
+from tests.kit import numbered_shards
+from tests.kit.numbered_rows import pairs_of
+from tests.kit.numbered_shards import (
     FEATURES,
     caption_of,
     image_of,
@@ -39,6 +38,7 @@ from tests.data.streams.numbered_shards import (
     write_parquet,
     write_shards,
 )
+from tests.kit.reading import write_tar
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")

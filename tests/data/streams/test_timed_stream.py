@@ -29,8 +29,8 @@ from mm_utils.data.streams.stream import Stream, StreamingArguments, open_stream
 from mm_utils.data.training_data import open_data
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.processor import load_processor, train_tokenizer
-from tests.data.media_files import COLOURS, clip, media_rows, tone
-from tests.data.rows.reading import write_tar
+from tests.kit.media_files import COLOURS, clip, media_rows, tone
+from tests.kit.reading import write_tar
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 ROWS, RATE = 44, 1000

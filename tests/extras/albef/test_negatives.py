@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.extras.albef.negatives import NEGATIVE_IDS, Negatives
-from tests.data.numbered_rows import WORDS, equal, loaders, number_said, rows_of, training_pairs
+from tests.kit.numbered_rows import WORDS, equal, loaders, number_said, rows_of, training_pairs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TEXTS = List(Value("string"))

@@ -13,8 +13,8 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.rows.webdataset import holds_shards
 from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, load_benchmark
-from tests.data.prepare.fault_images import grey
-from tests.data.rows.reading import content, read, write_tar
+from tests.kit.fault_images import grey
+from tests.kit.reading import content, read, write_tar
 
 STL = ["airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck"]
 

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from scripts import pretrain
-from tests.conftest import COLOURS, SHAPES, draw
+from tests.kit.corpora import COLOURS, SHAPES, draw
 
 mteb = pytest.importorskip("mteb")
 abstasks = pytest.importorskip("mteb.abstasks")

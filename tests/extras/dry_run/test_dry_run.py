@@ -20,8 +20,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import JointObjective
 from mm_utils.run.finish import finish_run
 from scripts import pretrain
-from tests.conftest import breaking_images, write_corpus
-from tests.reports.test_hub import server  # noqa: F401
+from tests.kit.corpora import breaking_images, write_corpus
 
 ROOT = Path(__file__).parents[3]
 
@@ -199,7 +198,7 @@ def test_an_output_folder_that_holds_a_run_or_cannot_be_written_is_refused(tiny_
 # -- the Hub ------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_pushed(tiny_flags, tmp_path, server):  # noqa: F811
+def test_nothing_is_pushed(tiny_flags, tmp_path, server):
     run_dry([*tiny_flags, "--push_to_hub", "--hub_model_id", "tester/run"], tmp_path)
     assert not server.repos
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from mm_utils.extras.dry_run.preview import describe_pairs
 from mm_utils.model.processor import train_tokenizer
-from tests.data.media_files import media_rows, tone
+from tests.kit.media_files import media_rows, tone
 
 
 def png(width: int, height: int) -> bytes:

@@ -18,7 +18,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 from scripts import eval_retrieval, export
 from tests.extras.export.conftest import WEIGHTS, WORDS
-from tests.model.stock_folders import TEXTS, noise, write_stock
+from tests.kit.stock_folders import TEXTS, noise, write_stock
 
 
 def test_recall_is_that_of_the_evaluation(

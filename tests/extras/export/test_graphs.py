@@ -16,7 +16,7 @@ from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 from tests.extras.export.conftest import WEIGHTS, save_tiny
-from tests.model.stock_folders import TEXTS, write_stock
+from tests.kit.stock_folders import TEXTS, write_stock
 
 PARTS = ("vision_model", "text_model", "reranker_images", "reranker")
 

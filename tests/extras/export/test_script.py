@@ -7,7 +7,7 @@ import pytest
 from mm_utils.distributed import RunError
 from scripts import export
 from tests.extras.export.conftest import save_tiny
-from tests.extras.search.test_media import save_model
+from tests.kit.models import save_model
 
 
 @pytest.fixture(scope="module")

@@ -32,11 +32,11 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
 from scripts import pretrain
-from tests.data.numbered_rows import new_tokenizer, png, rows_of
-from tests.extras.several_media.small_media import small_media
 from tests.kit.launches import losses, on_two_processes, weights
+from tests.kit.numbered_rows import new_tokenizer, png, rows_of
 from tests.kit.objectives import KINDS, SPLITS, TERMS, global_batch, share_of, step, step_in_parts, tiny_objective
 from tests.kit.ranks import run_on_ranks
+from tests.kit.small_media import small_media
 
 SIZE = 16
 TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}

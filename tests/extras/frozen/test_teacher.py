@@ -24,10 +24,10 @@ from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from scripts import pretrain
-from tests.data.numbered_rows import new_tokenizer, rows_of
-from tests.extras.several_media.small_media import split_of
 from tests.kit.launches import losses, on_two_processes, weights
-from tests.model.stock_folders import write_clap, write_stock
+from tests.kit.numbered_rows import new_tokenizer, rows_of
+from tests.kit.small_media import split_of
+from tests.kit.stock_folders import write_clap, write_stock
 
 SIZE, BROKEN = 16, (2, 7)
 pytestmark = pytest.mark.usefixtures("own_cache")

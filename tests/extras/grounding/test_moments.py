@@ -28,9 +28,9 @@ from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.extras.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives import ObjectiveArguments
 from mm_utils.objectives.terms import EncodedBatch
-from tests.extras.grounding.test_pointing import IMAGES, GridModel, batches, measured, whole_batch
+from tests.extras.grounding.grid_model import IMAGES, GridModel, batches, measured, whole_batch
 from tests.kit.ranks import run_on_ranks
-from tests.truthful_model import ACCELERATOR, MAIN_PROCESS
+from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS
 
 CELLS = 4
 

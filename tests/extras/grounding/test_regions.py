@@ -2,12 +2,11 @@
 
 import io
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
@@ -23,7 +22,6 @@ from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
-from mm_utils.data.media import FEATURES as MEDIA
 from mm_utils.data.media.augment import Window
 from mm_utils.data.scenes import load_scenes
 from mm_utils.extras.grounding.regions import (
@@ -33,7 +31,8 @@ from mm_utils.extras.grounding.regions import (
     boxes_in,
     visible_regions,
 )
-from tests.data.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal, evaluation_pairs, training_pairs
+from tests.kit.media_files import rows_with_moments
+from tests.kit.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal, evaluation_pairs, training_pairs
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -218,25 +217,6 @@ def test_rows_without_regions_are_refused(tokenizer: PreTrainedTokenizerFast) ->
 
 
 # -- moments ------------------------------------------------------------------------------------------------------------
-
-
-def rows_with_moments(moments: list[Any], contents: Sequence[bytes] = (), seconds: Sequence[float] = ()) -> Dataset:
-    """A sound for each list of moments, with their phrases as caption; by default of 8 seconds, and not to be read."""
-    contents, seconds = contents or [b""] * len(moments), seconds or [8.0] * len(moments)
-    content = {
-        "id": [f"s{place}" for place in range(len(moments))],
-        "image": [{"bytes": content, "path": None} for content in contents],
-        "captions": [[", then ".join(moment["phrase"] for moment in listed or []) or "picture"] for listed in moments],
-        "seconds": seconds,
-        "moments": moments,
-    }
-    span = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))
-    stored = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    table = pa.table({name: pa.array(column, type={"moments": span, "image": stored}.get(name))
-                      for name, column in content.items()})  # fmt: skip
-    features = Features.from_arrow_schema(table.schema)
-    features["image"] = MEDIA["sound"]
-    return Dataset(table.cast(features.arrow_schema))
 
 
 def a_moment(start: float, end: float, phrase: str = "picture one") -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mm_utils.extras.mining.negatives import Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data, pretrain
 from tests.extras.search.conftest import with_weights
 from tests.kit.launches import ROOT, launch
-from tests.scripts.test_prepare_data import picture
+from tests.kit.media_files import picture
 
 IMAGES, WIDTH = 40, 8
 ARGS = MiningArguments(num_negatives=3, num_candidates=12, relative_margin=0.1)

@@ -25,10 +25,10 @@ from mm_utils.objectives import Objective
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.throughput import Communication
 from scripts import pretrain
-from tests.faults.tiny_run import TinyRun, batch_of, build
 from tests.kit.launches import ROOT, launch, logged, losses
 from tests.kit.objectives import ALONE, global_batch, tiny_objective
 from tests.kit.ranks import run_on_ranks
+from tests.kit.tiny_run import TinyRun, batch_of, build
 
 STEPS, BATCH = 4, 9
 TERMS = (["contrastive"], ["contrastive", "matching"])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mm_utils.extras.search.listing import shard_listing, stamps
-from tests.data.prepare.fault_images import grey
-from tests.data.rows.reading import write_tar
+from tests.kit.fault_images import grey
+from tests.kit.reading import write_tar
 
 
 def write_shards(folder: Path, shade: int = 20) -> str:

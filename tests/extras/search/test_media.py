@@ -14,7 +14,6 @@ from PIL import Image
 
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import sound_files
-from mm_utils.data.media.of_processor import settle_window
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.extras.search.listing import (
     Listing,
@@ -26,31 +25,17 @@ from mm_utils.extras.search.listing import (
 )
 from mm_utils.extras.search.searcher import Searcher
 from mm_utils.extras.search.updating import update_index
-from mm_utils.model.build import ModelArguments, build_model, load_model
-from mm_utils.model.processor import load_processor
+from mm_utils.model.build import load_model
 from mm_utils.reports.pictures import picture
-from tests.data.media_files import clip, damaged, media_rows, tone
-from tests.data.rows.reading import write_tar
 from tests.extras.search.conftest import make_embedder
 from tests.extras.search.serving import Served, served
+from tests.kit.media_files import clip, damaged, media_rows, tone
+from tests.kit.models import save_model
+from tests.kit.reading import write_tar
 
 PITCHES = (200, 400, 800, 1600, 3200)
 TURNS = [("red", "lime"), ("lime", "red"), ("blue", "white"), ("white", "blue")]
 CONTENTS = {"sound": [tone(pitch, 0) for pitch in PITCHES], "clip": [clip([a, a, b, b]) for a, b in TURNS]}
-
-
-def save_model(folder: Path, medium: str) -> Path:
-    """Write a model of fresh weights, whose head counts."""
-    args = ModelArguments(fusion_layers=1, image_size=32)
-    seconds = 1.0 if medium == "sound" else None
-    processor = load_processor(args, ["a low tone", "something turns red"] * 10, medium, seconds)
-    settle_window(processor, medium, None, None, seconds)
-    torch.manual_seed(0)
-    model = build_model(args, processor.tokenizer, medium=medium)
-    model.config.rerank_weights = {"match": 1.0}
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 def update(folder: Path, model: Path, listing: Listing) -> Any:
@@ -214,7 +199,7 @@ def test_a_folder_follows_its_files(indexed: tuple[str, Path, Path], tmp_path: P
 @pytest.mark.slow
 def test_videos_of_a_folder_take_a_codec(tmp_path: Path) -> None:
     pytest.importorskip("av")
-    from tests.data.prepare.made_media import steady, video
+    from tests.kit.made_media import steady, video
 
     (tmp_path / "media").mkdir()
     files = {"a.mp4": video(steady(10, 1), form="mp4"), "b.mkv": video(steady(10, 2), [(1, 2)]), "c.avi": clip()}

@@ -13,8 +13,8 @@ import pytest
 
 from mm_utils.data.images import open_image
 from mm_utils.extras.search.searcher import Hit
-from tests.conftest import COLOURS, SHAPES, draw
 from tests.extras.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, served
+from tests.kit.corpora import COLOURS, SHAPES, draw
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

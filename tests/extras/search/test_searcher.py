@@ -26,7 +26,7 @@ from mm_utils.model.processor import load_processor_of
 from scripts import embed, eval_retrieval, search
 from tests.extras.search.conftest import update, write_photos
 from tests.kit.launches import ROOT
-from tests.model.stock_folders import KINDS, write_stock
+from tests.kit.stock_folders import KINDS, write_stock
 
 QUERY = "a red circle, number 1"
 

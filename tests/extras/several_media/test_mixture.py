@@ -15,7 +15,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.several_media.mixture import MediaArguments, Mixture, open_media
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.processor import load_processor
-from tests.extras.several_media.small_media import small_media
+from tests.kit.small_media import small_media
 
 LOADING: dict[str, Any] = {"dataloader_num_workers": "0"}
 

@@ -31,8 +31,8 @@ from mm_utils.training.callbacks import LossOfMedium
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from scripts import pretrain
-from tests.extras.several_media.small_media import small_media
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
+from tests.kit.small_media import small_media
 
 ADAM = OptimizerArguments(adam_epsilon=1e-3, learning_rate=5e-3)  # a tiny epsilon makes steps of rounding
 STEPS, STOP = 6, 3

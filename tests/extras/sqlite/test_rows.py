@@ -10,8 +10,8 @@ import pytest
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.sqlite.rows import SqliteImage
-from tests.data.prepare.fault_images import grey
-from tests.data.rows.reading import content, lines, read, reasons, write
+from tests.kit.fault_images import grey
+from tests.kit.reading import content, lines, read, reasons, write
 
 ROWS = [(f"k{at}", f"{at}.png", f"caption {at}", "val" if at == 5 else None) for at in range(6)]
 

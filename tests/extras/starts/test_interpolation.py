@@ -25,8 +25,8 @@ from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.run.doors import Doors
 from mm_utils.run.flags import PRETRAINING
 from scripts import pretrain
-from tests.data.numbered_rows import new_tokenizer
 from tests.kit.launches import rows_of, weights
+from tests.kit.numbered_rows import new_tokenizer
 
 START = {"vision.weight": torch.zeros(2), "steps": torch.tensor(3)}
 END = {"vision.weight": torch.ones(2), "steps": torch.tensor(9), "classifier.weight": torch.full((2,), 5.0)}

@@ -24,8 +24,8 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
 from scripts import pretrain
-from tests.conftest import COLOURS, SHAPES
-from tests.data.numbered_rows import rows_of
+from tests.kit.corpora import COLOURS, SHAPES
+from tests.kit.numbered_rows import rows_of
 from tests.kit.ranks import run_on_ranks
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoProcessor,
     BertTokenizer,
     ChineseCLIPProcessor,
     ClapFeatureExtractor,
@@ -24,6 +25,9 @@ from transformers import (
     SiglipProcessor,
     XCLIPProcessor,
 )
+
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor_of
 
 KINDS = ("clip", "siglip", "siglip2", "chinese_clip")
 SIDE, PATCH = 32, 8
@@ -180,3 +184,33 @@ def _write(folder: Path, config: Any, scales: dict[str, float], processor: Any) 
 def noise(count: int = 3) -> list[Image.Image]:
     pixels = np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), np.uint8)
     return [Image.fromarray(each) for each in pixels]
+
+
+def stock_logits(folder: Path | str, texts: list[str] = TEXTS) -> torch.Tensor:
+    """`logits_per_image` of the stock class, with the folder's own processor, as its documentation says."""
+    stock, processor = (
+        AutoModel.from_pretrained(folder, dtype=torch.float32).eval(),
+        AutoProcessor.from_pretrained(folder),
+    )
+    unmasked = "siglip" in stock.config.model_type
+    padding: dict[str, Any] = {"padding": "max_length", "max_length": 64} if unmasked else {"padding": True}
+    inputs = {
+        **processor.tokenizer(texts, truncation=True, return_tensors="pt", **padding),
+        **processor.image_processor(noise(), return_tensors="pt"),
+    }
+    assert ("attention_mask" in inputs) != unmasked
+    with torch.no_grad():
+        return stock(**inputs).logits_per_image
+
+
+def our_logits(model: FusionDualEncoderModel, folder: Path | str, texts: list[str] = TEXTS) -> torch.Tensor:
+    """The same by our model, with captions padded to the longest of the batch."""
+    processor = load_processor_of(str(folder))
+    inputs = processor(text=texts, images=noise(), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return model.eval()(**inputs).logits_per_image
+
+
+def close(found: torch.Tensor, right: torch.Tensor) -> None:
+    assert right.std() > 0.05  # texts and images differ
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-5)

@@ -5,7 +5,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from mm_utils.run import checks, restarts
 
 PATIENCE = 90.0  # seconds, for a busy machine
 
@@ -49,3 +55,18 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:
+    """Set what torchelastic sets for one attempt of a launch; return the launchers' names."""
+    monkeypatch.setattr(checks, "end_with_launcher", lambda: None)  # there is none
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/te/{run_id}_{launch}/attempt_{attempt}/0/error.json")
+    return restarts.launcher_names()
+
+
+def begin_training(folder: Path, step: int) -> None:
+    """Record that training begins at a step."""
+    arguments: Any = SimpleNamespace(output_dir=str(folder))
+    restarts.RestartRecord().on_train_begin(arguments, TrainerState(global_step=step), TrainerControl())

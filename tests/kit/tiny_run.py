@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -203,7 +205,7 @@ def train(run: TinyRun) -> tuple[int, int, list[list[int]]]:
 def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
     """Call a module's function in a process of its own: its exit status, minus a signal's number, and what it returned."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "tests.faults.tiny_run"])
+    context.set_forkserver_preload([*PRELOADED, "tests.kit.tiny_run"])
     with tempfile.TemporaryDirectory() as folder:
         process = context.Process(target=_tell, args=(folder, function, args))
         process.start()
@@ -234,3 +236,32 @@ def losses(folder: Path) -> dict[int, float]:
         assert row["step"] not in rows, f"step {row['step']} is in the log twice"
         rows[row["step"]] = row.get("loss", 0.0)
     return found[True]
+
+
+class Signalled:
+    """Sends a signal to this process at a place of a step, so many times, on the ranks that are named."""
+
+    def __init__(
+        self, place: str, step: int, number: int, times: int = 1, pause: float = 0.0, only: int | None = None
+    ):
+        self.place, self.step, self.number, self.times, self.pause, self.only = place, step, number, times, pause, only
+
+    def __call__(self, place: str, step: int) -> None:
+        if (place, step) == (self.place, self.step) and self.only in (None, distributed.rank()):
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+                time.sleep(self.pause)
+
+
+def exiting(run: TinyRun) -> None:
+    """Ends as a script does."""
+    number, _, _ = train(run)
+    raise SystemExit(128 + number if number else 0)
+
+
+def exact_run(folder: Path, **arguments: Any) -> TinyRun:
+    return TinyRun(folder, dropout=0.0, exact=True, arguments=arguments)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)

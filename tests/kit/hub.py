@@ -6,11 +6,17 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
+
+if TYPE_CHECKING:
+    from mm_utils.reports.hub import HubPusher
 
 CUT = 0  # in place of a status: close the connection after half of the request
 
@@ -217,3 +223,48 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.commits.append(summary)
         oid = hashlib.sha1(body).hexdigest()
         self._answer(200, {"commitUrl": f"{self.server.endpoint}/{repo}/commit/{oid}", "commitOid": oid})
+
+
+TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A stand-in for the Hub that clients use here, where HF_HUB_OFFLINE=1 was read at the import, and in new processes."""
+    import huggingface_hub
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serve(TOKEN) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+MadePushers = Callable[..., "HubPusher"]
+
+
+@pytest.fixture
+def pusher() -> Iterator[MadePushers]:
+    """Makes pushers of an output folder, whose threads end with the test."""
+    from mm_utils.reports.hub import HubArguments, HubPusher
+
+    made = []
+
+    def make(output_dir: Path, timeout: float = 60.0, **arguments: Any) -> HubPusher:
+        args = HubArguments(push_to_hub=True, **arguments)
+        made.append(HubPusher(args, output_dir, timeout=timeout, retry_delays=(0.01, 0.01)))
+        return made[-1]
+
+    yield make
+    for hub in made:
+        wait_for_push(hub)
+
+
+def wait_for_push(hub: "HubPusher") -> None:
+    if hub._worker is not None:
+        hub._worker.join(120)
+        assert not hub._worker.is_alive()

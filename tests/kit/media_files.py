@@ -54,3 +54,34 @@ def media_rows(kind: str, contents: Sequence[bytes], **columns: Sequence[Any]) -
     features = Features.from_arrow_schema(table.schema)
     features["image"] = FEATURES[kind]
     return Dataset(table.cast(features.arrow_schema))
+
+
+def picture(seed: int, side: int = 90) -> Image.Image:
+    """Large smooth blobs: no two seeds look the same."""
+    cells = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(cells).resize((side + 20, side), Image.Resampling.BICUBIC)
+
+
+def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (grey, grey, grey)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def rows_with_moments(moments: list[Any], contents: Sequence[bytes] = (), seconds: Sequence[float] = ()) -> Dataset:
+    """A sound for each list of moments, with their phrases as caption; by default of 8 seconds, and not to be read."""
+    contents, seconds = contents or [b""] * len(moments), seconds or [8.0] * len(moments)
+    content = {
+        "id": [f"s{place}" for place in range(len(moments))],
+        "image": [{"bytes": content, "path": None} for content in contents],
+        "captions": [[", then ".join(moment["phrase"] for moment in listed or []) or "picture"] for listed in moments],
+        "seconds": seconds,
+        "moments": moments,
+    }
+    span = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))
+    stored = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    table = pa.table({name: pa.array(column, type={"moments": span, "image": stored}.get(name))
+                      for name, column in content.items()})  # fmt: skip
+    features = Features.from_arrow_schema(table.schema)
+    features["image"] = FEATURES["sound"]
+    return Dataset(table.cast(features.arrow_schema))

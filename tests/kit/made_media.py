@@ -10,7 +10,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.data.prepare.fault_images import save
+from tests.kit.fault_images import save
 
 SIDE = 32
 

@@ -1,0 +1,52 @@
+"""A labelled task for models of the tiny corpus."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+from tests.kit.corpora import COLOURS, SHAPES, draw
+
+
+@pytest.fixture(scope="module")
+def pretrained(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a few steps of pre-training left."""
+    from scripts import pretrain
+
+    folder = str(tmp_path_factory.mktemp("started"))
+    pretrain.main([*tiny_flags, "--output_dir", folder])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`train.jsonl` and `test.jsonl`: is the named thing what the picture shows?"""
+    root = tmp_path_factory.mktemp("questions")
+    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    for split, sizes in (("train", (40, 44, 48)), ("test", (46,))):
+        rows = []
+        for place, (colour, shape) in enumerate(kinds):
+            for size in sizes:
+                name = f"{colour}-{shape}-{size}.png"
+                draw(colour, shape, size).save(root / name)
+                for asked, answer in ((kinds[place], "yes"), (kinds[place - 1], "no")):
+                    rows.append({"image": name, "question": f"a {asked[0]} {asked[1]}", "answer": answer})
+        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture(scope="module")
+def finetuning_flags(pretrained: str, questions: Path) -> list[str]:
+    data = ["--train_file", str(questions / "train.jsonl"), "--validation_file", str(questions / "test.jsonl")]
+    short = ["--global_batch_size", "8", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
+    return ["--model_name_or_path", pretrained, *data, *short]
+
+
+def weights(folder: Path) -> dict[str, "torch.Tensor"]:
+    from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+
+    return FusionDualEncoderForClassification.from_pretrained(folder).state_dict()

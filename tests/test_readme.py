@@ -19,9 +19,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from mm_utils.arguments import parse_args
-from mm_utils.extras.frozen import callbacks as frozen
 from mm_utils.extras.launch.arguments import LaunchArguments, split_words
-from mm_utils.run import flags
 from scripts import embed, pretrain
 from tests.kit.commands import Command, parse
 from tests.kit.corpora import COLOURS, draw
@@ -145,32 +143,6 @@ def understand(line: str) -> Command:
 
 class Parsed(BaseException):
     """Raised in place of what a script does after it has read its arguments."""
-
-
-def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call a script until it has read and checked its arguments."""
-    assert command.module is not None
-    module = importlib.import_module(command.module)
-
-    def stop(*args: object, **kwargs: object) -> None:
-        raise Parsed
-
-    def parse_and_stop(*args: object, **kwargs: object) -> None:
-        real(*args, **kwargs)
-        raise Parsed
-
-    with monkeypatch.context() as patch:
-        for place in (module, flags, frozen):
-            if hasattr(place, "check_model"):
-                patch.setattr(place, "check_model", lambda *_: None)
-        if hasattr(module, "start_run"):
-            patch.setattr(module, "start_run", stop)
-            patch.setattr("mm_utils.extras.dry_run.dry_run.dry_run", stop)
-        else:
-            real = module.parse_args
-            patch.setattr(module, "parse_args", parse_and_stop)
-        with pytest.raises(Parsed):
-            module.main(command.argv)
 
 
 @pytest.fixture

@@ -32,11 +32,12 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     with monkeypatch.context() as patch:
-        if hasattr(module, "check_model"):
-            patch.setattr(module, "check_model", lambda *_: None)
+        for place in (module, flags, frozen):
+            if hasattr(place, "check_model"):
+                patch.setattr(place, "check_model", lambda *_: None)
         if hasattr(module, "start_run"):
             patch.setattr(module, "start_run", stop)
-            patch.setattr(module, "dry_run", stop)
+            patch.setattr("mm_utils.extras.dry_run.dry_run.dry_run", stop)
         else:
             real = module.parse_args
             patch.setattr(module, "parse_args", parse_and_stop)

@@ -141,10 +141,6 @@ def understand(line: str) -> Command:
     return Command(line, module, argv, distributed)
 
 
-class Parsed(BaseException):
-    """Raised in place of what a script does after it has read its arguments."""
-
-
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the repository's folders, and with the files that arguments name and parsers open."""

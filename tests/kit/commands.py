@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 import pytest
 
+from mm_utils.extras.frozen import callbacks as frozen
+from mm_utils.run import flags
+
 
 class Command(NamedTuple):
     """A command of a page: the module of its script, None for other programs, and the script's arguments."""

@@ -81,11 +81,6 @@ def features_of(medium: str) -> datasets.Features:
     return datasets.Features({**FEATURES, "image": media.FEATURES[medium], "seconds": datasets.Value("float64")})
 
 
-def store_rows(rows: Callable[..., Iterator[dict[str, Any]]], given: dict[str, Any], medium: str) -> datasets.Dataset:
-    """Write the rows that a generator makes of `given` into the datasets cache, once."""
-    return media.cached_rows(rows, features_of(medium), given)
-
-
 def shard_kind(url: str) -> str | None:
     """Return `parquet`, `arrow` or `tar` by the address, or None."""
     name = url.split("?")[0].lower()

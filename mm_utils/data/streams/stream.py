@@ -35,12 +35,13 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes
 from mm_utils.data.faults import Fault
+from mm_utils.data.media.medium import cached_rows
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.data.streams.order import InterleavedOrder
-from mm_utils.data.streams.rows import SUFFIXES, Row, check_columns, features_of, shard_kind, store_rows
+from mm_utils.data.streams.rows import SUFFIXES, Row, check_columns, features_of, shard_kind
 from mm_utils.data.streams.shards import DAMAGE, Shard, ShardReader, count_shards, expand
 from mm_utils.text import one_line
 
@@ -276,7 +277,7 @@ def _read_all(shards: list[Shard], source: Source) -> Dataset:
             f"shard {shards[0].url}; no row of validation can be used. Check --image_column and --caption_column."
         )
     # As a tuple, for a list would be shared out among processes.
-    return store_rows(_usable_rows, {"whole": (shards, source)}, source.medium)
+    return cached_rows(_usable_rows, features_of(source.medium), {"whole": (shards, source)})
 
 
 def _usable_rows(whole: tuple[Sequence[Shard], Source]) -> Iterator[dict[str, Any]]:

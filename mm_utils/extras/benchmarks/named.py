@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import yaml
 from datasets import Dataset, Features, concatenate_datasets
 from huggingface_hub import snapshot_download
@@ -20,6 +19,7 @@ from torchvision.models import ResNet50_Weights
 from mm_utils.data.pairs import first_rows, load_pairs, sources_of
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.rows.source import WORDNET_ID, DataArguments, PathArguments, Source
+from mm_utils.stored import place_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,9 @@ def fetch(benchmark: Benchmark, title: str, everything: bool = False) -> str:
     Raises:
         ValueError: if that fails.
     """
-    folder = Path(datasets.config.HF_DATASETS_CACHE, "tandem_benchmarks", benchmark.name)
+    folder = place_of(
+        "benchmarks", benchmark.name
+    )  # huggingface_hub checks what lies there, and goes on where it stopped
     files = None if everything else [benchmark.files, "*.txt"]
     advice = f"Check the connection and your access to {benchmark.dataset}, or give a local folder of it."
     try:

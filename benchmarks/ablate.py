@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.ablations.report import draw, report, summarise
 from benchmarks.ablations.runs import BUDGET, execute_all, plan, read_grid
 from benchmarks.harness import machine
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, required
 from mm_utils.distributed import RunError
 from mm_utils.run.start import run_script, set_up_logging
 
@@ -40,8 +40,8 @@ METRICS = (
 class AblationArguments:
     """What to compare, how often, by what."""
 
-    grid: str | None = arg(
-        None, "A YAML file of flags: common ones, and those of each variant, e.g. benchmarks/ablations/fusion.yaml."
+    grid: str = required(
+        "A YAML file of flags: common ones, and those of each variant, e.g. benchmarks/ablations/fusion.yaml."
     )
     seeds: int = arg(3, "Runs of each variant; with one there is no interval.")
     output_dir: str = arg("outputs/ablation", "A folder for each run, and the tables.")

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.ablations.report import interval
 from benchmarks.ablations.runs import Run, execute_all, plan, read_grid
 from benchmarks.harness import ROOT, machine
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.distributed import RunError
 from mm_utils.run.start import run_script, set_up_logging
@@ -42,7 +42,7 @@ CLOSED_FORM = re.compile(r"Projections start from the closed form of .*, (\d+) s
 class EfficiencyArguments:
     """What to reach, and by whom."""
 
-    target: float | None = arg(None, "The mean recall to be reached on the validation split.")
+    target: float = required("The mean recall to be reached on the validation split.")
     grid: str = arg(
         str(ROOT / "benchmarks/ablations/efficiency.yaml"), "Flags of the variants, as for benchmarks.ablate."
     )

@@ -214,7 +214,8 @@ def measure(
         step(number)
     synchronize(accelerator.device)
     setting["start_seconds"] = time.perf_counter() - begin
-    times, last = [], None
+    times: list[float] = []
+    last: Any = None
     for _ in range(args.rounds):
         begin = time.perf_counter()
         for number in range(args.steps):

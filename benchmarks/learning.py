@@ -154,7 +154,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (LearningArguments, DataArguments, LoaderArguments, ModelArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
-    args, others = given[LearningArguments], [given[each] for each in groups[1:]]
+    args = given[LearningArguments]
+    others: list[Any] = [given[each] for each in groups[1:]]
     set_up_logging()
     parts: dict[str, Any] = dict(zip(("data", "loader", "model"), map(asdict, others), strict=True))
     settings = {name: getattr(args, name) for name in ("minutes", "points", "global_batch_size")} | parts

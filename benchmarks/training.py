@@ -144,7 +144,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (BenchmarkArguments, DataArguments, LoaderArguments, ModelArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
-    args, others = given[BenchmarkArguments], [given[each] for each in groups[1:]]
+    args = given[BenchmarkArguments]
+    others: list[Any] = [given[each] for each in groups[1:]]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RunError("This measures one process at a time. Launch it with --num_processes 1.")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)

@@ -120,6 +120,11 @@ def _names(parsed: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(parsed)}
 
 
+def required(help: str, **metadata: Any) -> Any:
+    """Declare a flag without a default: the dataclass's ``__post_init__`` refuses None in a sentence of its own."""
+    return arg(None, help, **metadata)
+
+
 def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None, rest: str = "") -> Parsed:
     """Parse the command line into one instance of each dataclass.
 

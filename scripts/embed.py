@@ -16,7 +16,7 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 class EmbedArguments:
     """The model, the index, and a folder of images, clips or sounds."""
 
-    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
-    index_dir: str | None = arg(None, "The folder of the index; a new one, or one that is brought up to date.")
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
+    index_dir: str = required("The folder of the index; a new one, or one that is brought up to date.")
     images: str | None = arg(
         None,
         "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs. For a model of "

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from datasets import DatasetDict
 
-from mm_utils.arguments import arg, parse_args, to_dict
+from mm_utils.arguments import arg, parse_args, required, to_dict
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_split
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class EvalRetrievalArguments:
     """The model and the split to evaluate."""
 
-    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
     benchmark: str | None = arg(
         None,
         f"A benchmark: {', '.join(RETRIEVAL)}. Its test images with their first five captions, from the Hub or, with "

@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.labels import LabelledArguments, load_labelled
 from mm_utils.data.media.of_processor import kind_of_processor
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class EvalZeroShotArguments:
     """The model to evaluate, and the folder of the results."""
 
-    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
     per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     output_dir: str | None = arg(None, "Also write metrics.json, classes.csv and confusion.png to this folder.")
 

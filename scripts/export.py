@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class ExportArguments:
     """The model, and the folder that is made of it."""
 
-    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, a stock CLIP, or a Hub id.")
-    output_dir: str | None = arg(None, "The folder to write, a new one.")
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, a stock CLIP, or a Hub id.")
+    output_dir: str = required("The folder to write, a new one.")
     precision: str = arg("fp32", "fp32, fp16 and int8, or several of them, e.g. fp32,int8.")
     layout: str = arg("plain", "How files are named and laid: plain, transformers.js or immich.")
     reranker: str = arg(

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_utils.arguments import arg, launch_command, parse_args, to_dict
+from mm_utils.arguments import arg, launch_command, parse_args, required, to_dict
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 class MineArguments:
     """The model, the pairs, and where they go."""
 
-    model_name_or_path: str | None = arg(None, "The model: a run's folder, a checkpoint, or a Hub id.")
-    dataset_name: str | None = arg(None, "A folder that scripts/prepare_data.py wrote; only its train split is mined.")
-    output_dir: str | None = arg(None, "The new data set goes here; --dataset_name of a training script reads it.")
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
+    dataset_name: str = required("A folder that scripts/prepare_data.py wrote; only its train split is mined.")
+    output_dir: str = required("The new data set goes here; --dataset_name of a training script reads it.")
     per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")

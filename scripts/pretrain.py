@@ -52,9 +52,8 @@ def main(
     # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
     doors = Doors("pretrain", callbacks)
     given = parse_args(*flags.PRETRAINING, MediaArguments, *doors.arguments, argv=argv, doc=__doc__)
-    model_args, objective_args, args = (
-        given[kind] for kind in (flags.ModelArguments, flags.ObjectiveArguments, flags.TrainingArguments)
-    )
+    model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
+    args = given[flags.TrainingArguments]
     given[MediaArguments].check(given.settings)
     flags.check_flags(given)
     doors.open(given)

@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from mm_utils.arguments import arg, parse_args
+from mm_utils.arguments import arg, parse_args, required
 from mm_utils.extras.search.searcher import Searcher
 from mm_utils.files import read_regular_file
 from mm_utils.run.script import run_script, set_up_logging
@@ -24,7 +24,7 @@ from mm_utils.text import printable, shortened
 class SearchArguments:
     """The index, the query, and the form of the answer."""
 
-    index_dir: str | None = arg(None, "The folder that scripts/embed.py wrote.")
+    index_dir: str = required("The folder that scripts/embed.py wrote.")
     query: str | None = arg(None, "The text to search for; it may also stand alone, without this flag.")
     image: str | None = arg(
         None, "Search for what is similar to this file: an image or, in an index of sounds, a WAV file."
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.image:
         hits = searcher.search_file(args.image, args.top_k)
     else:
-        hits = searcher.search_text(args.query, args.top_k)
+        hits = searcher.search_text(args.query or "", args.top_k)
 
     # 4. Print.
     if args.json:

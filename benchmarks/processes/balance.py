@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     given = parse_args(BalanceBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
     args, model_args = given[BalanceBenchmarkArguments], given[ModelArguments]
     logging.basicConfig(level=logging.WARNING)
-    accelerator, results = make_accelerator(), []
+    accelerator = make_accelerator()
+    results: list[dict[str, Any]] = []
     for slower in map(float, args.slower.split(",")):
         equal, _ = timed_run(accelerator, args, model_args, slower, balance=False)
         balanced, rows = timed_run(accelerator, args, model_args, slower, balance=True)

@@ -148,7 +148,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     given = parse_args(CommunicationArguments, ModelArguments, argv=argv, doc=__doc__)
     args, model_args = given[CommunicationArguments], given[ModelArguments]
     logging.basicConfig(level=logging.WARNING)
-    accelerator, results = make_accelerator(), []
+    accelerator = make_accelerator()
+    results: list[dict[str, Any]] = []
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
     sizes = [None, args.micro_batch_size]
     for objectives in args.objectives_tried.split("/"):

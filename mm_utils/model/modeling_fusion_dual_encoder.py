@@ -891,7 +891,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         text_model: PreTrainedModel | None = None,
     ):
         super().__init__(config)
-        self._folder = os.path.abspath(self.name_or_path) if os.path.isdir(self.name_or_path) else self.name_or_path
+        name = self.name_or_path or ""
+        self._folder = os.path.abspath(name) if os.path.isdir(name) else name
         if not config.vision_widths:
             raise ValueError(
                 "The config does not say how wide the backbones' outputs are. Build new models with "
@@ -1025,7 +1026,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             ValueError: if there is no tower of that kind.
         """
         if medium is None or medium == self.config.medium:
-            return self.vision_model, self.visual_projection, self.config
+            config: Any = self.config
+            return self.vision_model, self.visual_projection, config
         if medium not in self.media:
             known = ", ".join(f"{kind}s" for kind in (self.config.medium, *self.media))
             raise ValueError(f"This model has no tower for {medium}s, only for {known}.")

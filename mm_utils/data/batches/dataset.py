@@ -143,8 +143,8 @@ class TrainingTransform(Transform):
         shown = None
         if SKIPPED not in row:
             rng = random.Random(f"{self.seed} {row['epoch']} {row['id']}")
-            example["pixel_values"], *seen = self._part(row, rng)
-            shown = Shown(*seen)
+            example["pixel_values"], size, window = self._part(row, rng)
+            shown = Shown(size, window)
         for reader in self.readers:
             example |= reader.example(row, shown, self.seed)
         return {**example, **feature_tensors(row, row["caption"])}

@@ -161,7 +161,7 @@ def _stamps(image: ImageRef, archives: dict[str, str]) -> str:
     return archives[path]
 
 
-def cut_into_chunks(items: Iterator[Record | BadRow]) -> Iterator[Chunk]:
+def cut_into_chunks(items: Iterable[Record | BadRow]) -> Iterator[Chunk]:
     """Cut rows into chunks: small ones first, to fill all cores, then large ones."""
     number, held = 0, []
     for item in items:

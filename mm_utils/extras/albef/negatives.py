@@ -56,7 +56,7 @@ class Negatives(ColumnReader):
         columns = [name for name in (NEGATIVES, "caption_keys", "languages") if name in rows.column_names]
         content = NEGATIVES, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())
         compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
-        options = {"title": "Tokenising negatives", "num_proc": num_proc}
+        options: dict[str, Any] = {"title": "Tokenising negatives", "num_proc": num_proc}
         features = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]})
         return add_columns(rows, columns, compute, Hasher.hash(content), **options, features=features)
 

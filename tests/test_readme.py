@@ -151,7 +151,11 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("pairs.jsonl", "b32.json"):
         (tmp_path / name).touch()
     (tmp_path / "photos").mkdir()
+    (tmp_path / "my_terms.py").write_text(
+        next(block for _, block in blocks(ROOT / "README.md") if "EmbeddingTerm" in block)
+    )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""Measure a step with encoders together and apart, beside what `--placement auto` predicts.
+"""Measure a step with encoders together and apart.
 
     torchrun --nproc_per_node 2 -m benchmarks.processes.placement --vocab_size 20000 --image_size 64 --output_file placement.json
 
@@ -9,7 +9,6 @@ On one machine, a slow network can be had in a namespace of its own, here 200 Mb
 
 Steps of the real `TrainStep`, on random pixels and captions of about 13 tokens that are in memory, so no loader takes part.
 Both placements take turns; a step is as long as on the slowest process, and of all steps of a placement the median counts.
-The prediction is made once, before them, as a run with `--placement auto` makes it.
 """
 
 import json
@@ -30,7 +29,6 @@ from benchmarks.harness import machine, synchronize
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
-from mm_utils.extras.placement.cost import predict
 from mm_utils.extras.placement.preparation import prepare
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.processor import load_processor
@@ -42,9 +40,9 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.step import TrainStep
 
 COLUMNS = {
-    "processes": "processes", "link": "link", "pairs": "pairs", "megabytes_per_second": "measured MB/s",
-    "split": "images on", "together_predicted": "together, predicted (s)", "together_measured": "measured (s)",
-    "apart_predicted": "apart, predicted (s)", "apart_measured": "measured (s)", "noise": "noise", "auto": "auto takes",
+    "processes": "processes", "link": "link", "pairs": "pairs",
+    "split": "images on", "together_measured": "together (s)",
+    "apart_measured": "apart (s)",
 }  # fmt: skip
 
 
@@ -96,7 +94,7 @@ def make_objective(model_args: ModelArguments) -> JointObjective:
 def measure(
     accelerator: Accelerator, pairs: int, args: PlacementBenchmarkArguments, model_args: ModelArguments
 ) -> dict[str, Any]:
-    """Predict and measure both placements of one batch size."""
+    """Measure both placements of one batch size."""
     part = None if args.micro_batch_size is None else str(args.micro_batch_size)
     given: dict[str, Any] = {
         "output_dir": "unused",
@@ -104,13 +102,9 @@ def measure(
         "global_batch_size": pairs,
         "micro_batch_size": part,
     }
-    batch = Rows(pairs, model_args, accelerator.device).batch()
-    prediction = predict(TrainingArguments(**given), accelerator, make_objective(model_args), batch)
-    costs, images = prediction.costs, prediction.images
-    result = {"processes": costs.world, "link": args.link, "pairs": pairs, "split": f"{images} of {costs.world}"}
-    result |= {"megabytes_per_second": costs.link.bandwidth / 1e6, "costs": str(costs), "noise": prediction.noise}
-    result |= {"together_predicted": costs.together(pairs), "apart_predicted": costs.apart(pairs, images)}
-    result["auto"] = "together" if prediction.reason_for_together else "apart"
+    world = distributed.world_size()
+    images = world // 2
+    result: dict[str, Any] = {"processes": world, "link": args.link, "pairs": pairs, "split": f"{images} of {world}"}
 
     steps, batches, times = {}, {}, {"together": list[float](), "apart": list[float]()}
     for name, placement in (("together", "together"), ("apart", f"apart:{images}")):
@@ -150,7 +144,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         accelerator.free_memory()
     if accelerator.is_main_process:
         table = markdown_table(list(COLUMNS.values()), [[result[name] for name in COLUMNS] for result in results])
-        sys.stdout.write(f"{table}\n\n{'; '.join(result['costs'] for result in results)}\n")
+        sys.stdout.write(f"{table}\n")
         if args.output_file:
             about = {"about": machine(), "results": results}
             Path(args.output_file).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

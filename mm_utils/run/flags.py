@@ -29,6 +29,18 @@ __all__ = [
     *("StreamingArguments", "TaskArguments", "TrainingArguments"),
 ]
 
+OF_NEW_MODELS = (
+    *(
+        "vision_model_name_or_path",
+        "text_model_name_or_path",
+        "vision_config",
+        "text_config",
+        "tokenizer_name_or_path",
+    ),
+    *("vocab_size", "image_size", "projection_dim", "vision_pooling", "text_pooling"),
+)
+"""Flags of a model that is built: a whole one has them in its configuration."""
+
 PRETRAINING = (
     *(DataArguments, StreamingArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
@@ -46,6 +58,13 @@ def check_flags(given: Parsed) -> None:
         ValueError: if one of them would have no effect, or two contradict each other.
     """
     check_model(given["model_name_or_path"])
+    if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:
+        for name in OF_NEW_MODELS:
+            if given[name] != getattr(ModelArguments, name):
+                raise ValueError(
+                    f"--{name} is {given[name]}, and --model_name_or_path is {given['model_name_or_path']}; a whole model has its "
+                    "own, and the flag would change nothing. Drop one of the two."
+                )
     streaming = bool(given["streaming"])
     if streaming and given["similar_captions_per_batch"] > 1:
         raise ValueError(

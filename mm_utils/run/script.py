@@ -3,6 +3,7 @@
 It stands apart from `mm_utils.run.start` because scripts that train nothing load it alone.
 """
 
+import errno
 import logging
 import sys
 import traceback
@@ -18,6 +19,8 @@ from mm_utils.distributed import RunError
 from mm_utils.reliability import failures
 from mm_utils.text import SafeFormatter, printable, redact
 
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
 
 def run_script(main: Callable[[], Any]) -> None:
     """Call a script's `main`; a user's mistake ends with one line and exit status 1.
@@ -29,22 +32,32 @@ def run_script(main: Callable[[], Any]) -> None:
         main()
         if workers := sys.modules.get("mm_utils.data.batches.workers"):  # only who has loaded it has any
             workers.end_workers()
-    except (RunError, ValueError, FloatingPointError) as error:
-        if monitor.report(error):
-            logging.getLogger("mm_utils").error("%s", error)
-            logging.getLogger("mm_utils").debug("Traceback:", exc_info=True)
-        monitor.fail()
+    except KeyboardInterrupt:
+        sys.excepthook = lambda *_: None  # the exit status stays that of the signal, without Python's report
+        raise
     except Exception as error:
-        if monitor.is_alone:
-            raise
-        if monitor.report(error):
-            logging.getLogger("mm_utils").exception("Process %d failed", distributed.rank())
+        _report(monitor, error)
         monitor.fail()
     except SystemExit:
         monitor.finish()
         raise
     else:
         monitor.finish()
+
+
+def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
+    """Log a user's mistake or a full disk in one line, and anything else with its traceback."""
+    logger, line = logging.getLogger("mm_utils"), ""
+    if isinstance(error, (RunError, ValueError, FloatingPointError)):
+        line = str(error)
+    elif isinstance(error, OSError) and error.errno in _OF_DISKS and error.filename:
+        line = f"{error.filename}: {error.strerror}. Free some space there, or give a folder that can be written."
+    elif monitor.is_alone:
+        raise error
+    if monitor.report(error):
+        logger.error("%s", line or f"Process {distributed.rank()} failed", exc_info=None if line else error)
+        if line:
+            logger.debug("Traceback:", exc_info=error)
 
 
 def set_up_logging(main: bool = True, local_main: bool = True) -> None:

@@ -39,8 +39,8 @@ class TrainingArguments:
     )
     placement: str = arg(
         "together",
-        "Encoders on processes: together (both on each), apart (images on some, texts on the others; apart:3 = images on 3), or "
-        "auto (as is predicted to be faster, from times measured at the start). It does not change what is learnt.",
+        "Encoders on processes: together (both on each), or apart (images on half of them, texts on the others; apart:3 = images "
+        "on 3). It does not change what is learnt.",
     )
     per_device_eval_batch_size: int = arg(
         64, "Rows per process and forward pass in evaluation. It does not change the metrics."
@@ -130,10 +130,10 @@ class TrainingArguments:
     @property
     def placed(self) -> tuple[str, int | None]:
         """The kind of `--placement`, and the number of processes with images that it sets."""
-        found = re.fullmatch(r"(together|auto|apart)(?:(?<=apart):([1-9]\d*))?", self.placement)
+        found = re.fullmatch(r"(together|apart)(?:(?<=apart):([1-9]\d*))?", self.placement)
         if found is None:
             raise ValueError(
-                f"--placement is {self.placement}; give together, apart, auto, or apart:N for N processes with the images."
+                f"--placement is {self.placement}; give together, apart (images on half of the processes), or apart:N for N processes with the images."
             )
         return found[1], int(found[2]) if found[2] else None
 

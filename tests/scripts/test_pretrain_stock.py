@@ -19,7 +19,16 @@ def test_a_stock_model_is_trained_resumed_and_written_as_it_came(kind, tiny_flag
     start, whole, resumed = (str(tmp_path / name) for name in ("start", "whole", "resumed"))
     write_stock(Path(start), kind)
     objective = "sigmoid,matching" if "siglip" in kind else "contrastive,matching"
-    flags = [*tiny_flags, "--model_name_or_path", start, "--objectives", objective, "--max_steps", "2"]
+    flags = [
+        *tiny_flags[:2],
+        *tiny_flags[4:],
+        "--model_name_or_path",
+        start,
+        "--objectives",
+        objective,
+        "--max_steps",
+        "2",
+    ]
     flags += ["--save_steps", "1", "--fusion_dim", "64", "--load_best_model_at_end", "false"]  # the start is the best
     metrics = pretrain.main([*flags, "--output_dir", whole])
     checkpoint = f"{whole}/checkpoint-1"
@@ -53,7 +62,8 @@ def test_a_stock_model_is_trained_resumed_and_written_as_it_came(kind, tiny_flag
 def test_siglips_frozen_text_tower_which_reads_padding_runs_once_and_gives_the_same(tiny_flags, tmp_path):
     start = write_stock(tmp_path / "start", "siglip")
     flags = [
-        *tiny_flags,
+        *tiny_flags[:2],
+        *tiny_flags[4:],
         "--model_name_or_path",
         start,
         "--objectives",
@@ -74,7 +84,15 @@ def test_siglips_frozen_text_tower_which_reads_padding_runs_once_and_gives_the_s
 def test_clip_is_finetuned_and_rehearsed(tiny_flags, tmp_path):
     start = write_stock(tmp_path / "start", "clip")
     found = pretrain.main(
-        [*tiny_flags, "--model_name_or_path", start, "--dry_run", "--output_dir", str(tmp_path / "a")]
+        [
+            *tiny_flags[:2],
+            *tiny_flags[4:],
+            "--model_name_or_path",
+            start,
+            "--dry_run",
+            "--output_dir",
+            str(tmp_path / "a"),
+        ]
     )
     assert found["dry_run_steps"] > 0
     short = ["--task", "scenes:colour", "--max_train_samples", "16", "--max_eval_samples", "8", "--max_steps", "2"]
@@ -89,7 +107,7 @@ def test_adapters_of_a_stock_model_are_trained_resumed_and_merged(kind, objectiv
     """The vision tower by adapters, the text tower not at all; the head and the scalars as ever."""
     pytest.importorskip("peft")
     start = write_stock(tmp_path / "start", kind)
-    flags = [*tiny_flags, "--model_name_or_path", start, "--max_steps", "2", "--save_steps", "1"]
+    flags = [*tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", start, "--max_steps", "2", "--save_steps", "1"]
     flags += [
         "--lora_rank",
         "2",

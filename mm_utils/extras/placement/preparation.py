@@ -15,7 +15,6 @@ from mm_utils.data.batches.machine_limits import check_loading
 from mm_utils.data.streams.stream import Stream
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.placement.apart import ApartObjective, TowerExchange
-from mm_utils.extras.placement.cost import predict
 from mm_utils.extras.placement.split import Split
 from mm_utils.objectives import JointObjective, Objective, RowTerm
 from mm_utils.objectives.contrastive import Contrastive
@@ -99,27 +98,18 @@ def choose_split(
     world = distributed.world_size()
     if kind == "together":
         return None
-    reason = reason_against(args, accelerator, objective, data)
-    if reason and kind == "apart":
+    if reason := reason_against(args, accelerator, objective, data):
         raise ValueError(f"--placement is {args.placement}; {reason}")
-    if world == 1 or reason:
-        logger.info(
-            "--placement is %s; both encoders are on each process: %s", args.placement, reason or "there is one."
-        )
+    if world == 1:
+        logger.info("--placement is %s; both encoders are on the one process", args.placement)
         return None
-    if images is not None:
-        if images >= world:
-            raise ValueError(
-                f"--placement is {args.placement}; of {world} processes that leaves none for the texts. Give at most "
-                f"apart:{world - 1}."
-            )
-        return Split(images, world - images)
-    assert isinstance(objective, JointObjective)
-    found = predict(args, accelerator, objective, next(iter(data.train_batches(0, 1))))
-    reason = found.reason_for_together if kind == "auto" else None
-    stays = f"; both encoders stay on each process: {reason}" if reason else ""
-    logger.info("--placement %s: %s%s", kind, found, stays)
-    return None if reason else Split(found.images, world - found.images)
+    images = world // 2 if images is None else images
+    if images >= world:
+        raise ValueError(
+            f"--placement is {args.placement}; of {world} processes that leaves none for the texts. Give at most "
+            f"apart:{world - 1}."
+        )
+    return Split(images, world - images)
 
 
 def reason_against(

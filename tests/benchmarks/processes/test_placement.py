@@ -42,8 +42,6 @@ def measured_on_this_rank(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_short_run(tmp_path: Path) -> None:
     results = run_on_ranks(2, measured_on_this_rank, tmp_path / "placement.json")
-    predicted = [[(row["together_predicted"], row["apart_predicted"]) for row in rows] for rows in results]
-    assert predicted[0] == predicted[1]  # or the processes would decide differently
     assert [row["pairs"] for row in results[0]] == [8, 12]
     assert all(min(row["together_measured"], row["apart_measured"]) > 0 for row in results[0])
     assert (tmp_path / "placement.md").read_text().count("| 1 of 2 |") == 2

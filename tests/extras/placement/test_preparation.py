@@ -10,15 +10,13 @@ from torch import nn
 
 from mm_utils import distributed
 from mm_utils.data.streams.stream import Stream
-from mm_utils.extras.placement import preparation
-from mm_utils.extras.placement.cost import Costs, Encoder, Link, Prediction
 from mm_utils.extras.placement.preparation import choose_split
 from mm_utils.extras.placement.split import Split
 from mm_utils.objectives import Objective
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.objectives import tiny_model, tiny_objective
 
-DATA = SimpleNamespace(order=None, features=None, train_batches=lambda first, stop: iter([{}]))
+DATA = SimpleNamespace(order=None, features=None)
 MACHINES = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, scaler=None)
 
 
@@ -32,14 +30,15 @@ def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
 
 
-@pytest.mark.parametrize("wrong", ["", "apart:0", "apart:", "auto:2", "together:1", "apart:two", "elsewhere"])
+@pytest.mark.parametrize("wrong", ["", "apart:0", "apart:", "auto", "together:1", "apart:two", "elsewhere"])
 def test_another_placement_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match=f"--placement is {wrong}; give together, apart, auto, or apart:N"):
+    with pytest.raises(ValueError, match=f"--placement is {wrong}; give together, apart "):
         TrainingArguments(placement=wrong)
 
 
 def test_a_given_split_is_taken_and_both_sides_have_a_process() -> None:
     assert split("apart:3") == Split(3, 1)
+    assert split("apart") == Split(2, 2)
     assert split("together", data=None) is None
     with pytest.raises(ValueError, match=r"of 4 processes that leaves none for the texts\. Give at most apart:3"):
         split("apart:4")
@@ -48,8 +47,8 @@ def test_a_given_split_is_taken_and_both_sides_have_a_process() -> None:
 def test_one_process_has_both_encoders(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(distributed, "world_size", lambda: 1)
     caplog.set_level(logging.INFO, logger="mm_utils")
-    assert split("apart") is split("auto") is split("apart:2") is None
-    assert "there is one" in caplog.text
+    assert split("apart") is split("apart:2") is None
+    assert "on the one process" in caplog.text
 
 
 def several_media() -> Objective:
@@ -78,30 +77,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_apart_is_refused_and_auto_leaves_it_together(
-    case: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_apart_is_refused(case: str) -> None:
     reason, given = REFUSED[case]
     if "objective" in given:
         made = given["objective"]
         given = given | {"objective": made() if callable(made) else tiny_objective(made)}
     with pytest.raises(ValueError, match=f"--placement is apart; .*{reason}.*[Tt]ogether|{reason}.*Give a number"):
         split("apart", **given)
-    caplog.set_level(logging.INFO, logger="mm_utils")
-    assert split("auto", **given) is None
-    assert reason in caplog.text
-
-
-@pytest.mark.parametrize(("bandwidth", "chosen"), [(1e12, None), (1e6, Split(2, 2))])
-def test_auto_takes_what_is_predicted_to_be_faster_and_says_both(
-    bandwidth: float, chosen: Split | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    encoder = Encoder(0.0, 0.01, 10**7)
-    costs = Costs(encoder, encoder, Link(0.0, bandwidth), 4, 64, 32, None)
-    monkeypatch.setattr(preparation, "predict", lambda *given: Prediction(64, costs, (costs,) * 7))
-    caplog.set_level(logging.INFO, logger="mm_utils")
-    assert split("auto") == chosen
-    assert split("apart") == Split(2, 2)
-    said = f"{costs.together(64):.3g} s together, and {costs.apart(64, 2):.3g} s apart, with images on 2 of 4"
-    assert caplog.text.count(said) == 2
-    assert ("both encoders stay on each process: apart is slower" in caplog.text) is (chosen is None)

@@ -2,11 +2,14 @@
 
 import errno
 import logging
+import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
 from mm_utils.arguments import is_rare, parse_args
+from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
 from mm_utils.run.script import run_script
@@ -39,7 +42,12 @@ def test_a_field_is_of_one_dataclass_alone() -> None:
         assert len(names) == len(set(names))
 
 
-def test_a_full_disk_is_one_line_and_other_errors_keep_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_one_line_and_other_errors_keep_their_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = SimpleNamespace(is_alone=True, report=lambda _: True, fail=lambda: sys.exit(1), finish=lambda: None)
+    monkeypatch.setattr(failures, "start_monitor", lambda: alone)
+
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/data/out/index.arrow")
 

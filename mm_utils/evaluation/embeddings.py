@@ -68,16 +68,19 @@ class Texts:
 class Keyed(NamedTuple):
     """Unit embeddings `[N, E]`, image ids `[N]`, keys of captions `[N, C]`, -1 where fewer.
 
-    Captions are None where none is equal to one of another image.
+    Captions are None where none is equal to one of another image. `group` is a number that is shared by images with an equal
+    caption, and by those that such images connect: only groups are independent. Without equal captions it is the image's id.
     """
 
     embeds: Tensor
     key: Tensor
+    group: Tensor
     captions: Tensor | None = None
 
     def take(self, part: slice | Tensor) -> "Keyed":
         """Return some of the rows."""
-        return Keyed(self.embeds[part], self.key[part], None if self.captions is None else self.captions[part])
+        captions = None if self.captions is None else self.captions[part]
+        return Keyed(self.embeds[part], self.key[part], self.group[part], captions)
 
 
 def right_items(queries: Keyed, items: Keyed, item_QK: Tensor | None = None) -> Tensor:
@@ -124,20 +127,39 @@ class Embeddings:
     def directions(self) -> dict[str, tuple[Keyed, Keyed]]:
         """Queries and items of each direction of retrieval."""
         if self.text_key_T is None:
-            images, captions = Keyed(self.image_ME, self.image_key_M), Keyed(self.text_TE, self.caption_key_T)
+            images = Keyed(self.image_ME, self.image_key_M, self.image_key_M)
+            captions = Keyed(self.text_TE, self.caption_key_T, self.caption_key_T)
         else:
-            images = Keyed(self.image_ME, self.image_key_M, self._captions_of_images(self.text_key_T))
-            captions = Keyed(self.text_TE, self.caption_key_T, self.text_key_T[:, None])
+            group_M = self.group_M
+            images = Keyed(self.image_ME, self.image_key_M, group_M, self._captions_of_images(self.text_key_T))
+            captions = Keyed(self.text_TE, self.caption_key_T, group_M[self._owner_T], self.text_key_T[:, None])
         return {"text_to_image": (captions, images), "image_to_text": (images, captions)}
+
+    @property
+    def group_M(self) -> Tensor:
+        """The group of each image, see `Keyed`: the least id of an image in it."""
+        if self.text_key_T is None:
+            return self.image_key_M
+        _, place_T = self.text_key_T.unique(return_inverse=True)
+        group_M, before_M = self.image_key_M, torch.full_like(self.image_key_M, -1)
+        while not torch.equal(group_M, before_M):
+            before_M, largest_T = group_M, torch.full_like(place_T, torch.iinfo(torch.long).max)
+            least_T = largest_T.scatter_reduce(0, place_T, group_M[self._owner_T], "amin")[place_T]
+            group_M = group_M.scatter_reduce(0, self._owner_T, least_T, "amin")
+        return group_M
+
+    @property
+    def _owner_T(self) -> Tensor:
+        """The place of each caption's image."""
+        sorted_M, order_M = self.image_key_M.sort()
+        return order_M[torch.searchsorted(sorted_M, self.caption_key_T)]
 
     def _captions_of_images(self, text_key_T: Tensor) -> Tensor:
         """Return the keys of each image's captions, `[M, C]`, -1 where it has fewer."""
-        sorted_M, order_M = self.image_key_M.sort()
-        owner_T = order_M[torch.searchsorted(sorted_M, self.caption_key_T)]
-        owner_T, order_T = owner_T.sort(stable=True)
-        count_M = owner_T.bincount(minlength=len(order_M))
+        owner_T, order_T = self._owner_T.sort(stable=True)
+        count_M = owner_T.bincount(minlength=len(self.image_key_M))
         place_T = torch.arange(len(owner_T), device=owner_T.device) - (count_M.cumsum(0) - count_M)[owner_T]
-        keys_MC = text_key_T.new_full((len(order_M), int(count_M.max())), -1)
+        keys_MC = text_key_T.new_full((len(count_M), int(count_M.max())), -1)
         keys_MC[owner_T, place_T] = text_key_T[order_T]
         return keys_MC
 

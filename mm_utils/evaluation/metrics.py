@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mm_utils.evaluation.embeddings import LISTED, Embeddings, Places, cosine_places
+from mm_utils.evaluation.embeddings import LISTED, Embeddings, Keyed, Places, cosine_places
 from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
+FEW_GROUPS = 20  # fewer clusters give intervals that are too narrow (Cameron and Miller, 2015)
 BLOCK = 4096  # rows in double precision at a time: 16 MiB at a width of 512
 _NORMAL_95 = 1.959964  # 97.5 % quantile of the normal distribution
 
@@ -38,19 +39,30 @@ def share_with_interval(name: str, right_N: Tensor) -> dict[str, float]:
     return {name: right_N.double().mean().item(), f"{name}_low": low, f"{name}_high": high}
 
 
-def mean_interval(value_Q: Tensor, image_key_Q: Tensor) -> tuple[float, float]:
+def mean_interval(value_Q: Tensor, group_Q: Tensor) -> tuple[float, float]:
     """Return the mean of Q values in [-1, 1], and half the width of its 95 % interval.
 
-    Captions of one image are not independent, so the interval is one over images: the variance is that of a ratio of
-    sums over images (Cochran, Sampling Techniques, 1977, section 6.3). A bootstrap over images finds the same, with noise.
-    If all values are equal, the variance is 0; half the width is then 3 / images (the rule of three).
+    Captions of one image are not independent, nor are images with equal captions, so the interval is one over groups of them
+    (`Keyed.group`): the variance is that of a ratio of sums over M groups (Cochran, Sampling Techniques, 1977, section 6.3). A
+    bootstrap over groups finds the same, with noise. If all values are equal, the variance is 0; half the width is then 3 / M
+    (the rule of three).
     """
     value_Q = value_Q.double()
-    _, place_Q, count_M = image_key_Q.unique(return_inverse=True, return_counts=True)
+    _, place_Q, count_M = group_Q.unique(return_inverse=True, return_counts=True)
     images, mean = len(count_M), value_Q.mean()
     residual_M = torch.zeros(images, dtype=value_Q.dtype, device=value_Q.device).index_add_(0, place_Q, value_Q - mean)
     variance = (residual_M**2).sum().item() * images / max(1, images - 1) / len(value_Q) ** 2
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
+
+
+def mean_of_queries(value_Q: Tensor, queries: Keyed) -> dict[str, float | None]:
+    """Return the mean of values as `value`, and `half_width_95` of its interval.
+
+    That is None where equal captions leave fewer than `FEW_GROUPS` independent groups: no interval could be relied on.
+    """
+    value, half = mean_interval(value_Q, queries.group)
+    groups, images = len(queries.group.unique()), len(queries.key.unique())
+    return {"value": value, "half_width_95": None if groups < min(images, FEW_GROUPS) else half}
 
 
 def mean_with_interval(name: str, value_N: Tensor, group_N: Tensor) -> dict[str, float]:

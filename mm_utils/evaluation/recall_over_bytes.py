@@ -31,7 +31,7 @@ from torch.nn.functional import normalize
 
 from mm_utils.embedding_codes import hamming, quantize_int8, rotate, to_bits
 from mm_utils.evaluation.embeddings import Embeddings, Keyed, best_rank, right_items
-from mm_utils.evaluation.metrics import CUTOFFS, mean_interval
+from mm_utils.evaluation.metrics import CUTOFFS, mean_of_queries
 from mm_utils.files import write_atomic
 from mm_utils.reports.plots import COLORS, INK, MUTED, new_figure, save_figure, set_title, style_axes
 
@@ -71,20 +71,20 @@ def recall_over_bytes(split: Embeddings) -> list[dict[str, Any]]:
         rows with `dimensions`, `code`, `bytes` of an image, and `recall@1` ... with half the width of their 95 % intervals.
     """
     queries, images = (
-        Keyed(side.embeds.cpu().float(), side.key.cpu(), None if side.captions is None else side.captions.cpu())
+        Keyed(*(each if each is None else each.cpu() for each in side))._replace(embeds=side.embeds.cpu().float())
         for side in split.directions["text_to_image"]
     )
     count = len(queries.key)
     chosen_Q = torch.arange(min(count, _QUERIES)) * count // min(count, _QUERIES)
-    key_Q, full = queries.key[chosen_Q], images.embeds.shape[1]
-    right_QN = right_items(queries.take(chosen_Q), images)
+    chosen, full = queries.take(chosen_Q), images.embeds.shape[1]
+    right_QN = right_items(chosen, images)
     widths = [2**power for power in range(_LEAST_POWER, full.bit_length()) if 2**power < full]
     rows = []
     for width in (full, *reversed(widths)):
-        query_QE, image_NE = (normalize(each[:, :width], dim=1) for each in (queries.embeds[chosen_Q], images.embeds))
+        query_QE, image_NE = (normalize(each[:, :width], dim=1) for each in (chosen.embeds, images.embeds))
         for code, size in BYTES.items():
             rank_Q = _ranks(query_QE, _coded(image_NE, code), right_QN)
-            recalls = {f"recall@{k}": _interval(rank_Q <= k, key_Q) for k in CUTOFFS}
+            recalls = {f"recall@{k}": mean_of_queries(rank_Q <= k, chosen) for k in CUTOFFS}
             rows.append({"dimensions": width, "code": code, "bytes": math.ceil(size * width), **recalls})
     return rows
 
@@ -117,11 +117,6 @@ def _two_passes(image_NE: np.ndarray) -> Scores:
         return torch.full_like(score_QN, -torch.inf).scatter_(1, near_QK, score_QN.gather(1, near_QK))
 
     return scores
-
-
-def _interval(value_Q: Tensor, key_Q: Tensor) -> dict[str, float]:
-    value, half_width = mean_interval(value_Q, key_Q)
-    return {"value": value, "half_width_95": half_width}
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

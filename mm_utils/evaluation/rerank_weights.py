@@ -1,7 +1,7 @@
 """Weights of the fusion head's voices beside the cosine: fitted, 0 where one does not help.
 
 A voice's weight on the training pairs says nothing, because the towers rank those right already. So weights are fitted on the
-validation split. Its own figures are cross-fitted: the images are cut into two folds, and each fold is ranked with the weights
+validation split. Its own figures are cross-fitted: the images, those with equal captions together, are cut into two folds, and each fold is ranked with the weights
 fitted on the other. If that does not gain beyond its interval of 95 %, all weights are 0. The weights that the model keeps are
 then fitted on both folds together; other splits play no part.
 
@@ -26,12 +26,12 @@ class Listed(NamedTuple):
     cosine_QK: Tensor  # scaled cosines
     voices_VQK: Tensor
     right_QK: Tensor  # whether the candidate is right
-    key_Q: Tensor  # id of the image that the query is, or belongs to
+    group_Q: Tensor  # images with equal captions are one group, see `Keyed`
 
     def of_fold(self, fold: int) -> "Listed":
         """Return the queries of one fold."""
-        mine = self.key_Q % FOLDS == fold
-        return Listed(self.cosine_QK[mine], self.voices_VQK[:, mine], self.right_QK[mine], self.key_Q[mine])
+        mine = self.group_Q % FOLDS == fold
+        return Listed(self.cosine_QK[mine], self.voices_VQK[:, mine], self.right_QK[mine], self.group_Q[mine])
 
 
 def fit_weights(directions: list[Listed]) -> list[float]:
@@ -69,7 +69,7 @@ def fit_weights(directions: list[Listed]) -> list[float]:
 def helps(ranks: dict[str, DirectionRanks]) -> bool:
     """Return whether re-ranking gains recall@1 beyond its interval, and loses in no direction."""
     gains = [
-        mean_interval((each.reranked_Q <= 1).double() - (each.cosine_Q <= 1).double(), each.image_key_Q)
+        mean_interval((each.reranked_Q <= 1).double() - (each.cosine_Q <= 1).double(), each.queries.group)
         for each in ranks.values()
     ]
     return min(gain for gain, _ in gains) >= 0 and sum(gain - half_width for gain, half_width in gains) > 0

@@ -26,6 +26,7 @@ from mm_utils import distributed
 from mm_utils.evaluation.embeddings import (
     LISTED,
     Embeddings,
+    Keyed,
     Places,
     Texts,
     best_rank,
@@ -66,7 +67,7 @@ def describe_weights(model: FusionDualEncoderModel) -> str:
 class DirectionRanks:
     """Ranks of all queries of one direction, from 1, the same on all ranks."""
 
-    image_key_Q: Tensor  # id of the image that each query is, or belongs to
+    queries: Keyed
     cosine: Places  # by the two towers alone
     # Ranks after re-ranking the first 1, 2, 4 ... K candidates, by that number; empty without a head.
     by_first: dict[int, Tensor] = field(default_factory=dict)
@@ -157,12 +158,12 @@ def rank_directions(
     """
     ranks = {}
     for direction, (queries, items) in split.directions.items():
-        ranked = ranks[direction] = DirectionRanks(queries.key, cosine_places(queries, items))
+        ranked = ranks[direction] = DirectionRanks(queries, cosine_places(queries, items))
         if candidates is None or scores is None or weight_FV is None:
             continue
         found = candidates[direction]
         right_QK = right_items(queries, items, found.item)
-        score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.key)
+        score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.group)
         ranked.reranked_scores, place_QK = score_QK.sort(1, descending=True)
         ranked.reranked_items = found.item.gather(1, place_QK)
         for first in numbers_of_candidates(found.item.shape[1]):

@@ -152,7 +152,7 @@ class RetrievalEvaluator:
         if self.fits:
             weight_FV = self._fit(model, split, candidates, scores, scale, list(weights))
         self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
-        score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.image_key_M[probes.image_P])
+        score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.group_M[probes.image_P])
         others |= probes.shares(score_P2, "rerank_{}_accuracy")
         return retrieval_metrics(split, self.directions) | others | embedding_health(split)
 
@@ -183,7 +183,7 @@ class RetrievalEvaluator:
     ) -> Tensor:
         """Write the weights fitted on the split into the config; return each fold's, `[F, V]`."""
         listed = [
-            Listed(scale * found.cosine, scores(found.pair), right_items(queries, items, found.item), queries.key)
+            Listed(scale * found.cosine, scores(found.pair), right_items(queries, items, found.item), queries.group)
             for found, (queries, items) in zip(candidates.values(), split.directions.values(), strict=True)
         ]
         of_fold = [fit_weights([one.of_fold(1 - fold) for one in listed]) for fold in range(FOLDS)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
 from mm_utils.evaluation.embeddings import right_items
-from mm_utils.evaluation.metrics import CUTOFFS, mean_interval, measures_of_queries
+from mm_utils.evaluation.metrics import CUTOFFS, mean_of_queries, measures_of_queries
 from mm_utils.evaluation.recall_over_bytes import report_sizes
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
@@ -33,6 +33,7 @@ from mm_utils.reports.plots import (
     set_title,
     style_axes,
 )
+from mm_utils.text import with_half_width
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +87,8 @@ def direction_figures(ranks: DirectionRanks) -> dict[str, Any]:
         of queries that have a right item among these candidates.
     """
 
-    def figure(value_Q: Tensor) -> dict[str, float]:
-        value, half_width = mean_interval(value_Q, ranks.image_key_Q)
-        return {"value": value, "half_width_95": half_width}
-
-    def figures(values: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-        return {name: figure(value_Q) for name, value_Q in values.items()}
+    def figures(values: dict[str, Tensor]) -> dict[str, dict[str, float | None]]:
+        return {name: mean_of_queries(value_Q, ranks.queries) for name, value_Q in values.items()}
 
     before = measures_of_queries(ranks.cosine)
     found: dict[str, Any] = {"queries": len(ranks.cosine_Q), "dual_encoder": figures(before)}
@@ -102,7 +99,7 @@ def direction_figures(ranks: DirectionRanks) -> dict[str, Any]:
     curve = [
         {
             "candidates": first,
-            "ceiling": figure(ranks.cosine_Q <= first),
+            "ceiling": mean_of_queries(ranks.cosine_Q <= first, ranks.queries),
             **figures({f"recall@{k}": rank_Q <= k for k in CUTOFFS}),
         }
         for first, rank_Q in ranks.by_first.items()
@@ -146,7 +143,7 @@ def _draw_curve(ax: Axes, curve: list[dict[str, Any]]) -> None:
     firsts = [row["candidates"] for row in curve]
     for k, color in zip(CUTOFFS, COLORS, strict=False):
         values = [row[f"recall@{k}"]["value"] for row in curve]
-        halves = [row[f"recall@{k}"]["half_width_95"] for row in curve]
+        halves = [row[f"recall@{k}"]["half_width_95"] or 0.0 for row in curve]
         low, high = ([value + sign * half for value, half in zip(values, halves, strict=True)] for sign in (-1, 1))
         ax.fill_between(firsts, low, high, color=color, alpha=0.12, linewidth=0)
         ax.plot(firsts, values, color=color, linewidth=1.8, marker="o", markersize=3, label=f"R@{k}")
@@ -218,13 +215,12 @@ def _table(found: dict[str, dict[str, Any]]) -> list[str]:
             for column, sign in (("dual_encoder", ""), ("reranked", ""), ("difference", "+")):
                 if column in figures:
                     one = figures[column][measure]
-                    cell = f"{one['value']:{sign}.3f} ± {one['half_width_95']:.3f}"
-                    line += f"{cell:<18}"
+                    line += f"{with_half_width(one, sign):<18}"
             lines.append(line)
         if "curve" in figures:
             last = figures["curve"][-1]
             name = f"  ceiling, R@{last['candidates']}"
-            lines.append(f"{name:<28}{last['ceiling']['value']:.3f} ± {last['ceiling']['half_width_95']:.3f}")
+            lines.append(f"{name:<28}{with_half_width(last['ceiling'])}")
     return [line.rstrip() for line in lines]
 
 

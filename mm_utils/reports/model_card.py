@@ -13,7 +13,15 @@ from huggingface_hub import EvalResult, ModelCardData
 from mm_utils.data.media import COLUMNS
 from mm_utils.files import optional_file
 from mm_utils.reports.card_results import RETRIEVAL_TAGS
-from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
+from mm_utils.text import (
+    markdown_table,
+    markdown_text,
+    printable,
+    publishable,
+    redact,
+    with_half_width,
+    without_secrets,
+)
 
 _EXAMPLES = {  # of code: what a person has, how to make some, and a text
     "image": (
@@ -285,7 +293,7 @@ def _sizes(path: Path, medium: str) -> list[str]:
         return []
     rows = [
         [f"{row['dimensions']:,}", row["code"], f"{row['bytes']:,}"]
-        + [f"{row[name]['value']:.3f} ± {row[name]['half_width_95']:.3f}" for name in ("recall@1", "recall@10")]
+        + [with_half_width(row[name]) for name in ("recall@1", "recall@10")]
         for row in json.loads(path.read_text(encoding="utf-8"))
     ]
     titles = ["dimensions", "stored as", f"bytes {an(medium)}", f"text to {medium} R@1", "R@10"]

@@ -10,8 +10,15 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils.evaluation import metrics
-from mm_utils.evaluation.embeddings import Embeddings
-from mm_utils.evaluation.metrics import embedding_health, mean_interval, share_with_interval, wilson_interval
+from mm_utils.evaluation.embeddings import Embeddings, Texts, cosine_places
+from mm_utils.evaluation.metrics import (
+    FEW_GROUPS,
+    embedding_health,
+    mean_interval,
+    mean_of_queries,
+    share_with_interval,
+    wilson_interval,
+)
 from tests.kit.truthful_model import split_of
 
 
@@ -138,3 +145,50 @@ def test_no_matrix_of_all_pairs_is_held() -> None:
     with Sizes():
         embedding_health(split)
     assert 0 < largest <= 900 * 8
+
+
+def split_of_kinds(kinds: int, media: int, captions: int, generator: torch.Generator) -> Embeddings:
+    """Media of a kind share all their captions."""
+    kind_M, count = torch.arange(kinds).repeat_interleave(media), kinds * media
+    owner_T = torch.arange(count).repeat_interleave(captions)
+    text_T = kind_M[owner_T] * captions + torch.arange(captions).repeat(count)
+    centre = torch.randn(kinds, 16, generator=generator)
+    image_ME = centre[kind_M] + torch.randn(count, 16, generator=generator)
+    text_TE = (centre.repeat_interleave(captions, 0) + torch.randn(kinds * captions, 16, generator=generator))[text_T]
+    image_ME, text_TE = (torch.nn.functional.normalize(rows, dim=1) for rows in (image_ME, text_TE))
+    texts = Texts(torch.zeros(len(owner_T), 1), torch.ones(len(owner_T), 1))
+    keys = 3 * torch.arange(count)
+    return Embeddings(image_ME, text_TE, keys, keys[owner_T], torch.arange(count), texts, text_key_T=text_T)
+
+
+def test_images_that_share_captions_are_one_group() -> None:
+    """Also where only a third image connects two."""
+    split = split_of_kinds(4, 2, 1, torch.Generator().manual_seed(0))
+    split.text_key_T = torch.tensor([0, 1, 2, 3, 1, 2, 6, 7])
+    assert split.group_M.tolist() == [0, 3, 6, 9, 3, 6, 18, 21]
+    captions = torch.tensor([0, 0, 3, 3, 6, 9])  # two captions of the first two images
+    split.caption_key_T, split.text_key_T = captions, torch.tensor([5, 4, 4, 3, 3, 8])
+    split.image_key_M = torch.tensor([9, 6, 3, 0])
+    assert split.group_M.tolist() == [9, 0, 0, 0]
+    split.text_key_T = None
+    assert split.group_M is split.image_key_M
+
+
+@pytest.mark.parametrize("kinds", [10, 40])
+def test_equal_captions_do_not_narrow_the_interval(kinds: int) -> None:
+    """Kinds, media and captions are drawn anew: how often does the interval hold the true mean?"""
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(150):
+        queries, items = split_of_kinds(kinds, 4, 2, generator).directions["text_to_image"]
+        right_Q = (cosine_places(queries, items).rank_Q <= 1).double()
+        found.append((mean_of_queries(right_Q, queries), mean_interval(right_Q, queries.key)[1]))
+    truth = sum(one["value"] for one, _ in found) / len(found)
+    if kinds < FEW_GROUPS:
+        assert {one["half_width_95"] for one, _ in found} == {None}
+        return
+    by_group, by_image = (
+        sum(abs(one["value"] - truth) <= half for one, half in halves) / len(found)
+        for halves in (((one, one["half_width_95"]) for one, _ in found), found)
+    )
+    assert by_group > 0.9
+    assert by_image < 0.8

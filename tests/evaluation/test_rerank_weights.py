@@ -99,7 +99,7 @@ def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.M
     seen: list[set[int]] = []
 
     def note(directions: list[Listed]) -> list[float]:
-        seen.append({int(key) % 2 for one in directions for key in one.key_Q})
+        seen.append({int(key) % 2 for one in directions for key in one.group_Q})
         return [float(len(seen))]
 
     used: list[Tensor] = []

@@ -88,7 +88,7 @@ def test_examples_are_in_the_order_that_was_measured(
 
 def test_the_interval_of_a_difference_is_that_of_paired_queries() -> None:
     ranks = evaluated(2)[0].directions["text_to_image"]
-    paired = mean_interval((ranks.reranked_Q <= 1).double() - (ranks.cosine_Q <= 1).double(), ranks.image_key_Q)
+    paired = mean_interval((ranks.reranked_Q <= 1).double() - (ranks.cosine_Q <= 1).double(), ranks.queries.group)
     difference = direction_figures(ranks)["difference"]["recall@1"]
     assert (difference["value"], difference["half_width_95"]) == paired
 

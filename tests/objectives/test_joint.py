@@ -14,9 +14,9 @@ from mm_utils.extras.albef.masked_language import MaskedLanguageModelling, conti
 from mm_utils.extras.albef.matching import Matching, Pairs
 from mm_utils.extras.altered.term import Altered
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives import EmbeddingTerm, JointObjective, ObjectiveArguments, build_objective
 from mm_utils.objectives.contrastive import InfoNCE
-from mm_utils.objectives.losses import gather_batch, info_nce, same_pair
+from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.terms import LossInputs
 from tests.kit.objectives import (
     KINDS,
@@ -582,3 +582,81 @@ def test_objective_arguments(text: str, weights: dict[str, float]) -> None:
 def test_objective_arguments_errors_name_the_flag(text: str) -> None:
     with pytest.raises(ValueError, match="--objectives"):
         ObjectiveArguments(text)
+
+
+class OwnInfoNCE(EmbeddingTerm):
+    """InfoNCE by its definition, as a user would write it."""
+
+    def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
+        return dense_info_nce(image_NE, text_NE, scale, batch.ids_N2)
+
+
+class WithoutTemperature(EmbeddingTerm):
+    """A loss that needs no temperature."""
+
+    def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
+        return 1 - (image_NE * text_NE).sum(1).mean()
+
+
+def one_step(objectives: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of a step on this rank's share of a batch; averaged over ranks."""
+    model = tiny_model(fusion_layers=0)
+    objective = build_objective(model, ObjectiveArguments(objectives), 3)
+    model.double()
+    objective = objective.train()
+    share = SPLITS[2][0] if distributed.world_size() == 2 else (PAIRS, 0)
+    low = sum(share[: distributed.rank()])
+    report = objective(share_of(global_batch(), low, low + share[distributed.rank()]), 0)
+    report["loss"].backward()
+    assert model.logit_scale.grad is not None  # DDP waits for it
+    gradients = {
+        name: distributed.sum_over_ranks(weight.grad) / distributed.world_size()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+    return report["loss"].item(), gradients
+
+
+def own_and_ours() -> None:
+    loss, gradients = one_step("contrastive:1")
+    own_loss, own = one_step(f"{__name__}.OwnInfoNCE:1")
+    assert own_loss == pytest.approx(loss, abs=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own[name], gradient, rtol=1e-9, atol=1e-12)
+    assert one_step(f"{__name__}.WithoutTemperature:1")[1]["logit_scale"] == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_own_loss_alone_is_enough(world: int) -> None:
+    """It equals ours, temperature included; and one without a temperature trains too."""
+    if world == 1:
+        own_and_ours()
+    else:
+        run_on_ranks(world, own_and_ours)
+
+
+@pytest.mark.parametrize(
+    ("objectives", "message"),
+    [
+        ("captioning:1", "no term of it compares images and texts"),
+        ("contrastive:0,matching:1", "no term of it compares"),
+        ("self_distillation:1", "no term of it compares"),
+        ("contrastive:1,sigmoid:1", "share one temperature"),
+        ("contrastive:-1", "a weight is a finite number"),
+        ("contrast:1", "there is no such term. Choose of contrastive, sigmoid, captioning, .*matching.*regions"),
+    ],
+)
+def test_objectives_that_are_refused(objectives: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ObjectiveArguments(objectives)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"matryoshka_dims": "8"}, {"hard_negatives": False}, {"mlm_probability": 0.3}, {"whole_word_masking": True}],
+)
+def test_a_flag_without_its_term_is_refused(flags: dict[str, Any]) -> None:
+    [name] = flags
+    args = ObjectiveArguments(f"{__name__}.OwnInfoNCE:1", **flags)
+    with pytest.raises(ValueError, match=f"--{name} is .*; it is for .*, which --objectives does not have"):
+        args.check({})

@@ -117,7 +117,8 @@ def fit_span(profile_RT: Tensor) -> Tensor:
     """Return the span of cells nearest to each profile, `[R, 2]`, in shares of the window.
 
     Among functions that are one constant within a span and a lower one outside, it has the least squared distance: it maximises
-    (sum of the centred profile within)^2 / (n (1 - n / T)) for n cells. A profile with NaN has the empty span 0 to 0.
+    (sum of the centred profile within)^2 / (n (1 - n / T)) for n cells. A profile that is flat, or has NaN, has the empty span 0
+    to 0.
     """
     cells = profile_RT.shape[1]
     centred_RT = (profile_RT - profile_RT.mean(1, keepdim=True)).double()
@@ -129,7 +130,8 @@ def fit_span(profile_RT: Tensor) -> Tensor:
     may_be = (length > 0) & ((length < cells) | (cells == 1))
     best_R = score.masked_fill(~may_be, -1.0).flatten(1).argmax(1)
     found_R2 = torch.stack([best_R // (cells + 1), best_R % (cells + 1)], 1) / cells
-    return found_R2.where(profile_RT.isfinite().all(1, keepdim=True), 0.0)
+    is_told = profile_RT.isfinite().all(1) & ((profile_RT.amax(1) > profile_RT.amin(1)) | (cells == 1))
+    return found_R2.where(is_told[:, None], 0.0)
 
 
 def overlaps(one: Tensor, other: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ def test_the_span_is_the_nearest_box(values: list[int]) -> None:
 
 def test_profiles_of_one_cell_and_of_nan() -> None:
     assert fit_span(torch.ones(1, 1)).tolist() == [[0, 1]]
-    assert fit_span(torch.tensor([[0.1, torch.nan, 0.9]])).tolist() == [[0, 0]]
+    for nothing in ([0.1, torch.nan, 0.9], [0.25] * 4, [0.0] * 3):  # a flat profile finds no moment, not the first one
+        assert fit_span(torch.tensor([nothing])).tolist() == [[0, 0]]
     assert fit_span(torch.tensor([[0.0, 0.5, 0.5, 0.0]])).tolist() == [[0.25, 0.75]]
 
 

@@ -120,7 +120,7 @@ def newest_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, list[st
     return None, damaged
 
 
-def find_checkpoint(name: str | None, output_dir: str | Path) -> Path | None:
+def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | None:
     """Return the checkpoint to resume from, or None for a first start; called on all ranks.
 
     Args:
@@ -130,7 +130,7 @@ def find_checkpoint(name: str | None, output_dir: str | Path) -> Path | None:
     Raises:
         ValueError: if the folder is not a checkpoint or is damaged, or if all checkpoints are damaged.
     """
-    if name is None:
+    if name is None or output_dir is None:
         return None
     found: list[Any] = [None, None]
     if distributed.rank() == 0:

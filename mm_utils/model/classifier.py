@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mm_utils.arguments import arg
+from mm_utils.arguments import arg, required
 from mm_utils.model.adapt import (
     BACKBONE_DROPOUT,
     DROPOUTS,
@@ -31,8 +31,8 @@ from mm_utils.model.row_noise import RowDropout
 class ClassifierArguments:
     """The model to start from, and the input of its classifier."""
 
-    model_name_or_path: str | None = arg(
-        None, "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id."
+    model_name_or_path: str = required(
+        "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id."
     )
     classifier_inputs: str | None = arg(
         None,

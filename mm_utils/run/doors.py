@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from mm_utils.arguments import Parsed
 from mm_utils.data.training_data import TrainingData
@@ -43,7 +43,7 @@ class RunContext:
     run: Run
     given: Parsed
     data: TrainingData
-    model: PreTrainedModel
+    model: Any
     objective: Objective
     optimizer: torch.optim.Optimizer
     evaluators: list[Evaluate]
@@ -53,7 +53,7 @@ class RunContext:
     metrics: dict[str, float] = field(default_factory=dict)
     passes: list[tuple[str, float, int, int]] = field(default_factory=list)
 
-    def evaluate(self, model: PreTrainedModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+    def evaluate(self, model: Any, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of all evaluators."""
         return in_turn(*self.evaluators)(model, loader, accelerator)
 

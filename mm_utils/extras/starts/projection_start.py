@@ -11,6 +11,7 @@ so the sample need not grow with the data.
 import logging
 import math
 import time
+from typing import Any
 
 import datasets
 import torch
@@ -42,7 +43,8 @@ def start_projections(
         ValueError: on all ranks, if fewer images than are needed can be read, or a tower's output is not finite.
     """
     begin, rows = time.monotonic(), _sample(data.splits["train"], images)
-    features, found = paired_features(model, rows, data, accelerator, vision_name), None
+    features = paired_features(model, rows, data, accelerator, vision_name)
+    found: Any = None
     if accelerator.is_main_process:
         try:
             found = fit(features, model.config.projection_dim)

@@ -109,7 +109,7 @@ def compete(args: ReliabilityBenchmarkArguments, folder: str) -> dict[str, dict[
 
 
 def median_costs(answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Of every cost."""
+    """Return the median of every cost."""
     return {name: median(answer[name] for answer in answers) for name in answers[0]}
 
 

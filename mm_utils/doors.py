@@ -51,7 +51,9 @@ def load_own(path: str, flag: str, base: type[T]) -> type[T]:
     finally:
         sys.path.remove(os.getcwd())
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{flag} has {path}; that is no subclass of {base.__module__}.{base.__name__}. Make it one.")
+        raise ValueError(
+            f"{flag} has {path}; that is not a subclass of {base.__module__}.{base.__name__}. Make it one."
+        )
     return found
 
 

@@ -40,7 +40,7 @@ def is_installed(contestant: str) -> bool:
 
 @contextmanager
 def written(folder: Path) -> Iterator[Path | None]:
-    """A new folder to fill, which then becomes `folder`; None if that is there already."""
+    """Yield a new folder to fill, which then becomes `folder`; None if that exists already."""
     if folder.is_dir():
         yield None
         return

@@ -111,7 +111,7 @@ class Bench:
         return random_square(pixels, self.task.image_size, self.args.min_crop_area, rng)[0]
 
     def example(self, row: int, epoch: int, content: bytes) -> tuple[Tensor, int]:
-        """Of an encoded image, decoded as this project does it."""
+        """Return the square of an encoded image and its row, decoded as this project does it."""
         least = int(self.task.image_size * self.args.min_crop_area**-0.5) + 1
         return self.square(row, epoch, read_pixels({"bytes": content, "path": None}, least)[0]), row
 

@@ -52,14 +52,14 @@ REASONS = {
     "medium_empty": "The file holds no sound, or no frame. Fetch it again.",
     "medium_truncated": "The file ends before its own header says. Fetch it again.",
     "medium_unreadable": "The file cannot be decoded. Fetch it again, or convert it, for example to FLAC or MP4.",
-    "medium_unknown_format": "The file is no known sound or video. Convert it, for example to FLAC or MP4.",
+    "medium_unknown_format": "The file is not a known sound or video. Convert it, for example to FLAC or MP4.",
     "no_audio_stream": "The file holds no sound. Name the file that has it, or give the row as a clip.",
     "no_video_stream": "The file holds no moving picture. Name the file that has it, or give the row as another medium.",
-    "silent": "There is nothing to hear. Record it again, or remove the row.",
+    "silent": "There is no sound in it. Record it again, or remove the row.",
     "bad_sound_rate": "No sound has such a sampling rate. Save it again with the right one.",
     "too_long": "It is longer than --max_seconds of prepare_data. Raise it, or name a part by start and end.",
     "bad_times": "Times are numbers of seconds; those of frames rise, one a frame. Write them so.",
-    "bad_moments": 'The moments are no list of span and phrase. Write {"span": [start, end], "phrase": ...}.',
+    "bad_moments": 'The moments are not a list of span and phrase. Write {"span": [start, end], "phrase": ...}.',
     "span_outside": "The span leaves the sound or clip. Give seconds from its beginning.",
     "span_empty": "The span has no length. Give its start and its end in seconds.",
     "span_reversed": "The span ends before it begins. Exchange its start and its end.",
@@ -94,7 +94,7 @@ NOTES = {
     "turned": "The rotation that a camera wrote into a video was applied.",
     "frames_fitted": "Frames of several sizes were given the size of the first.",
     "moment_cut": "A moment was cut where its sound or clip is cut, or left out if it lies outside of the cut.",
-    "caption_from_subtitles": "The subtitles gave the caption.",
+    "caption_from_subtitles": "The caption is that of the subtitles.",
     # captions
     "caption_controls_removed": "Control characters or terminal escapes were removed.",
     "caption_surrogate_replaced": "Broken Unicode was replaced by U+FFFD.",
@@ -102,9 +102,9 @@ NOTES = {
     "caption_special_token": "The caption holds text like a tokenizer's special token; it was kept as text.",
     "caption_composed": "Letters and their accents were composed (NFC).",
     "caption_spaces_joined": "Line breaks and runs of spaces became single spaces.",
-    "caption_from_xmp": "The photo's own XMP data gave the caption.",
-    "caption_from_iptc": "The photo's own IPTC data gave the caption.",
-    "caption_from_exif": "The photo's own EXIF data gave the caption.",
+    "caption_from_xmp": "The photo's own XMP data has the caption.",
+    "caption_from_iptc": "The photo's own IPTC data has the caption.",
+    "caption_from_exif": "The photo's own EXIF data has the caption.",
     "caption_repeated": "A caption given twice for an image was kept once.",
 }
 """note -> the conversion."""
@@ -126,7 +126,7 @@ class Fault(ValueError):
 
 
 def is_hopeless(bad: int, count: int, most: float = MOST_BAD) -> bool:
-    """Return whether so many rows of a source are bad that it was not meant to be read so."""
+    """Return whether too many rows of a source are bad for it to have been meant to be read so."""
     return bad > most * count or not count
 
 

@@ -325,7 +325,7 @@ def _probe(backbone: Any, tower: str) -> ModelOutput:
         why = "it draws random numbers. Choose another backbone."
         if backbone.config.model_type == "vit_mae":
             why = "it hides random patches. Load its weights as a ViTModel, with model_type vit."
-        raise ValueError(f"{name} gives other outputs for the same input each time, in evaluation too: {why}")
+        raise ValueError(f"{name} returns other outputs for the same input each time, in evaluation too: {why}")
     row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
     if len(among["last_hidden_state"]) != 2 or not _close(one, row):
         why = "an image's output depends on the other images" if tower == "vision" else "a text's depends on padding"
@@ -424,7 +424,7 @@ def _default_taps(positions: Sequence[int], most: int) -> list[int]:
 def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     """Split tokens of a vision transformer into special tokens and patches.
 
-    `[B, N, C]` -> `[B, s, C]` and a map `[B, C, h, h]`; all tokens and None if the number of patches is no square.
+    `[B, N, C]` -> `[B, s, C]` and a map `[B, C, h, h]`; all tokens and None if the number of patches is not a square.
     """
     side = math.isqrt(tokens.shape[1])
     special = tokens.shape[1] - side**2
@@ -457,7 +457,7 @@ def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
 class LevelAdapter(nn.Module):
     """Projection of a hidden state to at most `max_tokens` tokens `[B, n, D]`.
 
-    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`; a `timed` map, `[B, C, places, T]`, gives up places before time.
+    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`; a `timed` map, `[B, C, places, T]`, loses places before time.
     """
 
     def __init__(self, width: int, dim: int, max_tokens: int, timed: bool = False):
@@ -814,7 +814,7 @@ def _as_map(tap: Tensor) -> Tensor:
     grid = tap if tap.dim() == 4 else split_grid(tap)[1]
     if grid is None:
         raise ValueError(
-            f"Regions need a map or a square grid of patches; the last of fusion_vision_taps gives {tap.shape[1]} tokens."
+            f"Regions need a map or a square grid of patches; the last of fusion_vision_taps has {tap.shape[1]} tokens."
         )
     return grid
 
@@ -871,7 +871,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     """Two towers with one embedding space, and a fusion head that looks at image and text.
 
     Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`. It may have towers of
-    further kinds of media (`add_medium`); `of` gives the model of one kind, everything else works on that of the first.
+    further kinds of media (`add_medium`); `of` returns the model of one kind, everything else works on that of the first.
     """
 
     config_class = FusionDualEncoderConfig
@@ -994,7 +994,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         return cls(resolved, vision_model, text_model)
 
     def check_repeatable(self) -> None:
-        """Raise ValueError if a tower gives other outputs for the same input each time."""
+        """Raise ValueError if a tower returns other outputs for the same input each time."""
         _probe(self.vision_model, "vision")
         _probe(self.text_model, "text")
 
@@ -1123,7 +1123,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Add a head that embeds boxes, if there is none.
 
         Raises:
-            ValueError: if the model has no fusion head, whose taps it reads, or the last tap is no square grid.
+            ValueError: if the model has no fusion head, whose taps it reads, or the last tap is not a square grid.
         """
         if self.fusion is None:
             raise ValueError(

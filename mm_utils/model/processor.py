@@ -1,7 +1,7 @@
 """Load or make what turns captions and media into inputs of a model.
 
-The same captions give the same tokenizer. A feature extractor carries `window_seconds`, what the model hears of a sound at once.
-That is all that the tower hears, where this is fixed, so that its time axis is that of the window.
+The same captions make the same tokenizer. A feature extractor carries `window_seconds`, how much of a sound the model reads at once.
+It is the whole input of the tower, where this is fixed, so that its time axis is that of the window.
 """
 
 import itertools
@@ -63,15 +63,15 @@ def load_processor(
     """Load tokenizer and image processor, or, for sounds, feature extractor.
 
     A text backbone from scratch gets a tokenizer trained on `captions`. The image processor does exactly what
-    `mm_utils.model.reading.center_square` does, and gives colours the values that the backbone's own processor gives them;
+    `mm_utils.model.reading.center_square` does, and normalises colours as the backbone's own processor does;
     clips are read as their frames.
 
     Args:
-        seconds: what is to be heard of a sound; default: 10 s, or what the pretrained tower hears.
+        seconds: how much of a sound is read; default: 10 s, or what the pretrained tower reads.
         at: with several media, the place of this one (`ModelArguments.of`).
 
     Raises:
-        ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot hear so much.
+        ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot read as much.
     """
     args = args.of(at)
     if name := args.model_name_or_path:
@@ -142,7 +142,7 @@ def _own_processor(name: str, medium: str, trust_remote_code: bool) -> Any:
 def _center_square_processor(
     own: Any, size: int | None = None, what: str = "the image processor"
 ) -> CLIPImageProcessor:
-    """Return a processor of central squares with the values that `own` gives every colour.
+    """Return a processor of central squares with the values that `own` uses for every colour.
 
     Args:
         size: side of the square; default: that of `own`.
@@ -150,7 +150,7 @@ def _center_square_processor(
 
     Raises:
         ValueError: if no mean and standard deviation express what `own` does, for instance if it swaps red and blue, or if its
-            images are no squares.
+            images are not squares.
     """
     size = size or _own_side(own, what)
     mean, std = _normalisation(own, what)
@@ -223,7 +223,7 @@ def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
         ) from error
     if pixels.ndim != 4 or pixels.shape[1] != 3:
         raise ValueError(
-            f"{what}; its {type(own).__name__} gives no image of three colours, but parts or patches. Choose another backbone."
+            f"{what}; its {type(own).__name__} returns no image of three colours, but parts or patches. Choose another backbone."
         )
     return [float(value) for value in pixels[0, :, pixels.shape[2] // 2, pixels.shape[3] // 2]]
 
@@ -290,7 +290,7 @@ def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
     own = own or getattr(extractor, "max_length_s", None) or getattr(extractor, "chunk_length", None)
     if own and seconds and seconds > own:
         raise ValueError(
-            f"{what}; its {type(extractor).__name__} hears {own:g} s, and sounds of {seconds:g} s are asked for. Give "
+            f"{what}; its {type(extractor).__name__} reads {own:g} s, and sounds of {seconds:g} s are asked for. Give "
             f"--medium_seconds {own:g}, or choose another backbone."
         )
     kept = getattr(extractor, "window_seconds", MOST_SECONDS)

@@ -288,7 +288,7 @@ def samples_of(sound: Any, extractor: Any) -> np.ndarray:
                 raise wave.Error(f"{8 * width} bits a sample")
         except (wave.Error, EOFError) as error:
             raise ValueError(
-                f"{sound} is no WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
+                f"{sound} is not a WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
             ) from error
         samples = np.frombuffer(content, "<i2").reshape(-1, channels).astype(np.float32).mean(1) / 32768
     length, wanted = len(samples) / rate, extractor.sampling_rate

@@ -207,6 +207,6 @@ def term_class(name: str) -> type[Term]:
     finally:
         sys.path.remove(os.getcwd())
     if not (isinstance(found, type) and issubclass(found, Term)):
-        raise ValueError(f"--objectives has {path}; that is no subclass of mm_utils.objectives.Term. Make it one.")
+        raise ValueError(f"--objectives has {path}; that is not a subclass of mm_utils.objectives.Term. Make it one.")
     found.name = found.name or found.__name__
     return found

@@ -132,7 +132,7 @@ class Objective(nn.Module):
         return [weight for weight in weights if weight.requires_grad]
 
     def zero_of_resting(self) -> Tensor | float:
-        """Return 0, with a gradient for resting weights, where one is waited for."""
+        """Return 0, with a gradient for frozen weights, where one is waited for."""
         if not self.is_wrapped or self.model.media:
             return 0.0
         return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))

@@ -210,7 +210,9 @@ def _distilled(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
     teacher_lse_n2, loss_n2 = torch.empty_like(lse_n2), torch.empty_like(lse_n2)
-    lowest = torch.finfo(lse_n2.dtype).min  # -inf less -inf, of a tile with other positives alone, would be no number
+    lowest = torch.finfo(
+        lse_n2.dtype
+    ).min  # -inf less -inf, of a tile with other positives alone, would not be a number
     for direction, (rows_nE, columns_NE) in enumerate(directions):
         scaled_nE = scale * rows_nE
         for part in slices(len(rows_nE), tile.rows):

@@ -99,7 +99,7 @@ class CallbackRunner:
 class RunCallback(TrainerCallback):
     """A callback that also takes part in a run outside of its training loop.
 
-    Extras name theirs in `CALLBACKS` of their `door.py`; a user gives them by `--callbacks` or to `main`. Any other callback
+    Extras name theirs in `CALLBACKS` of their `door.py`; a user names them by `--callbacks` or to `main`. Any other callback
     may have these methods too.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 Every pair adds a constant amount of memory once activations outweigh what a trial allocates whatever its size, such as the
 gradient of a large vocabulary. So trials grow until two of them have the slope of the two before, and the line through the
-last two gives the size. One that turns out too large is halved during training (`mm_utils.objectives.grad_cache`).
+last two yields the size. One that turns out too large is halved during training (`mm_utils.objectives.grad_cache`).
 """
 
 import sys

@@ -14,7 +14,7 @@ def test_families_are_right_or_refused_with_a_reason(tmp_path: Path, capsys: pyt
         line.split(" | ")[0].removeprefix("| "): line for line in file.read_text().splitlines() if line[:2] == "| "
     }
     assert "| right | pooler | 224 px" in rows["vit"]
-    assert "| refused | ViTMAEModel gives other outputs for the same input each time" in rows["vit_mae"]
+    assert "| refused | ViTMAEModel returns other outputs for the same input each time" in rows["vit_mae"]
     assert "refused: MobileViTImageProcessor swaps red and blue" in rows["mobilevit"]
     assert "| right |" in rows["bert"]
     assert "llava" not in rows

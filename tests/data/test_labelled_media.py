@@ -181,7 +181,7 @@ def test_mistakes_name_the_file_the_line_the_column_and_the_remedy(
         ("clip", {"audio": "0.wav", "label": 1}, "column audio holds sounds, and the model is for clips"),
         ("sound", {"audio": "none.wav", "label": 1}, r"usable \(line 1, column audio: .*none.wav"),
         ("sound", {"audio": "", "label": 1}, r"usable \(line 1, column audio: the cell of the sound is empty"),
-        ("sound", {"audio": "text.wav", "label": 1}, r"column audio: .*The file is no known sound or video. Convert it"),
+        ("sound", {"audio": "text.wav", "label": 1}, r"column audio: .*The file is not a known sound or video. Convert it"),
         ("sound", {**sound, "start": "soon"}, r"column audio: 'soon' is not a time in seconds"),
         ("sound", {**sound, "answer": None}, r"usable \(line 1, column answer: it has no label\)"),
         ("sound", {"audio": "0.wav"}, "no label column was recognised. The columns are: audio. Set --label_column"),

@@ -287,7 +287,7 @@ def test_prepared_data_say_where_captions_came_from(album: Path, tmp_path: Path)
     assert notes == {"caption_from_xmp": 1, "caption_from_iptc": 1, "caption_from_exif": 1}
     lost = [json.loads(line)["reason"] for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert sorted(lost) == ["caption_of_camera", "unmatched_image"]
-    assert "The photo's own XMP data gave the caption." in (tmp_path / "out" / "report.md").read_text()
+    assert "The photo's own XMP data has the caption." in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_training_reads_them_too(album: Path, own_cache: Path) -> None:

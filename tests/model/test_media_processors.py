@@ -112,7 +112,7 @@ def test_sound_towers_have_their_own_extractor(kind: str, tmp_path: Path) -> Non
     assert extractor.window_seconds == pytest.approx(window)
     assert model.encode(sounds=[(np.random.default_rng(0).normal(size=9000) / 9, 16000)]).shape[0] == 1
     if kind != "wav2vec2":
-        with pytest.raises(ValueError, match=r"hears .* s, and sounds of 20 s are asked for. Give --medium_seconds"):
+        with pytest.raises(ValueError, match=r"reads .* s, and sounds of 20 s are asked for. Give --medium_seconds"):
             load_processor(ModelArguments(vision_config=config_file(tmp_path, kind)), CAPTIONS, "sound", 20.0)
 
 
@@ -242,7 +242,9 @@ def test_samples_of_other_shapes_are_refused(tiny: Any, samples: torch.Tensor) -
 
 def test_other_sound_files_say_what_to_do(tiny: Any, tmp_path: Path) -> None:
     (tmp_path / "a.ogg").write_bytes(b"OggS" + bytes(100))
-    with pytest.raises(ValueError, match=r"a.ogg is no WAV file of 16 bits: .* Decode it and give \(samples, rate\)"):
+    with pytest.raises(
+        ValueError, match=r"a.ogg is not a WAV file of 16 bits: .* Decode it and give \(samples, rate\)"
+    ):
         tiny[0].encode(sounds=tmp_path / "a.ogg")
     with wave.open(str(tmp_path / "b.wav"), "wb") as file:
         file.setparams((1, 1, 8000, 0, "NONE", ""))

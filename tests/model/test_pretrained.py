@@ -53,12 +53,12 @@ def test_an_encoder_that_is_random_in_evaluation_is_refused(tmp_path: Path) -> N
     vision = AutoModel.from_config(ViTMAEConfig(**TOWER, **IMAGE))
     text = AutoModel.from_config(AutoConfig.for_model("bert", **TOWER, vocab_size=50))
     with pytest.raises(
-        ValueError, match=r"ViTMAEModel gives other outputs for the same input each time.*as a ViTModel"
+        ValueError, match=r"ViTMAEModel returns other outputs for the same input each time.*as a ViTModel"
     ):
         FusionDualEncoderModel.from_backbones(vision, text)
     text.get_input_embeddings().register_forward_hook(lambda module, given, found: found * torch.rand_like(found))
     vit = AutoModel.from_config(ViTConfig(**TOWER, **IMAGE))
-    with pytest.raises(ValueError, match=r"BertModel gives other outputs.*draws random numbers"):
+    with pytest.raises(ValueError, match=r"BertModel returns other outputs.*draws random numbers"):
         FusionDualEncoderModel.from_backbones(vit, text)
 
 
@@ -80,7 +80,7 @@ def test_a_saved_model_with_a_random_encoder_is_refused(tmp_path: Path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(modeling, "_close", lambda one, other: True)
         FusionDualEncoderModel.from_backbones(vision, text, fusion_layers=0).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="ViTMAEModel gives other outputs"):
+    with pytest.raises(ValueError, match="ViTMAEModel returns other outputs"):
         load_model(str(tmp_path))
 
 

@@ -129,7 +129,7 @@ def test_given_means_are_kept_to_the_last_digit() -> None:
     ("own", "message"),
     [
         (MobileViTImageProcessor(), "its MobileViTImageProcessor swaps red and blue, and here images are RGB"),
-        (Pix2StructImageProcessor(), "its Pix2StructImageProcessor gives no image of three colours"),
+        (Pix2StructImageProcessor(), "its Pix2StructImageProcessor returns no image of three colours"),
         (VitMatteImageProcessor(), "its VitMatteImageProcessor cannot read one image alone: .*trimaps"),
         (
             ViTImageProcessor(size={"height": 48, "width": 32}),

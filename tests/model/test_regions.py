@@ -100,7 +100,7 @@ def test_models_without_regions_say_so() -> None:
     with pytest.raises(ValueError, match=r"no embeddings of regions\. Train it with regions"):
         plain.cell_embeds((torch.rand(1, 17, 16),))
     plain.add_region_head()
-    with pytest.raises(ValueError, match="the last of fusion_vision_taps gives 35 tokens"):
+    with pytest.raises(ValueError, match="the last of fusion_vision_taps has 35 tokens"):
         plain.cell_embeds((torch.rand(1, 35, 16),))
     with pytest.raises(ValueError, match="fusion_layers=0"):
         model_of("vit", fusion_layers=0).add_region_head()

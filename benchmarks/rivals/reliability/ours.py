@@ -83,7 +83,7 @@ class Ours:
         pq.write_table(held_out, self.data / "validation.parquet")
 
     def tell_shapes(self, run: Run) -> None:
-        """Of all trained parameters of the preset's model."""
+        """Report the shapes of all trained parameters of the preset's model."""
         model, _ = self._model(run)
         run.tell("shapes", shapes=[list(value.shape) for value in model.parameters() if value.requires_grad])
 

@@ -34,7 +34,7 @@ from benchmarks.rivals.reliability.trials import CASES, Case, Ranks, Run, train
 Answer = dict[str, Any]
 
 PARAMETERS = 5_400_000
-"""Of models whose checkpoints are killed or find no room: 65 MB with Adam's state."""
+"""The parameters of models whose checkpoints are killed or find no room: 65 MB with Adam's state."""
 RANKS = 2
 
 

@@ -163,7 +163,7 @@ class Loaders:
         pad_token_id: the tokenizer's.
         medium: how images, clips or sounds are read.
         readers: what batches have besides media and captions, where rows have it.
-        division: how training batches are dealt to the ranks.
+        division: how training batches are assigned to the ranks.
     """
 
     arguments: LoaderArguments

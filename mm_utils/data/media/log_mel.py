@@ -116,7 +116,7 @@ class _Ast(LogMel):
         frames = frames - frames.mean(-1, keepdim=True)
         frames = frames - self.emphasis * torch.cat([frames[..., :1], frames[..., :-1]], -1)
         bands = self._mel(frames, self.fft).clamp_min(self.floor).log()
-        if self.pads_frames:  # zeros at the end are no sound: the extractor has no frame for them
+        if self.pads_frames:  # zeros at the end are not sound: the extractor has no frame for them
             at = torch.arange(1, waveforms.shape[1] + 1, device=waveforms.device)
             whole = ((at * (waveforms != 0)).amax(1, keepdim=True) - size) // self.hop
             is_empty = torch.arange(bands.shape[1], device=bands.device) > whole.clamp_min(0)

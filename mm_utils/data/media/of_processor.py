@@ -68,7 +68,7 @@ def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
 def settle_window(
     processor: ProcessorMixin, medium: str, seconds: float | None, frames: int | None, default: float | None
 ) -> None:
-    """Write a new model's window into its processor; what is there stays.
+    """Write a new model's window into its processor; a present one stays.
 
     Args:
         seconds, frames: as the flags say, or None.

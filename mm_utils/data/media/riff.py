@@ -99,7 +99,7 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
     if header is None or not frames or not len(frames[0]):
         raise UnreadableImageError("an AVI file without JPEG frames; prepared clips have one stream of them")
     if any(len(frame) and bytes(frame[:2]) != _JPEG for frame in frames):  # only these are decoded at a small scale
-        raise UnreadableImageError("an AVI file with frames that are no JPEG files")
+        raise UnreadableImageError("an AVI file with frames that are not JPEG files")
     for at, frame in enumerate(frames):
         frames[at] = frame if len(frame) else frames[at - 1]
     return frames, header

@@ -72,7 +72,7 @@ def read_sound(
         check_length(end - (start or 0.0), max_seconds)
     plain = _read_wav(content, start, end, max_seconds)
     if plain is None and not codecs:
-        raise Fault("medium_unknown_format", "it is no WAV file of plain samples")
+        raise Fault("medium_unknown_format", "it is not a WAV file of plain samples")
     samples, own = plain or _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
     if not len(samples):
         raise Fault("medium_empty", "it holds no samples")

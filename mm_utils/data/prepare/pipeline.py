@@ -206,7 +206,7 @@ def _left_with_a_word(work: Path) -> Iterator[None]:
 
 
 def _refuse_taken(output: Path, args: PrepareArguments) -> None:
-    """Refuse to replace what is no prepared data set, what a source is read from, a mount point, the current folder."""
+    """Refuse to replace what is not a prepared data set, what a source is read from, a mount point, the current folder."""
     if os.path.ismount(output) or output == Path.cwd():
         kind = "the current folder" if output == Path.cwd() else "a mount point"
         raise ValueError(

@@ -264,7 +264,7 @@ def hold_out(rows: Dataset, keys: Sequence[str], classes: Mapping[str, str] | No
 
 
 def first_rows(rows: Dataset, most: int | None) -> Dataset:
-    """Return the first rows, at most so many."""
+    """Return the first rows, at most `most`."""
     return rows if most is None else rows.take(min(most, len(rows)))
 
 

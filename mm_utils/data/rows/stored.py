@@ -166,7 +166,7 @@ def check_card(path: Path, jail: Jail) -> None:
 
     Patterns are judged by their text: no address, no absolute path, no step upwards.
 
-    Raises a `Fault`, or an error of the libraries if it is no YAML.
+    Raises a `Fault`, or an error of the libraries if it is not YAML.
     """
     if path.suffix == ".md":
         configs = DatasetCard.load(path).data.get("configs")

@@ -3,7 +3,7 @@
 Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
 (`mm_utils.extras.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if
 `config.rerank_weights` of the model has a weight above 0, which training sets only where it helped on the validation split.
-The head reads what the vision tower gave when the image was embedded, if the index keeps that; else the image, from its file,
+The head reads what the vision tower returned when the image was embedded, if the index keeps that; else the image, from its file,
 or from its thumbnail if the file has changed, is gone, or was never there; a clip or a sound from the index.
 
 Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
@@ -109,7 +109,7 @@ class Searcher:
         """Return the images that a text describes best; without `rerank`, by the towers alone.
 
         Raises:
-            ValueError: if it is no text.
+            ValueError: if it is not a text.
         """
         if not isinstance(text, str) or text != text.encode(errors="replace").decode():
             raise ValueError(f"The text is {text!r}; one text of UTF-8 is searched for at a time.")

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def start_projections(
     images: int, vision_name: str, data: TrainingData, model: FusionDualEncoderModel, accelerator: Accelerator
 ) -> None:
-    """Set both projections and the temperature to their closed form, of at most so many training images.
+    """Set both projections and the temperature to their closed form, of at most N training images.
 
     Called on all ranks, before the model is prepared.
 

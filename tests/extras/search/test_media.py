@@ -118,7 +118,7 @@ def test_no_codec_opens_a_file_that_is_searched_for(
     monkeypatch.setattr(sound_files, "open_container", lambda content: pytest.fail("FFmpeg has a stranger's file"))
     compressed = bytearray(CONTENTS["sound"][0])
     compressed[20:22] = (0x55).to_bytes(2, "little")
-    with pytest.raises(UnreadableImageError, match="no WAV file of plain samples"):
+    with pytest.raises(UnreadableImageError, match="not a WAV file of plain samples"):
         searcher.search_file(bytes(compressed))
 
 

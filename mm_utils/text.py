@@ -70,6 +70,7 @@ _SECRET_VARIABLE = re.compile(
 )
 # The folders of an absolute path, at least one; not what follows in an address, such as https://host/a/b.
 _ABSOLUTE = re.compile(r"(?<![\w:/.~…*-])(?:file://)?/(?:[^\s/:;,\"'`<>|()\[\]{}]{1,255}/)+(?=[^\s/\"'`])")
+_CLONE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LONGEST_LINE = 4000  # characters of a logged line, whatever a message quotes
 # Characters that move the cursor, change the direction of writing or cannot be encoded; not line feed and tab.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -117,10 +118,10 @@ def _clean_inside(value: Any, clean: Callable[[str], str]) -> Any:
 def publishable(text: str) -> str:
     """Redact a text, and name files of this machine without the folders that they are in.
 
-    Paths in the current folder become relative to it. Lone surrogates, such as bytes of old file names, are escaped.
+    Paths in the current folder, and scripts of this project, become relative. Lone surrogates, such as bytes of old file names, are escaped.
     """
     text = redact(text.encode("utf-8", "backslashreplace").decode())
-    for known, shown in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
+    for known, shown in ((os.getcwd(), ""), (_CLONE, ""), (os.path.expanduser("~"), "~/")):
         if known.count("/") > 1 or known == "/root":
             text = text.replace(f"{known}/", shown)
     return _ABSOLUTE.sub("…/", text)

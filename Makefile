@@ -1,4 +1,7 @@
-.PHONY: setup style quality test test-slow smoke
+.PHONY: help setup style quality test test-slow smoke map road
+
+help:  ## Print the targets.
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup:  ## Install everything into the active environment.
 	pip install -r requirements.txt ruff mypy types-PyYAML types-tqdm
@@ -21,3 +24,9 @@ test-slow:  ## The long ones.
 smoke:  ## The main job on a few scenes.
 	accelerate launch scripts/pretrain.py --max_train_samples 256 --max_eval_samples 64 --max_steps 4 \
 		--output_dir outputs/smoke --overwrite_output_dir
+
+map:  ## Write docs/code.md: rooms, lines, extras, reading lists.
+	python -m tests.kit.code_map
+
+road:  ## The files and lines that one step, and one run, of the default enter.
+	python -m tests.kit.road

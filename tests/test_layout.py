@@ -1,51 +1,13 @@
-"""The house: one import direction, and sizes that stay readable."""
+"""The house: one import direction, and totals of lines."""
 
 import ast
 import sys
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "mm_utils"
+from tests.kit.house import BUDGETS, DATA_FLOORS, FLOORS, PACKAGE, ROOT, lines, totals
+
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-FLOORS = [
-    {
-        "communication",
-        "copies",
-        "distributed",
-        "doors",
-        "embedding_codes",
-        "files",
-        "gradient_average",
-        "roll_call",
-        "stored",
-        "text",
-    },
-    {"arguments"},
-    {"data", "model"},
-    {"objectives", "reliability"},
-    {"checkpointing"},
-    {"reports"},
-    {"evaluation"},
-    {"training"},
-    {"run"},
-    {"extras"},
-]
-"""A module imports from its own folder and from lower floors; folders of one floor do not import each other."""
-DATA_FLOORS = [
-    {"faults", "images"},
-    {"media", "parquet"},
-    {"paths"},
-    {"photo_captions"},
-    {"scenes"},
-    {"rows"},
-    {"prepare"},
-    {"labelled"},
-    {"pairs", "labels"},
-    {"batches"},
-    {"streams"},
-    {"training_data"},
-]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 DATA_FLOOR_OF = {name: floor for floor, names in enumerate(DATA_FLOORS) for name in names}
 METRICS = {"retrieval_recall", "classification_scores"}  # folders of `evaluate.load`, which import nothing of ours
@@ -63,6 +25,7 @@ MAX_ARGUMENTS, MAX_FUNCTION = 8, 80
 MAX_CHAIN = 19
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name without `mm_utils.`."""
     files = [path for path in PACKAGE.rglob("*.py") if path.parent.name not in METRICS]
@@ -85,15 +48,12 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+@cache
 def own_imports(path: Path) -> set[str]:
     """Modules of the package that a file imports, by their name in `modules`."""
     known = modules()
     names = {name.removeprefix("mm_utils.") for name in imports(path) if name.startswith("mm_utils.")}
     return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def test_every_module_has_a_floor() -> None:
@@ -146,6 +106,12 @@ def test_one_module_asks_torch_distributed() -> None:
         assert all(each.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor.")) for each in named), path
         attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
         assert "torch.distributed" not in {ast.unparse(node) for node in attributes}, path
+
+
+def test_totals_stay_within_their_budgets() -> None:
+    found = totals()
+    over = [f"{name}: {found[name]:,} lines of {most:,}" for name, most in BUDGETS.items() if found[name] > most]
+    assert not over, f"{over}; make room, or raise the number in tests/kit/house.py with a line in docs/decisions.md"
 
 
 def test_nobody_imports_scripts_tests_or_benchmarks() -> None:

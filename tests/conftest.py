@@ -58,8 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
-        "run.finish": ("plot_training",),
-        "extras.several_media.per_medium": ("draw_examples",),
+        "run.finish": ("plot_training", "draw_examples"),
         "evaluation.recall_over_bytes": ("draw_sizes",),
     }
     for module, names in drawn.items():

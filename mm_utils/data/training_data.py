@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import datasets
 from accelerate import Accelerator
@@ -40,6 +40,22 @@ class Schedule(Protocol):
         """The global batch size as a function of the step."""
 
 
+class Share(NamedTuple):
+    """What a run has learnt of one medium.
+
+    Attributes:
+        run: the run, as if it were on this medium alone: its folder and its settings.
+        data: its data.
+        metrics: of the last evaluation, named as in a run on it alone.
+        remark: a sentence for its card.
+    """
+
+    run: Any
+    data: "TrainingData"
+    metrics: dict[str, float]
+    remark: str = ""
+
+
 @dataclass
 class TrainingData:
     """The tokenised splits of a run, with the order of training and the loaders.
@@ -69,8 +85,12 @@ class TrainingData:
 
     @property
     def media(self) -> dict[str, "TrainingData"]:
-        """The data of each medium, here one; `mm_utils.data.several_media` has several."""
+        """The data of each medium, here one; `mm_utils.extras.several_media` has several."""
         return {self.medium: self}
+
+    def shares(self, run: Any, metrics: dict[str, float]) -> list[Share]:
+        """Return what the run has learnt of each medium, the first one in the run's own folder."""
+        return [Share(run, self, metrics)]
 
     @property
     def medium(self) -> str:

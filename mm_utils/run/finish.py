@@ -8,12 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mm_utils.checkpointing.state import write_model
 from mm_utils.data.labels import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.evaluation.reranking import describe_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.extras.several_media.per_medium import metrics_of, note_of_others, of_medium, write_medium
+from mm_utils.evaluation.retrieval_report import draw_examples, report_sizes
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.reports.model_card import write_model_card
 from mm_utils.reports.plots import draw_confusion, plot_training
@@ -57,12 +58,16 @@ def finish_run(
     folder = run.output_dir
     if run.accelerator.is_main_process:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
-        saved = model if len(data.media) == 1 else FusionDualEncoderModel.from_pretrained(folder)
-        for medium, part in data.media.items():
-            own, split = write_medium(run, saved, data, medium, evaluators[medium]), evaluators[medium].split
-            found = metrics_of(metrics, data, medium)
-            card = retrieval_card(own, saved.of(medium), part, split, found, argv)
-            card.table_note += note_of_others(data, medium)
+        saved = FusionDualEncoderModel.from_pretrained(folder) if model.media else model
+        for own, part, found, remark in data.shares(run, metrics):
+            of_medium, split = saved.of(part.medium), evaluators[part.medium].split
+            if own.output_dir != folder:
+                write_model(own.output_dir, of_medium, part.processor)
+            if split is not None:
+                draw_examples(part.splits["validation"], evaluators[part.medium], own.output_dir / "retrieval.png")
+            report_sizes(run.accelerator, split, own.output_dir)
+            card = retrieval_card(own, of_medium, part, split, found, argv)
+            card.table_note += remark
             write_model_card(own.output_dir, card)
     pushed = _push(run)
     if run.accelerator.is_main_process:
@@ -145,12 +150,10 @@ def _retrieval_summary(
     run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], data: TrainingData, pushed: str | None
 ) -> list[str]:
     folder, lines = run.output_dir, []
-    for medium in data.media:
-        lines += [
-            "",
-            f"Retrieval on the {medium}s of the validation split, which were not trained on:",
-            *_recalls(metrics_of(metrics, data, medium), medium),
-        ]
+    for share in data.shares(run, metrics):
+        medium = share.data.medium
+        title = f"Retrieval on the {medium}s of the validation split, which were not trained on:"
+        lines += ["", title, *_recalls(share.metrics, medium)]
     lines += [f"  {name.removeprefix('eval_')}: {value:.3f}" for name, value in metrics.items() if "_between_" in name]
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     if "eval_moment_iou0.5" in metrics:
@@ -172,10 +175,10 @@ def _retrieval_summary(
         "config.yaml": "the arguments, to run it again",
     }
     commands = []
-    for medium, part in data.media.items():
+    for own, part, *_ in data.shares(run, metrics):
         query = printable(" ".join(part.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
-        own, has_test = of_medium(run, data, medium), "test" in part.splits
-        if medium == data.medium:
+        has_test = "test" in part.splits
+        if own.output_dir == folder:
             flags = {"has_test": has_test, "has_fusion": model.fusion is not None}
             commands += commands_after_training(folder, own.settings, **flags, query=query)
         else:

@@ -28,12 +28,12 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from mm_utils.data.media.augment import center_square
 from mm_utils.data.media.of_processor import image_geometry
 from mm_utils.model import processor as processors
 from mm_utils.model.build import TEXT_PRESETS, VISION_PRESETS, ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
+from mm_utils.model.reading import center_square
 from tests.kit.models import CAPTIONS
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

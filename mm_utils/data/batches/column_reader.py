@@ -7,7 +7,7 @@ import datasets
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.media.augment import Window
+from mm_utils.data.media.medium import Window
 
 
 class Shown(NamedTuple):

@@ -26,8 +26,7 @@ from mm_utils.data.batches.directional_words import has_direction
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import collate_all_captions, pad_captions
 from mm_utils.data.images import UnreadableImageError
-from mm_utils.data.media.augment import Window, jitter_colors
-from mm_utils.data.media.medium import Medium
+from mm_utils.data.media.medium import Medium, Window, jitter_colors
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning

@@ -24,10 +24,10 @@ from mm_utils import distributed
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.images import open_image
-from mm_utils.data.media.augment import center_square
 from mm_utils.evaluation.metrics import mean_with_interval
 from mm_utils.extras.grounding.regions import RegionReader, Regions, regions_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.reading import center_square
 from mm_utils.objectives.terms import Evaluator
 from mm_utils.reports.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
 

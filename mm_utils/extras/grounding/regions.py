@@ -37,7 +37,7 @@ from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenizer_content
 from mm_utils.data.media import kind_of
-from mm_utils.data.media.augment import Window
+from mm_utils.data.media.medium import Window
 
 MAX_REGIONS = 8
 """Largest number of regions per image in a training step; of more, a random choice takes part."""

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from mm_utils.data.faults import REASONS, Fault, storable
 from mm_utils.data.images import MOST_PIXELS, UnreadableImageError, encode, open_image, pixels, raw_size, shrink
 from mm_utils.data.media import FEATURES, cached_rows
-from mm_utils.data.media.augment import center_square
 from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.riff import write_avi, write_wav
@@ -27,6 +26,7 @@ from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.webdataset import Sample, captions_of_sample, read_shard, shard_paths
 from mm_utils.extras.search.index import STAMPS
+from mm_utils.model.reading import center_square
 from mm_utils.reports.pictures import picture
 
 Skip = dict[str, str]

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.images import UnreadableImageError, open_image
-from mm_utils.data.media.augment import center_square
 from mm_utils.data.media.of_processor import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
 from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import open_picture
+from mm_utils.model.reading import center_square, open_picture
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from mm_utils.data.media import MEDIA, kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamingArguments
-from mm_utils.data.training_data import Schedule, TrainingData, open_data
+from mm_utils.data.training_data import Schedule, Share, TrainingData, open_data
 from mm_utils.extras.several_media.turns import Turns
+from mm_utils.model.modeling_fusion_dual_encoder import MEDIA_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,25 @@ class Mixture(TrainingData):
     def train_batches(self, start: int, stop: int) -> "Interleaved":  # type: ignore[override]
         """Return this rank's share of the global batches of steps `start` to `stop`."""
         return Interleaved(self.parts, self.turns, start, stop)
+
+    def shares(self, run: Any, metrics: dict[str, float]) -> list[Share]:
+        """Return what the run has learnt of each medium; all but the first have a folder in `media/`."""
+        towers = (run.settings["vision_model_name_or_path"] or "").split(",")
+        between = {name: value for name, value in metrics.items() if name.startswith("eval_between_")}
+        found = []
+        for at, (medium, part) in enumerate(self.parts.items()):
+            own = {"dataset_name": part.name, "vision_model_name_or_path": towers[at % len(towers)].strip() or None}
+            folder = run.output_dir / MEDIA_FOLDER / medium if at else run.output_dir
+            prefix = f"eval_{medium}_"
+            figures = {
+                f"eval_{name.removeprefix(prefix)}": v for name, v in metrics.items() if name.startswith(prefix)
+            }
+            others = " and ".join(f"{other}s" for other in self.parts if other != medium)
+            where = "the folder above" if at else f"`{MEDIA_FOLDER}/`"
+            remark = f" The same run trained a tower for {others}, on this text encoder: see {where}."
+            own_run = replace(run, output_dir=folder, settings={**run.settings, **own})
+            found.append(Share(own_run, part, figures | between, remark))
+        return found
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.parts.values())) + f"; of {self.turns.period} steps: {self.turns}"

@@ -6,18 +6,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.checkpointing.state import write_model
-from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.evaluation.retrieval_report import draw_examples, report_sizes
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import (
-    MEDIA_FOLDER,
     FusionDualEncoderConfig,
     FusionDualEncoderModel,
 )
-from mm_utils.run.start import Run
 
 
 def build_media(
@@ -53,51 +47,3 @@ def _with_pooling(args: ModelArguments, medium: str, resume_from: Path | None) -
     config = FusionDualEncoderConfig.from_pretrained(resume_from)
     pooling = (config.media or {}).get(medium, {}).get("vision_pooling", config.vision_pooling)
     return args if pooling == "timed" else replace(args, vision_pooling=pooling)  # which no flag says
-
-
-def write_medium(
-    run: Run, saved: FusionDualEncoderModel, data: TrainingData, medium: str, evaluator: RetrievalEvaluator
-) -> Run:
-    """Write a medium's pictures and, but for the first, its model; return its run (`of_medium`).
-
-    Args:
-        run: the run.
-        saved: the saved model.
-        data: the data of the run.
-        medium: the medium.
-        evaluator: holds its last evaluation.
-    """
-    own, part = of_medium(run, data, medium), data.media[medium]
-    if medium != data.medium:
-        write_model(own.output_dir, saved.of(medium), part.processor)
-    if evaluator.split is not None:
-        draw_examples(part.splits["validation"], evaluator, own.output_dir / "retrieval.png")
-    report_sizes(run.accelerator, evaluator.split, own.output_dir)
-    return own
-
-
-def of_medium(run: Run, data: TrainingData, medium: str) -> Run:
-    """Return the run as if it were on one medium: its folder and its data set are that medium's."""
-    if len(data.media) == 1:
-        return run
-    folder = run.output_dir if medium == data.medium else run.output_dir / MEDIA_FOLDER / medium
-    towers = (run.settings["vision_model_name_or_path"] or "").split(",")
-    tower = towers[list(data.media).index(medium) % len(towers)].strip() or None
-    own = {"dataset_name": data.media[medium].name, "vision_model_name_or_path": tower}
-    return replace(run, output_dir=folder, settings={**run.settings, **own})
-
-
-def metrics_of(metrics: dict[str, float], data: TrainingData, medium: str) -> dict[str, float]:
-    """Return the metrics of one medium, named as in a run on it alone."""
-    if len(data.media) == 1:
-        return metrics
-    prefix = f"eval_{medium}_"
-    own = {f"eval_{name.removeprefix(prefix)}": value for name, value in metrics.items() if name.startswith(prefix)}
-    return own | {name: value for name, value in metrics.items() if name.startswith("eval_between_")}
-
-
-def note_of_others(data: TrainingData, medium: str) -> str:
-    """Return what the card of one medium says of the others; empty if there are none."""
-    others = " and ".join(f"{other}s" for other in data.media if other != medium)
-    where = f"`{MEDIA_FOLDER}/`" if medium == data.medium else "the folder above"
-    return f" The same run trained a tower for {others}, on this text encoder: see {where}." if others else ""

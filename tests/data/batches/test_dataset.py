@@ -22,8 +22,8 @@ from mm_utils.data.batches.dataset import MOST_CAPTIONS, Collator, TrainingTrans
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import encode
-from mm_utils.data.media.augment import center_square
 from mm_utils.data.scenes import load_scenes
+from mm_utils.model.reading import center_square
 from tests.kit.numbered_rows import (
     FEATURES,
     SIZE,

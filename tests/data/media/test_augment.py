@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.media.augment import (
-    _random_box,
-    center_square,
-    fixed_square,
-    jitter_colors,
-    random_square,
-    vary_loudness,
-)
+from mm_utils.data.media.medium import _random_box, fixed_square, jitter_colors, random_square, vary_loudness
+from mm_utils.model.reading import center_square
 
 RED = (200, 30, 60)
 

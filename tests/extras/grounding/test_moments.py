@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import caption_key
-from mm_utils.data.media.augment import Window
+from mm_utils.data.media.medium import Window
 from mm_utils.extras.grounding import moments
 from mm_utils.extras.grounding.moments import (
     Found,

@@ -22,7 +22,7 @@ from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
-from mm_utils.data.media.augment import Window
+from mm_utils.data.media.medium import Window
 from mm_utils.data.scenes import load_scenes
 from mm_utils.extras.grounding.regions import (
     MAX_REGIONS,

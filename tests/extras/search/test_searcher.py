@@ -16,13 +16,13 @@ from PIL import Image
 
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.images import open_image
-from mm_utils.data.media.augment import center_square
 from mm_utils.data.media.of_processor import image_geometry
 from mm_utils.distributed import RunError
 from mm_utils.extras.search import first_pass
 from mm_utils.extras.search.searcher import Searcher
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
+from mm_utils.model.reading import center_square
 from scripts import embed, eval_retrieval, search
 from tests.extras.search.conftest import update, write_photos
 from tests.kit.launches import ROOT

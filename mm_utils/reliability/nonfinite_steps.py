@@ -50,7 +50,8 @@ class NonfiniteSteps:
     def read(self) -> bool:
         """Return whether the last step may change weights; False if read before. On all ranks.
 
-        A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights.
+        A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights. An infinite
+        gradient under a loss scaler changes nothing either, but does not count.
 
         Raises:
             FloatingPointError: if one step too many was not finite.
@@ -60,7 +61,7 @@ class NonfiniteSteps:
         self._is_read = True
         loss, norm = (self._copy or self._figures).tolist()
         if math.isfinite(loss) and (self.has_scaler or math.isfinite(norm)):
-            return norm != 0
+            return math.isfinite(norm) and norm != 0
         self.count += 1
         image_ids, step = gather_object(self._image_ids), self._step + 1
         if distributed.rank() == 0:

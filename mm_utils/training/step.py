@@ -118,11 +118,11 @@ class TrainStep:
             fused.optimizer.found_inf = self.nonfinite.standstill()  # with 1, fused AdamW does nothing
         else:
             self._moved = self.nonfinite.read()
-            if self._moved:
-                self._check_loss_scale(step)
-        # A loss scaler skips steps by itself, and counts on being called.
-        if self.reads_late or self._moved or self.accelerator.scaler is not None:
+            self._check_loss_scale(step)
+        if self.reads_late or self._moved:
             self.optimizer.step()
+        elif self.accelerator.scaler is not None:  # lower or raise the scale, by what unscaling has found
+            self.accelerator.scaler.update()
         self.optimizer.zero_grad()
         return report
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import newest_checkpoint
@@ -84,6 +85,36 @@ def test_too_many_steps_end_the_run_a_step_later(tmp_path: Path) -> None:
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     assert trainer.average is not None
     assert all(value.isfinite().all() for value in trainer.average.values.values())
+
+
+def test_with_a_loss_scaler_only_a_finite_step_moves_weights_and_average(tmp_path: Path) -> None:
+    """Gradients of 0, infinite ones, and a loss that is not finite change nothing; the scale is lowered by overflows alone."""
+    trainer = trainer_of(TinyRun(tmp_path, arguments=QUIET), False, {2: 0.0, 3: math.inf, 5: math.nan})
+    accelerator, step = trainer.accelerator, trainer.step
+    prepared: Any = trainer.optimizer
+    scaler = accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    step.optimizer = AcceleratedOptimizer(prepared.optimizer, scaler=scaler)
+    accelerator.unscale_gradients = lambda: scaler.unscale_(prepared.optimizer)  # type: ignore[method-assign]
+    step.nonfinite.has_scaler, backward = True, step._backward
+
+    def losing(batch: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
+        report = backward(batch, number)
+        return report | {"loss": report["loss"] * (math.nan if number == 4 else 1.0)}
+
+    step._backward = losing  # type: ignore[method-assign]
+    assert step.average is not None
+    moved, scales = [], []
+    for number, batch in enumerate(trainer.data.train_batches(0, 7)):
+        kept = [dict(trainer.model.state_dict()), step.average.values]
+        before = [{name: value.clone() for name, value in each.items()} for each in kept]
+        step.run(batch, number)
+        step.finish()
+        after = [dict(trainer.model.state_dict()), step.average.values]
+        moved.append([any(not torch.equal(a[k], b[k]) for k in b) for a, b in zip(after, before, strict=True)])
+        scales.append(scaler.get_scale())
+    assert moved == [[number in (0, 1, 6)] * 2 for number in range(7)]
+    assert scales == [1024.0, 1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
+    assert [json.loads(line)["step"] for line in (tmp_path / NONFINITE_FILE).read_text().splitlines()] == [5]
 
 
 def test_the_average_moves_as_each_of_its_weights_would(tmp_path: Path) -> None:

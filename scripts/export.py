@@ -11,7 +11,6 @@ For a web page (transformers.js), or for the photo library Immich:
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -22,8 +21,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.export.graphs import check_packages, head_weights
-from mm_utils.extras.export.layouts import LAYOUTS, PRECISIONS, check_output
-from mm_utils.files import atomic_folder
+from mm_utils.extras.export.layouts import LAYOUTS, PRECISIONS, check_output, written
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
@@ -104,7 +102,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         loader = loaders.evaluation(rows, 1)  # as a search asks; int8 depends on what else is in a batch
 
     # 3. Export, compare, and only then put the folder in its place.
-    with atomic_folder(Path(args.output_dir)) as folder:
+    with written(args.output_dir) as folder:
         towers, head = write_graphs(folder, model, processor, args.layout, args.precisions, weights, args.opset, shape)
         figures = compare(model, towers, processor.tokenizer, head, shape)
         if loader is not None:

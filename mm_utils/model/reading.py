@@ -211,14 +211,19 @@ def center_square(image: Image.Image, size: int) -> Any:
     Like the saved processor, it cuts at whole pixels of the image whose shorter side is resized to `size`. Only the centre of
     a strip or of a very large image is resized, with Pillow: a whole one could fill the memory.
     """
-    width, height, left, top = center_of(*image.size, size)
-    if max(width, height) > _STRIP * size or image.width * image.height > _LARGE:
-        across, down = image.width / width, image.height / height
-        box = (left * across, top * down, (left + size) * across, (top + size) * down)
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
-        width, height, left, top = size, size, 0, 0
+    image, (width, height, left, top) = centered(image, size)
     whole = resized(np.array(image), width, height)
     return whole[:, top : top + size, left : left + size].contiguous()
+
+
+def centered(image: Image.Image, size: int) -> tuple[Image.Image, tuple[int, int, int, int]]:
+    """Return a picture, of a strip or of a very large one its resized centre alone, with its `center_of`."""
+    width, height, left, top = center_of(*image.size, size)
+    if max(width, height) <= _STRIP * size and image.width * image.height <= _LARGE:
+        return image, (width, height, left, top)
+    across, down = image.width / width, image.height / height
+    box = (left * across, top * down, (left + size) * across, (top + size) * down)
+    return image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0), (size, size, 0, 0)
 
 
 def resized(pixels: np.ndarray, width: int, height: int) -> Any:

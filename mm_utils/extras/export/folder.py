@@ -11,7 +11,6 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import ProcessorMixin
 
-from mm_utils.extras.export import without_torch
 from mm_utils.extras.export.comparison import Figures, table
 from mm_utils.extras.export.graphs import Head, head_graphs, padded_graphs, tower_graphs, trace
 from mm_utils.extras.export.layouts import (
@@ -24,6 +23,7 @@ from mm_utils.extras.export.layouts import (
 )
 from mm_utils.extras.export.precisions import convert
 from mm_utils.extras.export.sessions import ExportedTowers
+from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_text
 
@@ -165,7 +165,8 @@ def write_report(
     padding = '"max_length"' if model.config.text_padding else "true"
     usage = usage.replace("DTYPE", _JS_TYPES.get(precision, "fp32")).replace("PADDING", padding)
     if layout != "immich" and model.config.medium == "image":
-        shutil.copy(without_torch.__file__, folder / "without_torch.py")
+        for file in (Path(__file__).with_name("without_torch.py"), Path(reading.__file__)):
+            shutil.copy(file, folder)
     title = markdown_text(Path(name).name)
     text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {settings['opset']}.\n\n{usage}\n## Figures\n\n{table(figures)}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -9,12 +9,16 @@ immich           visual/model.onnx, textual/model.onnx and the settings of an op
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.distributed import RunError
+from mm_utils.files import atomic_folder, is_about
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 LAYOUTS = ("plain", "transformers.js", "immich")
@@ -36,6 +40,24 @@ def check_output(output_dir: str) -> None:
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output_dir is {output_dir}; it is not empty. Give a new folder, or remove this one.")
+
+
+@contextmanager
+def written(output_dir: str) -> Iterator[Path]:
+    """Yield a folder that becomes `output_dir` at the end.
+
+    Raises:
+        RunError: if the disk is full or read-only.
+    """
+    try:
+        with atomic_folder(Path(output_dir)) as folder:
+            yield folder
+    except OSError as error:
+        if not is_about(error, Path(output_dir).parent):
+            raise
+        raise RunError(
+            f"--output_dir is {output_dir}; it cannot be written: {error.strerror or error}. Free some space, or give another folder."
+        ) from error
 
 
 def graph_path(layout: str, part: str, precision: str) -> Path:
@@ -84,6 +106,7 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
             f"The tokenizer is a {type(tokenizer).__name__}, which cannot be saved as tokenizer.json. Choose a model with a "
             "tokenizer of the tokenizers package."
         )
+    tokenizer.model_max_length = model.most_tokens(tokenizer)  # as many as are read of a text elsewhere
     tokenizer.save_pretrained(folder / "textual" if layout == "immich" else folder)
     if layout == "immich":
         size, mean, std = image_geometry(processor)

@@ -1,5 +1,7 @@
 """The export's flags, and that a failure leaves nothing; tests/extras/export has what it writes."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,21 @@ def test_a_part_that_cannot_be_traced_leaves_nothing(flags: list[str], monkeypat
     monkeypatch.setattr("torch.onnx.export", refuse)
     with pytest.raises(
         RunError, match=r"vision_model.onnx cannot be made; .* NotImplementedError: aten::fold_space second"
+    ):
+        export.main(flags)
+    assert {path.name for path in Path(flags[-1]).parent.iterdir()} == {"model"}
+
+
+@pytest.mark.parametrize("place", ["torch.onnx.export", "mm_utils.extras.export.folder.convert"])
+def test_a_full_disk_is_a_line_and_leaves_nothing(
+    place: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(
+        RunError, match=r"--output_dir is .*; it cannot be written: No space left on device. Free some"
     ):
         export.main(flags)
     assert {path.name for path in Path(flags[-1]).parent.iterdir()} == {"model"}

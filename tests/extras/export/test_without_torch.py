@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,16 @@ towers = Towers(".")
 ranks = [towers.rank(text, paths).tolist() for text in texts]
 print(json.dumps([towers.images(paths).tolist(), towers.texts(texts).tolist(), ranks]))
 """
-TEXTS = ["a red circle, number 3", "one square", "number 2: one circle in red " * 3]
+TEXTS = [
+    *(
+        "a red circle, number 3",
+        "one square",
+        "number 2: one circle in red " * 3,
+        "",
+        "[SEP] a [MASK] red [PAD] [CLS]",
+    ),
+    "a green circle " * 500,
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +67,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         path = folder / f"{number}.png"
         smooth.convert({3: "P", 4: "L"}.get(number, "RGB")).save(path, exif=turned if number == 1 else None)
         files.append(str(path))
-    return files
+    logo = Image.new("RGBA", (40, 40), (0, 0, 0, 0))
+    logo.paste((255, 0, 0, 255), (10, 10, 30, 30))
+    logo.save(folder / "logo.png")
+    Image.fromarray(np.linspace(0, 65535, 1600).reshape(40, 40).astype(np.uint16)).save(folder / "grey16.png")
+    return [*files, str(folder / "logo.png"), str(folder / "grey16.png")]
 
 
 def run(folder: Path, place: Path, *words: str) -> str:
@@ -79,7 +93,7 @@ def test_images_texts_and_the_head_as_in_torch(
     np.testing.assert_allclose(images, expected[0], atol=1e-5)
     np.testing.assert_allclose(texts, expected[1], atol=1e-5)
     for text, scores in zip(TEXTS, ranks, strict=True):
-        np.testing.assert_allclose(scores, [score for _, score in sorted(model.rerank(text, paths))], atol=1e-4)
+        np.testing.assert_allclose(scores, [score for _, score in sorted(model.rerank(text, paths))], 1e-5, 1e-4)
     cosines = 1 / 0.07 * expected[0].numpy() @ expected[1].numpy().T
     assert np.abs(np.array(ranks).T - cosines).max() > 0.1  # the head says something
 
@@ -89,6 +103,42 @@ def test_the_command_prints_the_best_first(
 ) -> None:
     lines = run(exported[0], tmp_path, "without_torch.py", TEXTS[0], *paths).splitlines()
     assert [line.split()[1] for line in lines] == [paths[place] for place, _ in model.rerank(TEXTS[0], paths)]
+
+
+FORMS = """
+import json, sys
+from PIL import Image
+from without_torch import Towers
+[path] = sys.argv[1:]
+towers = Towers(".")
+one = towers.images([path])
+assert one.shape == towers.texts(["a red circle"]).shape == (1, 20)
+for images in (path, Image.open(path), (path,)):
+    assert (towers.images(images) == one).all()
+assert (towers.texts("a red circle") == towers.texts(["a red circle"])).all()
+assert towers.images([]).shape == towers.texts([]).shape == (0, 20)
+assert towers.rank("a red circle", []).shape == (0,)
+assert towers.rank("a red circle", path).shape == (1,)
+print(towers.precision)
+"""
+
+
+def test_one_many_or_none_are_read(
+    exported: tuple[Path, dict[str, Figures]], paths: list[str], tmp_path: Path
+) -> None:
+    assert run(exported[0], tmp_path, "-c", FORMS, paths[0]) == "fp32\n"
+
+
+def test_the_command_of_the_readme_takes_the_precision_that_is_there(
+    exported: tuple[Path, dict[str, Figures]], paths: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(
+        exported[0],
+        tmp_path / "int8",
+        ignore=shutil.ignore_patterns("*model.onnx", "*_fp16.onnx", "reranker.onnx", "reranker_images.onnx"),
+    )
+    assert run(tmp_path / "int8", tmp_path, "-c", FORMS, paths[0]) == "int8\n"
+    assert len(run(tmp_path / "int8", tmp_path, "without_torch.py", TEXTS[0], *paths).splitlines()) == len(paths)
 
 
 @given(*[st.integers(1, 90)] * 3, st.booleans())

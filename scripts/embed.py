@@ -68,14 +68,14 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(EmbedArguments, DataArguments, argv=argv, doc=__doc__)
     args, data_args = given[EmbedArguments], given[DataArguments]
+    model_name, folder = str(args.model_name_or_path), Path(str(args.index_dir))
     source = data_args.dataset_name or data_args.train_file or data_args.dataset_dir
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
-    check_model(args.model_name_or_path)
+    check_model(model_name)
     accelerator = make_accelerator()
-    folder = Path(args.index_dir)
-    loaders = make_loaders(workers, accelerator.device, load_processor_of(args.model_name_or_path))
+    loaders = make_loaders(workers, accelerator.device, load_processor_of(model_name))
     medium = loaders.medium
 
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
@@ -96,15 +96,15 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         loaders.check_medium(listing.rows)
 
     # 3. Model.
-    model = load_model(args.model_name_or_path, fusion_layers=0).eval().to(accelerator.device)
+    model = load_model(model_name, fusion_layers=0).eval().to(accelerator.device)
     states = tap_shapes(model, medium) if args.keep_fusion_states or keeps_states(folder) else None
     embedder = Embedder(model, medium, args.per_device_eval_batch_size, workers.num_workers, states)
 
     # 4. Embed what is new.
     if args.dry_run:
-        try_out(folder, args.model_name_or_path, listing, embedder, accelerator)
+        try_out(folder, model_name, listing, embedder, accelerator)
         return {}
-    done = update_index(folder, args.model_name_or_path, listing, embedder, accelerator)
+    done = update_index(folder, model_name, listing, embedder, accelerator)
 
     # 5. Report.
     logger.info(

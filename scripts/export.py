@@ -71,12 +71,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(ExportArguments, DataArguments, argv=argv, doc=__doc__)
     args, data_args = given[ExportArguments], given[DataArguments]
+    model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
     check_packages()
     from mm_utils.extras.export.comparison import add_recall, compare, table
     from mm_utils.extras.export.folder import write_graphs, write_report
 
-    check_model(args.model_name_or_path)
-    check_output(args.output_dir)
+    check_model(model_name)
+    check_output(output_dir)
     set_up_logging()
     accelerator, loader = Accelerator(cpu=True), None
     if accelerator.num_processes > 1:
@@ -85,8 +86,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
 
     # 2. Model, and data to compare on.
-    processor = load_processor_of(args.model_name_or_path)
-    model = load_model(args.model_name_or_path, fusion_layers=0).float().eval()
+    processor = load_processor_of(model_name)
+    model = load_model(model_name, fusion_layers=0).float().eval()
     if model.config.medium != "image" and args.layout != "plain":
         raise ValueError(
             f"--layout is {args.layout}; it is for images, and this model reads {model.config.medium}s. Drop it."
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         loader = loaders.evaluation(rows, 1)  # as a search asks; int8 depends on what else is in a batch
 
     # 3. Export, compare, and only then put the folder in its place.
-    with written(args.output_dir) as folder:
+    with written(output_dir) as folder:
         towers, head = write_graphs(folder, model, processor, args.layout, args.precisions, weights, args.opset, shape)
         figures = compare(model, towers, processor.tokenizer, head, shape)
         if loader is not None:
@@ -112,10 +113,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "split": args.split if loader is not None else None,
             "rerank_weights": weights,
         }
-        write_report(folder, args.model_name_or_path, args.layout, model, processor, settings, figures)
+        write_report(folder, model_name, args.layout, model, processor, settings, figures)
 
     # 4. Report.
-    logger.info("%s\n%s", args.output_dir, table(figures))
+    logger.info("%s\n%s", output_dir, table(figures))
     return figures
 
 

@@ -78,7 +78,9 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     # 2. The index and its model.
-    searcher = Searcher(args.index_dir, args.model_name_or_path, args.rerank_top_k, index_factory=args.index_factory)
+    searcher = Searcher(
+        str(args.index_dir), args.model_name_or_path, args.rerank_top_k, index_factory=args.index_factory
+    )
 
     # 3. Serve, or answer one query.
     if args.serve:

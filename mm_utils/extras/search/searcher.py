@@ -21,14 +21,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.of_processor import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
 from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import center_square, open_picture
+from mm_utils.model.reading import CHARACTERS_PER_TOKEN, center_square, open_picture, token_ids
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,9 @@ class Searcher:
         """
         if not isinstance(text, str) or text != text.encode(errors="replace").decode():
             raise ValueError(f"The text is {text!r}; one text of UTF-8 is searched for at a time.")
-        ids, mask = pad_captions(self._encode(text), self._tokenizer.pad_token_id)
-        ids, mask = ids.to(self._device), mask.to(self._device)
+        [read] = token_ids(self._tokenizer, [text[: CHARACTERS_PER_TOKEN * self._most_tokens]], self._most_tokens)
+        ids = torch.tensor([read or [self._tokenizer.pad_token_id]], device=self._device)
+        mask = torch.full_like(ids, bool(read))
         with self._lock, torch.no_grad():
             query_1E, states = self._model.encode_text(ids, mask)
             found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
@@ -171,9 +171,6 @@ class Searcher:
     def _check(self, row: int) -> None:
         if not 0 <= row < len(self):
             raise IndexError(f"there is no row {row}; the index has {len(self)} {self.info.medium}s")
-
-    def _encode(self, text: str) -> list[list[int]]:
-        return encode_captions(self._tokenizer, [text], None, self._most_tokens)
 
     def _best(self, query_E: Tensor, count: int) -> list[tuple[int, float]]:
         """Return rows and cosines of the best images for a query, best first."""

@@ -150,7 +150,7 @@ def test_indexes_that_cannot_be_read(tmp_path: Path, index: Path) -> None:
     with pytest.raises(ValueError, match="not all embedded"):
         Searcher(tmp_path / "new")
     (tmp_path / "new/index.json").write_text('{"format": "tandem-index", "version": 9}')
-    with pytest.raises(ValueError, match="no index of this version"):
+    with pytest.raises(ValueError, match="is not an index of this version"):
         Searcher(tmp_path / "new")
 
 

@@ -45,9 +45,9 @@ _REDACTIONS = [
         (r"(?<![\w.+:@/-])([\w.+-]{1,64}:)[^\s@/]{1,128}@(?=[a-z0-9])", r"\1***@"),
         (r"(?<![a-z0-9])hf_(?:(?:oauth|jwt|app)_[\w.-]+|[a-z0-9]{10,})", "***"),
         # tokens of GitHub, GitLab, OpenAI and Anthropic, Stripe, Slack, AWS, Google
-        (r"(?<![a-z0-9])(?:gh[pousr]_[a-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,})", "***"),
-        (r"(?<![a-z0-9])(?:sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{10,}|xox[a-z]-[\w-]{8,})", "***"),
-        (r"(?<![a-z0-9])(?-i:(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,})", "***"),
+        (r"(?<![a-z0-9])(?:gh[pousr]_[a-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|rt|dt|cbt)-[\w-]{16,})", "***"),
+        (r"(?<![a-z0-9])(?:sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{10,}|whsec_\w{16,}|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,})", "***"),
+        (r"(?<![a-z0-9])(?-i:(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|GOCSPX-[\w-]{10,})", "***"),
         # tokens of Google's OAuth, organisations of the Hub, npm, PyPI, Docker, SendGrid, webhooks of Slack and Discord
         (
             r"(?<![a-z0-9])(?:ya29\.[\w-]{10,}|api_org_\w{16,}|npm_\w{20,}|pypi-[\w-]{16,}|dckr_[a-z]{2,4}_[\w-]{16,})",
@@ -61,7 +61,7 @@ _REDACTIONS = [
 ]
 # Every secret that a redaction finds has one of these beside it; most messages have none, and cost one search.
 _SUSPICIOUS = re.compile(
-    "token|secret|pass|key|signature|credential|sig=|bearer|authorization|@|hf_|[_-]p(?:at|wd?)|gh[pousr]_|glpat|sk[-_]|rk_|xox|"
+    "token|secret|pass|key|signature|credential|sig=|bearer|authorization|@|hf_|[_-]p(?:at|wd?)|gh[pousr]_|gl(?:pat|rt|dt|cbt)-|whsec|xapp-|gocspx|sk[-_]|rk_|xox|"
     "a[ks]ia|aiza|eyj|cookie|ya29|api_org|npm_|pypi-|dckr_|sg\\.|hooks\\.slack|webhooks",
     re.IGNORECASE,
 )

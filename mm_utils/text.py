@@ -46,7 +46,10 @@ _REDACTIONS = [
         (r"(?<![a-z0-9])hf_(?:(?:oauth|jwt|app)_[\w.-]+|[a-z0-9]{10,})", "***"),
         # tokens of GitHub, GitLab, OpenAI and Anthropic, Stripe, Slack, AWS, Google
         (r"(?<![a-z0-9])(?:gh[pousr]_[a-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|rt|dt|cbt)-[\w-]{16,})", "***"),
-        (r"(?<![a-z0-9])(?:sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{10,}|whsec_\w{16,}|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,})", "***"),
+        (
+            r"(?<![a-z0-9])(?:sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{10,}|whsec_\w{16,}|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,})",
+            "***",
+        ),
         (r"(?<![a-z0-9])(?-i:(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|GOCSPX-[\w-]{10,})", "***"),
         # tokens of Google's OAuth, organisations of the Hub, npm, PyPI, Docker, SendGrid, webhooks of Slack and Discord
         (

@@ -28,6 +28,8 @@ class LogMel(ABC):
 
     read: ClassVar[tuple[str, ...]] = ()  # the attributes of the extractor that decide what is computed
 
+    after_end: int = 0  # the 16-bit sample that follows a short sound in its window
+
     def __init__(self, extractor: Any) -> None:
         self.rate: int = extractor.sampling_rate
         self.samples = 0
@@ -87,7 +89,6 @@ class _Ast(LogMel):
 
     read = ("num_mel_bins", "max_length", "do_normalize", "mean", "std")
     hop, fft, emphasis, floor = 160, 512, 0.97, 1.192092955078125e-07
-    pads_frames: bool
 
     def __init__(self, extractor: ASTFeatureExtractor) -> None:
         super().__init__(extractor)
@@ -103,8 +104,9 @@ class _Ast(LogMel):
             window = torch.hann_window(400, periodic=False, dtype=torch.float64)
         self._constants = (torch.as_tensor(window), torch.as_tensor(filters))
         self.frames = extractor.max_length
-        self.pads_frames = getattr(extractor, "pads_frames", not hasattr(extractor, "window_seconds"))
-        self._description |= {"short": "empty frames"} if self.pads_frames else {}
+        if getattr(extractor, "pads_frames", not hasattr(extractor, "window_seconds")):
+            self.after_end = -32768
+            self._description["short"] = "empty frames"
         self.samples = (self.frames - 1) * self.hop + len(window)
         self.mean: float = extractor.mean if extractor.do_normalize else 0.0
         self.std: float = 2 * extractor.std if extractor.do_normalize else 1.0
@@ -116,9 +118,9 @@ class _Ast(LogMel):
         frames = frames - frames.mean(-1, keepdim=True)
         frames = frames - self.emphasis * torch.cat([frames[..., :1], frames[..., :-1]], -1)
         bands = self._mel(frames, self.fft).clamp_min(self.floor).log()
-        if self.pads_frames:  # zeros at the end are not sound: the extractor has no frame for them
+        if self.after_end:  # the extractor has no frames of what follows the end
             at = torch.arange(1, waveforms.shape[1] + 1, device=waveforms.device)
-            whole = ((at * (waveforms != 0)).amax(1, keepdim=True) - size) // self.hop
+            whole = ((at * (waveforms != self.after_end / 32768)).amax(1, keepdim=True) - size) // self.hop
             is_empty = torch.arange(bands.shape[1], device=bands.device) > whole.clamp_min(0)
             bands = bands.masked_fill(is_empty[..., None], 0.0)
         return (pad(bands, (0, 0, 0, self.frames - bands.shape[1])) - self.mean) / self.std

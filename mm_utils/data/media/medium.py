@@ -305,6 +305,9 @@ class Sound(Medium):
         shown[silent : silent + len(part)] = part[: len(shown) - silent]
         if rng is not None and self.jitter:
             shown = vary_loudness(shown, wanted, self.jitter, rng)
+        if self.log_mel.after_end:
+            shown = shown.clip(self.log_mel.after_end + 1)
+            shown[silent + len(part) :] = self.log_mel.after_end
         window = Window(first / len(samples), 0.0, (first + count) / len(samples), 1.0)
         return torch.from_numpy(shown), (length, 1.0), window
 

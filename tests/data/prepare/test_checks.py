@@ -15,6 +15,7 @@ from mm_utils.data import images
 from mm_utils.data.faults import NOTES, REASONS, Fault
 from mm_utils.data.prepare import checks
 from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
+from mm_utils.model import reading
 from tests.kit.fault_images import BROKEN, ODD, draw, save
 
 LIMITS = CheckArguments()
@@ -226,7 +227,7 @@ def test_a_strict_decoder_finds_inner_damage_and_changes_no_pixel(monkeypatch: p
         check_image(damaged, LIMITS)
     assert caught.value.reason == "image_corrupt"
     strict = {side: np.asarray(check_image(whole, LIMITS, min_side=side).image) for side in (None, 240, 100, 60)}
-    monkeypatch.setattr(images, "simplejpeg", None)
+    monkeypatch.setattr(reading, "simplejpeg", None)
     for side, pixels in strict.items():
         assert np.array_equal(np.asarray(check_image(whole, LIMITS, min_side=side).image), pixels)
     assert check_image(damaged, LIMITS).image.size == (640, 480), "which is why the strict decoder is there"

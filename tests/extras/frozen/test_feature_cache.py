@@ -139,7 +139,7 @@ def test_a_batch_holds_what_the_towers_give(
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
     seen, skipped = [], []
     with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.batches.dataset.read_pixels", lambda *_: pytest.fail("an image was opened"))
+        patch.setattr("mm_utils.data.media.medium.read_pixels", lambda *_: pytest.fail("an image was opened"))
         for batch in loaders(workers).train(found, order, 0, 6):
             assert "pixel_values" not in batch
             seen.append(batch)

@@ -62,7 +62,7 @@ def timed_run(
     optimizer_args = OptimizerArguments()
     optimizer = build_optimizer(model, optimizer_args, pretrained=False, device=accelerator.device)
     objective, optimizer = accelerator.prepare(joint, optimizer)
-    training = TrainingArguments(max_steps=args.steps, global_batch_size=args.pairs, balance=balance)
+    training = TrainingArguments(max_steps=args.steps, global_batch_size=args.pairs)
 
     data: Any = SimpleNamespace(loaders=SimpleNamespace(division=EQUAL_SHARES))
     data.media = {"image": data}
@@ -70,7 +70,12 @@ def timed_run(
         random_batch(args.pairs // ranks, VOCABULARY, IMAGE_SIZE, accelerator.device)
     ]
     state = TrainerState(max_steps=args.steps)
-    Balance(accelerator, joint).on_train_begin(training, state, TrainerControl(), data=data)
+    if balance:
+        measuring = Balance()
+        measuring.on_start(
+            SimpleNamespace(run=SimpleNamespace(accelerator=accelerator, args=training), objective=joint)
+        )
+        measuring.on_train_begin(training, state, TrainerControl(), data=data)
     mine = data.loaders.division.of_rank([(row, 0) for row in range(args.pairs)], here, ranks)
     batch = random_batch(len(mine), VOCABULARY, IMAGE_SIZE, accelerator.device)
     step = TrainStep(training, optimizer_args, accelerator, objective, optimizer, args.steps, 40)

@@ -29,13 +29,14 @@ from benchmarks.harness import machine, synchronize
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
-from mm_utils.extras.placement.preparation import prepare
+from mm_utils.extras.placement.preparation import Apart
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.fsdp_deepspeed import prepare
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.step import TrainStep
 
@@ -107,12 +108,12 @@ def measure(
     result: dict[str, Any] = {"processes": world, "link": args.link, "pairs": pairs, "split": f"{images} of {world}"}
 
     steps, batches, times = {}, {}, {"together": list[float](), "apart": list[float]()}
-    for name, placement in (("together", "together"), ("apart", f"apart:{images}")):
+    for name, placed in (("together", []), ("apart", [Apart(f"apart:{images}")])):
         objective, data = make_objective(model_args), Rows(pairs, model_args, accelerator.device)
         optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=accelerator.device)
-        training = TrainingArguments(**given, placement=placement)
+        training = TrainingArguments(**given)
         found: Any = data
-        ready = prepare(training, accelerator, objective, optimizer, found)
+        ready = prepare(training, accelerator, objective, optimizer, found, placed)
         ready.unwrapped.seed, batches[name] = 0, data.batch()
         steps[name] = TrainStep(
             training, OptimizerArguments(), accelerator, ready.objective, ready.optimizer, 10**6, 40

@@ -3,7 +3,6 @@
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from mm_utils.data.training_data import TrainingData
-from mm_utils.extras.placement.balance import Balance
 from mm_utils.model.flops import measure_flops
 from mm_utils.objectives import Objective
 from mm_utils.reliability.skipped_samples import SkippedSamples
@@ -33,7 +32,6 @@ def default_callbacks(
         flops = measure_flops(objective.model, shape, data.max_seq_length, not caches)
     callbacks: list[TrainerCallback] = [
         HangDetection(args.ddp_timeout),
-        Balance(run.accelerator, objective),
         Throughput(device, flops, objective.pairs_per_image),
         Communication(run.accelerator.distributed_type),
         LossOfMedium(),

@@ -65,15 +65,10 @@ def check_flags(given: Parsed) -> None:
                     f"--{name} is {given[name]}, and --model_name_or_path is {given['model_name_or_path']}; a whole model has its "
                     "own, and the flag would change nothing. Drop one of the two."
                 )
-    streaming = bool(given["streaming"])
-    if streaming and given["similar_captions_per_batch"] > 1:
+    if given["streaming"] and given["similar_captions_per_batch"] > 1:
         raise ValueError(
             f"--similar_captions_per_batch is {given['similar_captions_per_batch']}; a stream's captions are not known ahead. "
             "Drop it, or --streaming."
-        )
-    if streaming and given["balance"]:
-        raise ValueError(
-            "--balance is set; a stream is assigned to processes by groups of shards, in equal shares. Drop it, or --streaming."
         )
     if given["objectives"] is not None:
         given[ObjectiveArguments].check(given.settings)

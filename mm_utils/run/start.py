@@ -92,7 +92,7 @@ def start_run(name: str, given: Parsed) -> Run:
     )
     args.script = name
     accelerator = make_accelerator(run_args.report_to, args.output_dir)
-    checks.check_devices(accelerator, args.balance)
+    checks.check_devices(accelerator, bool(given["balance"]))
     checks.check_equal_start(settings)
     launch, description = launcher_names(), describe_start(accelerator)
     claim = None

@@ -1,6 +1,5 @@
 """The flags of the training loop, named as in `transformers.TrainingArguments`."""
 
-import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -31,16 +30,6 @@ class TrainingArguments:
         None,
         "Pairs per process whose activations are held at a time, or 'auto', when memory is short. It does not change what is "
         "learnt, and is halved when memory runs out.",
-    )
-    balance: bool = arg(
-        False,
-        "Give slower processes fewer pairs, by their speed at every start: for GPUs of several kinds. It changes what is learnt in "
-        "the last digits only.",
-    )
-    placement: str = arg(
-        "together",
-        "Encoders on processes: together (both on each), or apart (images on half of them, texts on the others; apart:3 = images "
-        "on 3). It does not change what is learnt.",
     )
     per_device_eval_batch_size: int = arg(
         64, "Rows per process and forward pass in evaluation. It does not change the metrics."
@@ -83,7 +72,9 @@ class TrainingArguments:
         False, "Resume although data, seed or batch sizes have changed, so that steps have other rows."
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
-    script = "pretrain"  # no flag: `start_run` sets the name of the script that runs
+    # No flags:
+    script = "pretrain"  # `start_run` sets the name of the script that runs
+    has_unequal_shares = False  # a callback sets it that may give a process more of a batch than its equal share
 
     def __post_init__(self) -> None:
         self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it
@@ -92,7 +83,7 @@ class TrainingArguments:
         size = self.micro_batch_size
         if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
             raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
-        self.batch_sizes, self.placed  # noqa: B018  (complain now, not after the data is loaded)
+        self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"--max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
         if min(self.save_steps, self.save_minutes) < 0:
@@ -126,16 +117,6 @@ class TrainingArguments:
         if self.batch_size_schedule is not None:
             return BatchSizes.parse(self.batch_size_schedule)
         return BatchSizes((0,), (self.global_batch_size,))
-
-    @property
-    def placed(self) -> tuple[str, int | None]:
-        """The kind of `--placement`, and the number of processes with images that it sets."""
-        found = re.fullmatch(r"(together|apart)(?:(?<=apart):([1-9]\d*))?", self.placement)
-        if found is None:
-            raise ValueError(
-                f"--placement is {self.placement}; give together, apart (images on half of the processes), or apart:N for N processes with the images."
-            )
-        return found[1], int(found[2]) if found[2] else None
 
     @property
     def keeps_best(self) -> bool:

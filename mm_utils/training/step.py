@@ -146,7 +146,7 @@ class TrainStep:
     def _prepare(self, batch: dict[str, Any], step: int) -> None:
         """Find the micro-batch size, or settle DDP's order, before this start's first step."""
         if self.args.micro_batch_size == "auto":
-            largest = -(-self.sizes.sizes[-1] // (1 if self.args.balance else distributed.world_size()))
+            largest = -(-self.sizes.sizes[-1] // (1 if self.args.has_unequal_shares else distributed.world_size()))
             self.micro_batch.size = find_micro_batch_size(
                 self.accelerator, self.objective, batch, largest, self.max_seq_length
             )

@@ -31,12 +31,12 @@ from mm_utils.checkpointing.state import TrainingState
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
 from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
-from mm_utils.extras.placement import preparation
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives import Objective
 from mm_utils.reliability.signals import Interrupted, Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
+from mm_utils.training.fsdp_deepspeed import prepare, unsharded
 from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.step import TrainStep
 
@@ -69,9 +69,8 @@ class Trainer:
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
-        prepared = preparation.prepare(args, accelerator, objective, optimizer, data)
+        prepared = prepare(args, accelerator, objective, optimizer, data, callbacks)
         objective, self.objective, self.optimizer = prepared.unwrapped, prepared.objective, prepared.optimizer
-        callbacks = prepared.adjust(callbacks)
         self.model = objective.model
         self.evaluators = evaluators
         self.state = TrainerState(
@@ -80,7 +79,10 @@ class Trainer:
             is_local_process_zero=accelerator.is_local_main_process,
         )
         self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // data.num_rows)
-        self.callbacks, self.signals = CallbackRunner(callbacks, self._context, accelerator.device), Interruption()
+        self.callbacks, self.signals = (
+            CallbackRunner(prepared.callbacks, self._context, accelerator.device),
+            Interruption(),
+        )
         self.step = TrainStep(
             args,
             optimizer_args,
@@ -267,7 +269,7 @@ class Trainer:
                 "this Trainer was given nothing to evaluate; pass data with an eval_loader, and evaluators"
             )
         self.objective.eval()
-        with preparation.unsharded(self.objective):
+        with unsharded(self.objective):
             loader = CheckedLoader(self.data.eval_loader, self._check_stop_signal)
             found = [evaluate(self.model, loader, self.accelerator) for evaluate in self.evaluators]
         return {name: value for metrics in found for name, value in metrics.items()}

@@ -1,7 +1,7 @@
 """Six steps on the embedded scenes with all defaults, on any number of processes and in any number of parts."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from datasets import Dataset, List, Value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
@@ -96,6 +96,7 @@ def train(
     processor: ProcessorMixin,
     rows: Dataset,
     loaders: Loaders,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[Trainer, list[list[str]]]:
     """What `scripts/pretrain.py` does between its data and its evaluation; and which images each step showed this rank."""
     accelerator = make_accelerator()
@@ -124,7 +125,8 @@ def train(
         processor=processor,
         eval_loader=None,
     )
-    trainer = Trainer(args, ADAM, accelerator, trained, optimizer, data, callbacks=[TemperatureClamp(100.0)])
+    watchers = [TemperatureClamp(100.0), *callbacks]
+    trainer = Trainer(args, ADAM, accelerator, trained, optimizer, data, callbacks=watchers)
     trainer.train(start)
     return trainer, watched[-1].image_ids
 

@@ -20,7 +20,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.extras.placement.split import PARTS, Split, loss_rows, parameters_of
@@ -200,20 +199,3 @@ def moments(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], 
                 held[key] = torch.zeros(shape, dtype=dtype, device=trained[name].device)
             found.append(held[key])
     return found
-
-
-class TowerExchange(TrainerCallback):
-    """Copy both encoders to every process before they are evaluated or saved."""
-
-    def __init__(self, objective: ApartObjective):
-        self.objective = objective
-
-    def on_evaluate_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Exchange what the last steps changed."""
-        self.objective.exchange()
-
-    def on_save_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Exchange what the last steps changed, with the state of the optimizer."""
-        self.objective.exchange(kwargs["optimizer"])
-
-    on_train_end = on_evaluate_begin

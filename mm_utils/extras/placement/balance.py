@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.data.batches.machine_limits import check_loading
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
 from mm_utils.objectives import Objective
 from mm_utils.objectives.terms import Batch
+from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.memory import TRIALS, restored_buffers, synthetic_batch
 
 logger = logging.getLogger(__name__)
@@ -28,22 +29,27 @@ MIN_DIFFERENCE = 0.1  # between the fastest and the slowest rank; below it, the 
 _SHOWN = 8  # ranks in a message
 
 
-class Balance(TrainerCallback):
+class Balance(RunCallback):
     """At each start, measure the ranks' speeds, and deal the rows of all batches by them.
 
-    It does nothing without `--balance`, on one process, or where ranks are equally fast.
+    It does nothing on one process, or where ranks are equally fast.
 
-    Args:
+    Attributes:
         accelerator: the run's accelerator; neither FSDP2 nor DeepSpeed.
         objective: the objective that is trained, as it was before `accelerator.prepare`.
     """
 
-    def __init__(self, accelerator: Accelerator, objective: Objective):
-        self.accelerator, self.objective = accelerator, objective
+    accelerator: Accelerator
+    objective: Objective
+
+    def on_start(self, run: Any) -> None:
+        """Take what is measured from the run."""
+        self.accelerator, self.objective = run.run.accelerator, run.objective
+        run.run.args.has_unequal_shares = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure, and set the division of the training loaders."""
-        if not args.balance or distributed.world_size() == 1 or state.global_step >= state.max_steps:
+        if distributed.world_size() == 1 or state.global_step >= state.max_steps:
             return
         size, ranks = args.batch_sizes.at(state.global_step), distributed.world_size()
         if size < ranks:

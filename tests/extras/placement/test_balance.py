@@ -84,7 +84,6 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = {
-        "balance": exact,
         "global_batch_size": BATCH,
         "max_steps": STEPS,
         "micro_batch_size": micro_batch_size,
@@ -118,11 +117,23 @@ def train(
         Slow(unwrapped)
     hangs, *others = trainer.callbacks.callbacks
     metering = Communication(trainer.accelerator.distributed_type)
-    trainer.callbacks.callbacks = [hangs, Balance(trainer.accelerator, unwrapped), metering, *others]
+    trainer.callbacks.callbacks = [
+        hangs,
+        *([balance_of(trainer.accelerator, unwrapped, trainer.args)] if exact else []),
+        metering,
+        *others,
+    ]
     trainer.train()
     exchanged = list(logged(folder, "comm_mib").values()) if distributed.rank() == 0 else []
     parameters = sum(weight.numel() for weight in unwrapped.parameters() if weight.requires_grad)
     return data.loaders.division.weights, seen[-STEPS:], parameters, exchanged
+
+
+def balance_of(accelerator: Any, objective: Any, args: TrainingArguments) -> Balance:
+    """The callback of a run."""
+    found = Balance()
+    found.on_start(SimpleNamespace(run=SimpleNamespace(accelerator=accelerator, args=args), objective=objective))
+    return found
 
 
 def runs_on_this_rank(root: Path) -> dict[str, Any]:
@@ -242,9 +253,9 @@ def on_two(monkeypatch: pytest.MonkeyPatch, seconds: list[float], **given: Any) 
     monkeypatch.setattr(balance, "seconds_per_pair", lambda *_: seconds)
     data = SimpleNamespace(train_batches=lambda *_: [{}], loaders=loaders_of(Division((5.0, 1.0))))
     data.media = {"image": data, "sound": data}
-    args = TrainingArguments(**{"balance": True, "global_batch_size": 30, **given})
+    args = TrainingArguments(**{"global_batch_size": 30, **given})
     state = TrainerState(max_steps=9, global_step=given.get("max_steps", 0))
-    Balance(None, None).on_train_begin(args, state, TrainerControl(), data=data)  # type: ignore[arg-type]
+    balance_of(None, None, args).on_train_begin(args, state, TrainerControl(), data=data)
     return data.loaders.division
 
 
@@ -254,8 +265,7 @@ def test_who_is_equally_fast_gets_equal_shares(monkeypatch: pytest.MonkeyPatch) 
     assert on_two(monkeypatch, [0.2, 0.1], batch_size_schedule="0:6,5:60") == Division((2.0, 4.0))
 
 
-def test_without_the_flag_or_steps_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_two(monkeypatch, [0.2, 0.1], balance=False) == Division((5.0, 1.0))
+def test_without_steps_or_other_processes_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_two(monkeypatch, [0.2, 0.1], max_steps=9) == Division((5.0, 1.0))
     assert on_two(monkeypatch, [0.2]) == Division((5.0, 1.0))
 
@@ -272,9 +282,9 @@ def test_memory_that_runs_out_names_a_flag(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(balance, "seconds_per_pair", full)
     data = SimpleNamespace(train_batches=lambda *_: [{}], media={})
-    args, state = TrainingArguments(balance=True, micro_batch_size="16"), TrainerState(max_steps=9)
+    args, state = TrainingArguments(micro_batch_size="16"), TrainerState(max_steps=9)
     with pytest.raises(ValueError, match=r"memory ran out with 16 pairs .* smaller --micro_batch_size"):
-        Balance(None, None).on_train_begin(args, state, TrainerControl(), data=data)  # type: ignore[arg-type]
+        balance_of(None, None, args).on_train_begin(args, state, TrainerControl(), data=data)
 
 
 def test_many_ranks_are_described_in_one_line() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from mm_utils.data.batches.loaders import make_loaders
 from mm_utils.extras.placement.apart import ApartObjective
+from mm_utils.extras.placement.preparation import Apart
 from mm_utils.model.build import ModelArguments
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.ranks import run_on_ranks
@@ -73,11 +74,20 @@ def on_this_rank(root: Path, cases: Sequence[Case], model_args: ModelArguments) 
     for case in cases:
         args = TrainingArguments(
             output_dir=str(root / case.folder), global_batch_size=BATCH, max_steps=STEPS, save_steps=STOP, ema_decay=0.9,
-            micro_batch_size=None if case.part is None else str(case.part), placement=case.placement,
+            micro_batch_size=None if case.part is None else str(case.part),
         )  # fmt: skip
         start = root / case.goes_on / f"checkpoint-{STOP}" if case.goes_on else None
         loaders = make_loaders(NO_WORKERS, accelerator.device, processor)  # whose division a placement may change
-        trainer, seen = train(model_args, case.objective, args, start, processor, rows, loaders)
+        trainer, seen = train(
+            model_args,
+            case.objective,
+            args,
+            start,
+            processor,
+            rows,
+            loaders,
+            [Apart(case.placement)] if "apart" in case.placement else [],
+        )
         placed = trainer.captured.objective
         found.append((placed.split.mine if isinstance(placed, ApartObjective) else "both", seen))
     return found

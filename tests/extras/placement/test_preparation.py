@@ -9,8 +9,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from mm_utils import distributed
-from mm_utils.data.streams.stream import Stream
-from mm_utils.extras.placement.preparation import choose_split
+from mm_utils.arguments import Parsed
+from mm_utils.data.streams.stream import Stream, StreamingArguments
+from mm_utils.extras.placement.flags import Placement, PlacementArguments
+from mm_utils.extras.placement.preparation import Apart
 from mm_utils.extras.placement.split import Split
 from mm_utils.objectives import Objective
 from mm_utils.training.arguments import TrainingArguments
@@ -21,8 +23,9 @@ MACHINES = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, scaler=No
 
 
 def split(placement: str, objective: Objective | None = None, data: Any = DATA, machines: Any = MACHINES, **args: Any):
-    given = TrainingArguments(placement=placement, **args)
-    return choose_split(given, machines, objective or tiny_objective("contrastive"), data)
+    attached: Any = Placement.attach(Parsed([PlacementArguments(placement=placement)]))
+    assert isinstance(attached, Apart)
+    return attached.choose_split(TrainingArguments(**args), machines, objective or tiny_objective("contrastive"), data)
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +36,13 @@ def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wrong", ["", "apart:0", "apart:", "auto", "together:1", "apart:two", "elsewhere"])
 def test_another_placement_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match=f"--placement is {wrong}; give together, apart "):
-        TrainingArguments(placement=wrong)
+        PlacementArguments(placement=wrong)
 
 
 def test_a_given_split_is_taken_and_both_sides_have_a_process() -> None:
     assert split("apart:3") == Split(3, 1)
     assert split("apart") == Split(2, 2)
-    assert split("together", data=None) is None
+    assert Placement.attach(Parsed([PlacementArguments()])) is None
     with pytest.raises(ValueError, match=r"of 4 processes that leaves none for the texts\. Give at most apart:3"):
         split("apart:4")
 
@@ -49,6 +52,13 @@ def test_one_process_has_both_encoders(monkeypatch: pytest.MonkeyPatch, caplog: 
     caplog.set_level(logging.INFO, logger="mm_utils")
     assert split("apart") is split("apart:2") is None
     assert "on the one process" in caplog.text
+
+
+def test_shares_by_speed_are_of_pairs_and_not_of_streams() -> None:
+    with pytest.raises(ValueError, match=r"--placement is apart; --balance assigns images and texts together"):
+        PlacementArguments(balance=True, placement="apart")
+    with pytest.raises(ValueError, match=r"--balance is set; a stream is assigned .* Drop it, or --streaming"):
+        Placement.attach(Parsed([PlacementArguments(balance=True), StreamingArguments(streaming=True)]))
 
 
 def several_media() -> Objective:
@@ -71,7 +81,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("Use bf16", {"machines": SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, scaler=object())}),
     "stream": ("--streaming gives", {"data": SimpleNamespace(order=object.__new__(Stream), features=None)}),
     "features": ("--cache_features has run", {"data": SimpleNamespace(order=None, features=object())}),
-    "balance": ("--balance deals images and texts together", {"balance": True}),
     "auto": ("--micro_batch_size auto tries", {"micro_batch_size": "auto"}),
 }  # fmt: skip
 

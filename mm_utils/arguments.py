@@ -88,10 +88,13 @@ def is_rare(field: dataclasses.Field) -> bool:
 
 
 class Parsed:
-    """What was parsed: an instance of each dataclass, found by its class, or the value of a flag, by its name."""
+    """What was parsed: an instance of each dataclass, found by its class, or the value of a flag, by its name.
 
-    def __init__(self, parsed: Sequence[Any]):
-        self._parsed = list(parsed)
+    `config` is the file of `--config`.
+    """
+
+    def __init__(self, parsed: Sequence[Any], config: str | None = None):
+        self._parsed, self.config = list(parsed), config
 
     @overload
     def __getitem__(self, key: type[T]) -> T: ...
@@ -160,12 +163,12 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
     parsed = parsed[: len(arg_classes)]
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         given = {rest: " ".join(unknown)}
-        return Parsed([dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed])
+        return Parsed([dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed], path)
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
-    return Parsed(parsed)
+    return Parsed(parsed, path)
 
 
 def to_dict(*parsed: Any) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def main(
         data,
         context.evaluators,
         [*default_callbacks(run, objective, data), *doors.callbacks],
+        run.settings,
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 

@@ -105,6 +105,7 @@ def main(
         data,
         context.evaluators,
         [*watchers, *doors.callbacks],
+        run.settings,
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 

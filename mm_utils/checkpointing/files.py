@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE_FILE = "trainer_state.json"
+CONFIG_FILE = "config.yaml"  # all arguments, in the folder of a run
 _FORMAT = 1
 _BLOCK = 2**22
 
@@ -155,6 +156,8 @@ def _newest(output_dir: Path) -> Path | None:
             f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole ({names}). Restore one "
             "from a copy, or start anew with --overwrite_output_dir."
         )
+    if path is None:
+        logger.info("No checkpoint in %s: the run begins at step 0", output_dir)
     return path
 
 

@@ -23,13 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
 
-from mm_utils.checkpointing.files import STATE_FILE
+from mm_utils.arguments import read_flat_yaml
+from mm_utils.checkpointing.files import CONFIG_FILE, STATE_FILE
 from mm_utils.distributed import full_tensor, raise_everywhere, shard_like
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.stock import stock_processor
 from mm_utils.objectives import Objective
+from mm_utils.text import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,20 @@ _DEEPSPEED = "deepspeed"
 _DUAL_ENCODER = "dual_encoder"
 _NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_dtype", "transformers_version")
 _SCALARS = ("logit_scale", "logit_bias")
+_FREE_FLAGS = {
+    "compared by the rows, weights or configuration that they lead to": "dataset_name train_file validation_file test_file "
+    "dataset_dir image_root allow_outside_root max_train_samples max_eval_samples media_share teacher_name_or_path "
+    "tokenizer_name_or_path vocab_size vision_config text_config image_size projection_dim vision_pooling text_pooling fusion_dim "
+    "fusion_heads fusion_vision_taps fusion_text_taps classifier_inputs global_batch_size batch_size_schedule",
+    "speed and memory": "preprocessing_num_workers dataloader_num_workers micro_batch_size balance placement torch_compile "
+    "gradient_checkpointing pack_captions per_device_eval_batch_size rerank_cache_gb ddp_timeout",
+    "length and limits": "num_train_epochs max_steps early_stopping_patience max_nonfinite_steps max_corrupt_share",
+    "evaluation, saving and reports": "logging_steps eval_steps save_steps save_minutes save_total_limit save_best_limit "
+    "rerank_top_k rerank_weights peak_tflops report_to push_to_hub hub_model_id hub_private_repo license hub_strategy",
+    "one start": "output_dir overwrite_output_dir resume_from_checkpoint allow_changed_run dry_run trust_remote_code",
+}
+FREE_FLAGS = frozenset(" ".join(_FREE_FLAGS.values()).split())
+"""Flags that a resumed run may change, by reason; it must have all others as they were."""
 
 Buffers = dict[str, Tensor]
 
@@ -130,11 +146,14 @@ class TrainingState:
             snapshot.folders.append(self._save_deepspeed())
         return snapshot
 
-    def restore(self, path: Path, identity: Mapping[str, Any] | None) -> tuple[TrainerState, dict[str, Any]]:
+    def restore(
+        self, path: Path, identity: Mapping[str, Any], flags: Mapping[str, Any], allow_changes: bool
+    ) -> tuple[TrainerState, dict[str, Any]]:
         """Load weights, optimizer, average and loss scale from a checkpoint, on all ranks.
 
         Args:
-            identity: the present run's `run["identity"]`, which must be that of the checkpoint; None allows any.
+            identity, flags: the present run's `run["identity"]` and `run["flags"]`, which must be those of the checkpoint.
+            allow_changes: log what differs, in place of raising.
 
         Returns:
             The trainer's state, and the JSON that `capture` was given as `run`.
@@ -143,14 +162,17 @@ class TrainingState:
             ValueError: if the checkpoint is of another model or another run.
         """
         run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        if identity is not None:
-            model = (settings(type(self.model.config).from_pretrained(path)), settings(self.model.config))
-            changed = changes({**model[0], **run["identity"]}, {**model[1], **identity})
-            if changed:
-                raise ValueError(
-                    f"--resume_from_checkpoint is {path}; since it was written, {changed}, so it would not be the same "
-                    "run. Give what it had, or --allow_changed_run."
-                )
+        model = (settings(type(self.model.config).from_pretrained(path)), settings(self.model.config))
+        recorded = run.get("flags") or flags_of_run(path.resolve().parent)
+        old, new = ({name: each[name] for name in flags if name in recorded} for each in (recorded, flags))
+        changed = changes({**old, **model[0], **run["identity"]}, {**new, **model[1], **identity})
+        if changed and not allow_changes:
+            raise ValueError(
+                f"--resume_from_checkpoint is {path}; since it was written, {changed}, so it would not be the same "
+                "run. Give what it had, or --allow_changed_run."
+            )
+        if changed and self.accelerator.is_main_process:
+            logger.warning("--allow_changed_run is set; since %s was written, %s", path, changed)
         self.load_weights(path)
         if self._has_deepspeed:
             self.accelerator.load_state(str(path / _DEEPSPEED))
@@ -339,6 +361,21 @@ def settings(config: PretrainedConfig) -> dict[str, Any]:
 
     collect("", json.loads(config.to_json_string(use_diff=False)))
     return found
+
+
+def learnt_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that decide what is learnt; of a model's place, its last part, as folders are moved."""
+    found = {name: value for name, value in flags.items() if name not in FREE_FLAGS}
+    places = {name: Path(value).name for name, value in found.items() if value and name.endswith("_name_or_path")}
+    return without_secrets(found | places)
+
+
+def flags_of_run(folder: Path) -> dict[str, Any]:
+    """Return the flags in a run's `config.yaml` that decide what is learnt; empty if it cannot be read."""
+    try:
+        return learnt_flags({name: entry.value for name, entry in read_flat_yaml(str(folder / CONFIG_FILE)).items()})
+    except (OSError, ValueError):
+        return {}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

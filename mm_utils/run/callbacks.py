@@ -1,5 +1,7 @@
 """The callbacks that every run has."""
 
+from functools import partial
+
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from mm_utils.data.training_data import TrainingData
@@ -7,6 +9,7 @@ from mm_utils.model.flops import measure_flops
 from mm_utils.objectives import Objective
 from mm_utils.reliability.skipped_samples import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
+from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import LossOfMedium, ProgressBar, TemperatureClamp
@@ -37,7 +40,7 @@ def default_callbacks(
         LossOfMedium(),
         StragglerDetection(),
         SkippedSamples(),
-        RestartRecord(),
+        RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
         run.tracking,
         run.pusher,
         ProgressBar(),

@@ -1,6 +1,9 @@
 """The flags of the scripts that train, and the rules between them."""
 
-from mm_utils.arguments import Parsed
+from pathlib import Path
+
+from mm_utils.arguments import Parsed, read_flat_yaml
+from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.labels import TaskArguments
 from mm_utils.data.rows.source import DataArguments
@@ -58,6 +61,8 @@ def check_flags(given: Parsed) -> None:
         ValueError: if one of them would have no effect, or two contradict each other.
     """
     check_model(given["model_name_or_path"])
+    if given.config and given["resume_from_checkpoint"]:
+        _check_place(Path(given.config), given["output_dir"])
     if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:
         for name in OF_NEW_MODELS:
             if given[name] != getattr(ModelArguments, name):
@@ -72,3 +77,14 @@ def check_flags(given: Parsed) -> None:
         )
     if given["objectives"] is not None:
         given[ObjectiveArguments].check(given.settings)
+
+
+def _check_place(config: Path, output_dir: str | None) -> None:
+    """Refuse to resume a run that was moved or copied in its old place, which its own `config.yaml` still names."""
+    entry, place = read_flat_yaml(str(config)).get("output_dir"), config.resolve().parent
+    moved = entry is not None and entry.value == output_dir and Path(str(output_dir)).resolve() != place
+    if moved and checkpoint_folders(place):
+        raise ValueError(
+            f"--output_dir is {output_dir}, as {config} has it; the checkpoints of that run are in {place}, so it was moved or "
+            f"copied. Add --output_dir {place} to go on with it there."
+        )

@@ -14,7 +14,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -106,12 +106,21 @@ def record_start(folder: Path, description: dict[str, Any], launch: Sequence[str
 
 
 class RestartRecord(TrainerCallback):
-    """Record the step that this start resumes from, and end a run whose restarts gain no step."""
+    """Record the step that this start resumes from, and end a run whose restarts gain no step.
+
+    Args:
+        save_config: writes `config.yaml`, which a resumed run replaces only here, where nothing refuses it any more.
+    """
+
+    def __init__(self, save_config: Callable[[], None] | None = None):
+        self.save_config = save_config
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the step; raise ValueError on all ranks if the last restarts began at the same one."""
         problem = _record_step(Path(args.output_dir), state.global_step) if distributed.rank() == 0 else None
         distributed.raise_everywhere(problem)
+        if self.save_config is not None and distributed.rank() == 0:
+            self.save_config()
 
 
 def _record_step(folder: Path, step: int) -> str | None:

@@ -24,7 +24,7 @@ from mm_utils.run.output_folder import claim_folder, save_config
 from mm_utils.run.restarts import describe_start, launcher_names, record_start
 from mm_utils.run.script import run_script as run_script
 from mm_utils.run.script import set_up_logging as set_up_logging
-from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.arguments import CONFIG_FILE, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ def start_run(name: str, given: Parsed) -> Run:
     settings, problem = {**settings, **to_dict(args)}, claim.problem
     if accelerator.is_main_process and not problem:
         try:
-            save_config(name, Path(claim.folder), settings)
+            if not (claim.resume_from and (Path(claim.folder) / CONFIG_FILE).is_file()):  # else once the run may go on
+                save_config(name, Path(claim.folder), settings)
             record_start(Path(claim.folder), description, launch)
         except OSError as error:
             problem = (

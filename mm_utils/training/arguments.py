@@ -5,10 +5,10 @@ import sys
 from dataclasses import dataclass
 
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
+from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
 from mm_utils.data.batches.order import BatchSizes
 
 # In the output folder:
-CONFIG_FILE = "config.yaml"  # all arguments
 METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
 NONFINITE_FILE = "nonfinite_steps.jsonl"  # step, figures and image ids
 
@@ -69,7 +69,7 @@ class TrainingArguments:
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
     )
     allow_changed_run: bool = arg(
-        False, "Resume although data, seed or batch sizes have changed, so that steps have other rows."
+        False, "Resume although data, seed or flags that decide what is learnt have changed, and log them."
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
     # No flags:

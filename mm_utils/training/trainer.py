@@ -15,7 +15,7 @@ manager is entered around training, and one that is `ExportableState` is stored 
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from mm_utils import distributed
-from mm_utils.checkpointing.state import TrainingState
+from mm_utils.checkpointing.files import step_of
+from mm_utils.checkpointing.state import TrainingState, learnt_flags
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
 from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
@@ -54,6 +55,7 @@ class Trainer:
         data: the training batches, and the batches to evaluate on.
         evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
         callbacks: any `transformers.TrainerCallback`.
+        settings: all flags by name; a resumed run must have those that decide what is learnt.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Trainer:
         data: TrainingData,
         evaluators: Sequence[Callable[..., dict[str, float]]] = (),
         callbacks: Sequence[TrainerCallback] = (),
+        settings: Mapping[str, Any] | None = None,
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
@@ -95,6 +98,7 @@ class Trainer:
         self.average = objective.teacher = self.step.average
         objective.seed = args.seed
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
+        self.flags = learnt_flags(settings or {})
         self.captured = TrainingState(
             accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
         )
@@ -297,9 +301,11 @@ class Trainer:
 
     def _best_steps(self) -> list[int]:
         """Return the steps whose checkpoints are kept because their evaluations are the best."""
+        return self._best_of(max(self.args.save_best_limit, int(self.args.keeps_best)))
+
+    def _best_of(self, limit: int) -> list[int]:
         name, sign = f"eval_{self.args.metric_for_best_model}", 1 if self.args.greater_is_better else -1
         evaluated = {int(row["step"]): sign * row[name] for row in self.state.log_history if name in row}
-        limit = max(self.args.save_best_limit, int(self.args.keeps_best))
         return sorted(evaluated, key=lambda step: (-evaluated[step], step))[:limit]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -317,7 +323,7 @@ class Trainer:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(self.writer.path(self.state.global_step))
         self.writer.wait()  # the next capture reuses the memory that it reads
-        run = {"identity": self.identity, "nonfinite_steps": self.step.nonfinite.count}
+        run = {"identity": self.identity, "flags": self.flags, "nonfinite_steps": self.step.nonfinite.count}
         snapshot = self.captured.capture(self.state, run)
         if self.accelerator.is_main_process:
             self.writer.start(self.state.global_step, snapshot, self._best_steps())
@@ -327,22 +333,43 @@ class Trainer:
         """Load a checkpoint's weights, optimizer and counters on all ranks; return its state.
 
         Raises:
-            ValueError: if the checkpoint is of another model or of other data.
+            ValueError: if the checkpoint is of another model, of other data or of other flags.
         """
-        state, run = self.captured.restore(path, None if self.args.allow_changed_run else self.identity)
+        state, run = self.captured.restore(path, self.identity, self.flags, self.args.allow_changed_run)
         self.step.nonfinite.count = run["nonfinite_steps"]
         return state
 
     def _resume(self, path: Path) -> None:
+        if (step := step_of(path.resolve())) > self.state.max_steps:
+            raise ValueError(
+                f"--resume_from_checkpoint is {path}, of step {step}; the run has {self.state.max_steps} steps. Raise --max_steps "
+                "or --num_train_epochs."
+            )
         state = self.load_checkpoint(path)
         state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
         state.is_world_process_zero = self.state.is_world_process_zero
         state.is_local_process_zero = self.state.is_local_process_zero
         self.state, self._saved_step = state, state.global_step
+        self._forget_other_metric(path)
         self.callbacks.restore(state.stateful_callbacks or {})  # type: ignore[arg-type]
         if self.accelerator.is_main_process:
             self.writer.set_newer_aside(state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
+
+    def _forget_other_metric(self, path: Path) -> None:
+        """Let the best be sought from the resumed step on if another metric has chosen it so far."""
+        state, metric = self.state, f"eval_{self.args.metric_for_best_model}"
+        best: dict[float | None, float | None] = {
+            row["step"]: row.get(metric) for row in state.log_history if "loss" not in row
+        }
+        chosen = self._best_of(1)
+        if state.best_global_step in (None, *chosen) and best.get(state.best_global_step) == state.best_metric:
+            return
+        state.log_history = [row for row in state.log_history if "loss" in row or row["step"] == state.global_step]
+        state.best_metric = best.get(state.global_step)
+        known = state.best_metric is not None
+        state.best_global_step = state.global_step if known else None
+        state.best_model_checkpoint = str(path) if known else None
 
     def _finish_writing(self) -> bool:
         """Wait for the last checkpoint and call the callbacks; return whether it could be written."""

@@ -2,13 +2,18 @@
 
 import errno
 import logging
+import signal
+import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from mm_utils.arguments import is_rare, parse_args
+from mm_utils.checkpointing.state import FREE_FLAGS, changes, learnt_flags
+from mm_utils.extras.several_media.mixture import MediaArguments
 from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
@@ -62,3 +67,47 @@ def test_a_full_disk_is_one_line_and_other_errors_keep_their_traceback(
     assert line.startswith("/data/out/index.arrow: No space left on device. Free some space")
     with pytest.raises(OSError, match="Input/output error"):
         run_script(broken)
+
+
+def test_an_interrupted_script_prints_no_traceback() -> None:
+    waits = "import time; from mm_utils.run.script import *; set_up_logging()\ndef main(): print('on', flush=True); time.sleep(60)\n"
+    script = subprocess.Popen(
+        [sys.executable, "-c", f"{waits}run_script(main)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert script.stdout is not None
+    assert script.stdout.readline() == "on\n"
+    script.send_signal(signal.SIGINT)
+    _, report = script.communicate(timeout=60)
+    assert script.returncode == -signal.SIGINT
+    assert not report
+
+
+@pytest.mark.parametrize("script", ["pretrain", "finetune"])
+def test_a_flag_is_compared_by_a_resume_or_free(script: str) -> None:
+    """Every field of every dataclass; `FREE_FLAGS` names no other."""
+    kinds = (*(flags.PRETRAINING if script == "pretrain" else flags.FINETUNING), *Doors(script).arguments)
+    names = {field.name for kind in kinds for field in fields(kind)}
+    now = dict.fromkeys(names, "one")
+    for name in names:
+        changed = changes(learnt_flags({**now, name: "other"}), learnt_flags(now))
+        assert changed == ("" if name in FREE_FLAGS else f"{name} was other and is one")
+    assert not FREE_FLAGS & {field.name for field in fields(flags.OptimizerArguments)}
+
+
+def test_the_free_flags_exist() -> None:
+    kinds = [*flags.PRETRAINING, *flags.FINETUNING, MediaArguments, *Doors("pretrain").arguments]
+    assert {field.name for kind in kinds for field in fields(kind)} >= FREE_FLAGS
+
+
+def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:
+    config = tmp_path / "new/config.yaml"
+    (tmp_path / "new/checkpoint-2").mkdir(parents=True)
+    config.write_text(f"output_dir: {tmp_path / 'old'}\n")
+    words = ["--config", str(config), "--resume_from_checkpoint", "latest"]
+    with pytest.raises(ValueError, match=f"Add --output_dir {tmp_path / 'new'} to go on with it there"):
+        flags.check_flags(parse_args(*flags.PRETRAINING, argv=words))
+    flags.check_flags(parse_args(*flags.PRETRAINING, argv=words[:2]))  # run once more
+    for place in ("new", "third"):  # as it says, or where a trial writes
+        flags.check_flags(parse_args(*flags.PRETRAINING, argv=[*words, "--output_dir", str(tmp_path / place)]))
+    (tmp_path / "new/checkpoint-2").rmdir()
+    flags.check_flags(parse_args(*flags.PRETRAINING, argv=words))  # a recipe, on a first start

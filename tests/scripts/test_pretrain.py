@@ -115,9 +115,10 @@ def test_resume_repeats_the_straight_run_bit_for_bit(finished, tiny_flags, tmp_p
         assert torch.equal(value, weights(tmp_path)[name]), name
 
 
-def test_latest_is_a_first_start_where_there_is_no_checkpoint(tiny_flags, tmp_path):
+def test_latest_is_a_first_start_where_there_is_no_checkpoint(tiny_flags, tmp_path, caplog):
     flags = [*tiny_flags, "--max_steps", "2", "--save_steps", "1", "--output_dir", str(tmp_path)]
     pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
+    assert f"No checkpoint in {tmp_path}: the run begins at step 0" in caplog.messages
     assert sorted(losses(tmp_path)) == [1, 2]
     longer = [*flags, "--max_steps", "3", "--resume_from_checkpoint", "latest"]
     pretrain.main(longer)
@@ -480,6 +481,12 @@ def test_an_output_folder_that_holds_a_run_is_not_overwritten(finished, tiny_fla
         (["--image_size", "64"], "vision_config.image_size was 32 and is 64, image_size was 32 and is 64"),
         (["--max_seq_length", "4"], "max_seq_length was 64 and is 4"),
         (["--objectives", "sigmoid"], "logit_bias_init_value was None and is -10.0"),
+        (["--learning_rate", "0.5"], "learning_rate was 0.001 and is 0.5, so it would not be"),
+        (
+            ["--min_crop_area", "0.2", "--horizontal_flip"],
+            "min_crop_area was .* and is 0.2, horizontal_flip was False",
+        ),
+        (["--max_steps", "1"], "of step 2; the run has 1 steps"),
     ],
 )
 def test_a_run_is_not_resumed_as_another(flags, message, finished, tiny_flags, tmp_path):
@@ -488,6 +495,48 @@ def test_a_run_is_not_resumed_as_another(flags, message, finished, tiny_flags, t
     given = [*tiny_flags, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(folder / "checkpoint-2")]
     with pytest.raises(ValueError, match=message):
         pretrain.main([*given, *flags])
+
+
+def test_what_is_learnt_stays_or_is_logged_and_the_best_is_sought_anew(tiny_flags, tmp_path, caplog):
+    """A checkpoint of an earlier version has no flags: then those in config.yaml count, which a refused resume leaves alone."""
+    ones, twos = (
+        iter([0.9, 0.1, 0.9, 0.5, 0.0, 0.5]),
+        iter([0.1, 0.2, 0.1, 0.3, 0.1, 0.3]),
+    )  # the best is measured again
+    measure = [lambda *_: {"one": next(ones), "two": next(twos)}]
+    flags = [
+        *tiny_flags,
+        "--eval_steps",
+        "1",
+        "--save_steps",
+        "1",
+        "--save_total_limit",
+        "4",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    pretrain.main([*flags, "--max_steps", "2", "--metric_for_best_model", "one"], evaluators=measure)
+    stored = tmp_path / "checkpoint-2/run.json"
+    run = json.loads(stored.read_text())
+    assert run.pop("flags")["metric_for_best_model"] == "one"
+    stored.write_text(json.dumps(run))
+    manifest = tmp_path / "checkpoint-2/manifest.json"
+    files = json.loads(manifest.read_text())
+    files["files"]["run.json"] = {
+        "size": stored.stat().st_size,
+        "sha256": hashlib.sha256(stored.read_bytes()).hexdigest(),
+    }
+    manifest.write_text(json.dumps(files))
+    again = [*flags, "--max_steps", "4", "--metric_for_best_model", "two", "--resume_from_checkpoint", "latest"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="metric_for_best_model was one and is two, so it would"):
+            pretrain.main(again, evaluators=measure)
+    metrics = pretrain.main([*again, "--allow_changed_run"], evaluators=measure)
+    [line] = [message for message in caplog.messages if "--allow_changed_run is set" in message]
+    assert line.endswith("was written, metric_for_best_model was one and is two")
+    state = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())
+    assert (metrics["eval_two"], state["best_global_step"], state["best_metric"]) == (0.3, 3, 0.3)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["metric_for_best_model"] == "two"
 
 
 def test_a_run_is_not_resumed_with_other_images_or_words(tiny_flags, tmp_path):

@@ -33,6 +33,7 @@ from mm_utils.extras.several_media.mixture import MediaArguments, Mixture
 from mm_utils.extras.several_media.turns import Turns
 from mm_utils.reliability import failures
 from mm_utils.run.commands import command_without_dry_run
+from mm_utils.run.doors import RunContext
 from mm_utils.run.output_folder import holds_run, misplaced
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
@@ -157,6 +158,10 @@ class _Probe(TrainerCallback):
         self.logs: dict[str, float] = {}
         self.is_main_process = False
 
+    def on_start(self, context: RunContext) -> None:
+        """Keep what decides evaluations, and the passes before the first step."""
+        self.context = context
+
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Describe the data."""
         self.data: TrainingData = kwargs["data"]
@@ -266,9 +271,13 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     seconds = sum(share * lasts[medium].seconds for medium, share in shares.items()) / sum(shares.values())
     model, loader = last.pairs / seconds, probe.images_per_second
     rate = min(model, loader) if data.loaders.workers else 1 / (1 / model + 1 / loader)
-    evaluations = -(-steps // args.eval_steps) if args.eval_steps > 0 else 1
-    checkpoints = -(-steps // args.save_steps) if args.save_steps > 0 else 0
-    kept = checkpoints
+    args.settle_eval_steps(steps, probe.context.has_baseline)
+    first = 0 if probe.context.evaluates_start else args.eval_steps
+    evaluated_steps = {steps, *(range(first, steps, args.eval_steps) if args.eval_steps > 0 else ())}
+    saved_steps = {steps, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
+    if args.keeps_best or args.save_best_limit:  # each may be the best so far
+        saved_steps |= evaluated_steps
+    evaluations, kept = len(evaluated_steps), len(saved_steps)
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
         kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, args.keeps_best))
     checkpoint = find_checkpoint("latest", folder)
@@ -278,13 +287,16 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     hours = {
         "training_hours": args.batch_sizes.before(steps) / rate / 3600,
         "evaluation_hours": evaluations * growth * probe.seconds["evaluation"] / 3600,
-        "checkpoint_hours": checkpoints * probe.seconds["checkpoint"] / 3600,
+        "checkpoint_hours": len(saved_steps) * probe.seconds["checkpoint"] / 3600,
+        "start_hours": sum(
+            seconds * min(total["train"], most) / rows / 3600 for _, seconds, rows, most in probe.context.passes
+        ),
     }
     per_rank = probe.logs["pairs_per_second"] / distributed.world_size()
     return {
         "steps": steps,
         "evaluations": evaluations,
-        "checkpoints": checkpoints,
+        "checkpoints": len(saved_steps),
         "pairs_per_second": rate,
         "model_pairs_per_second": model,
         "loader_images_per_second": loader,
@@ -310,7 +322,11 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
     model, loader = figures["model_pairs_per_second"], figures["loader_images_per_second"]
     bound = "the loader decides the speed" if loader < model else "the model decides the speed"
     exact = "measured" if timed == largest else f"extrapolated from {timed} pairs to {largest}"
-    spent = {name: duration(figures[f"{name}_hours"]) for name in ("training", "evaluation", "checkpoint")}
+    spent = {name: duration(figures[f"{name}_hours"]) for name in ("training", "evaluation", "checkpoint", "start")}
+    times = "once" if figures["evaluations"] == 1 else f"{figures['evaluations']} times"
+    before = (
+        f"{' and '.join(name for name, *_ in probe.context.passes)} {spent['start']}, " if probe.context.passes else ""
+    )
     memory = f"{figures['peak_memory_gib']:.2f} GiB a process (measured)"
     if timed != largest:
         memory = f"unknown: a step of {largest} pairs was too slow to try; set --micro_batch_size auto to be safe"
@@ -318,8 +334,8 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
         "steps": f"{figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s",
         "speed": f"{figures['pairs_per_second']:.4g} pairs/s ({exact}): model {model:.4g}, loader alone {loader:.4g} "
         f"(workers: {probe.data.loaders.workers}); {bound}",
-        "time": f"{duration(figures['hours'])}: training {spent['training']}, evaluation {spent['evaluation']} "
-        f"({figures['evaluations']} times), checkpoints {spent['checkpoint']}",
+        "time": f"{duration(figures['hours'])}: {before}training {spent['training']}, "
+        f"evaluation {spent['evaluation']} ({times}), checkpoints {spent['checkpoint']}",
         "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB free",
         "parameters": f"{figures['parameters']:,}, {figures['trained_parameters']:,} of them trained",
         **({"compute": f"{flops:.3g} GFLOPs a pair"} if math.isfinite(flops := figures["gflops_per_pair"]) else {}),

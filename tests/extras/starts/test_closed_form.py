@@ -135,3 +135,5 @@ def test_features_that_are_all_alike_or_not_finite(side: str) -> None:
     assert not found.text_BE.any()
     with pytest.raises(ValueError, match="is not finite"):
         fit(dataclasses.replace(features, **{side: rows / 0}), 4)
+    with pytest.raises(ValueError, match="is not finite"):
+        fit(dataclasses.replace(features, names_MB=torch.full((40, 9), float("nan"))), 4)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def test_the_start_is_the_same_on_any_number_of_processes(towers: dict[str, str]
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+def refused_on_rank(towers: dict[str, str]) -> str:
+    data = training_data(towers)
+    data.splits["train"] = data.splits["train"].select(range(9))  # of which two cannot be decoded
+    Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="7 images are too few") as refused:
+        start_projections(100, towers["vision_model_name_or_path"], data, joined(towers), Accelerator())
+    return str(refused.value)
+
+
+def test_a_start_that_cannot_be_computed_ends_on_all_processes(towers: dict[str, str]) -> None:
+    found = run_on_ranks(3, refused_on_rank, towers)
+    assert found == [found[0]] * 3
+    assert "--closed_form_images 0 leaves it out" in found[0]
+
+
 def test_owners_follow_the_images_that_can_be_decoded(towers: dict[str, str]) -> None:
     _, features = start(towers, batch_size=3)
     data = training_data(towers)
@@ -157,6 +173,16 @@ def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     assert all(torch.equal(saved[name], first[name]) for name in first)
     shown = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert shown["step"] == 4  # the evaluation behind the pictures is not logged twice
+
+
+def test_a_dry_run_counts_the_closed_form_and_all_evaluations(
+    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = pretrain.main([*flags_of(towers, tiny_flags, tmp_path / "run"), "--max_steps", "10", "--dry_run"])
+    assert found["dry_run_evaluations"] == 6  # before the first step and five times
+    assert found["dry_run_checkpoints"] == 6  # each may be the best
+    assert found["dry_run_start_hours"] > 0
+    assert re.search(r"time .*: the closed form [\d.]+ \w+, training .* \(6 times\), checkpoints", caplog.text)
 
 
 def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:

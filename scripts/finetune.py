@@ -93,7 +93,6 @@ def main(
         data,
         context.evaluators,
         [*default_callbacks(run, objective, data), *doors.callbacks],
-        run.settings,
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 

@@ -105,7 +105,6 @@ def main(
         data,
         context.evaluators,
         [*watchers, *doors.callbacks],
-        run.settings,
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 

@@ -90,7 +90,7 @@ def start_run(name: str, given: Parsed) -> Run:
         given[HubArguments],
         given.settings,
     )
-    args.script = name
+    args.script, args.settings = name, settings
     accelerator = make_accelerator(run_args.report_to, args.output_dir)
     checks.check_devices(accelerator, bool(given["balance"]))
     checks.check_equal_start(settings)

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
 from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
@@ -78,6 +79,7 @@ class TrainingArguments:
 
     def __post_init__(self) -> None:
         self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it
+        self.settings: dict[str, Any] = {}  # no flag: `start_run` sets all flags by name
         if self.max_steps <= 0 and self.num_train_epochs <= 0:
             raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
         size = self.micro_batch_size

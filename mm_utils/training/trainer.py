@@ -15,7 +15,7 @@ manager is entered around training, and one that is `ExportableState` is stored 
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,7 +55,6 @@ class Trainer:
         data: the training batches, and the batches to evaluate on.
         evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
         callbacks: any `transformers.TrainerCallback`.
-        settings: all flags by name; a resumed run must have those that decide what is learnt.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Trainer:
         data: TrainingData,
         evaluators: Sequence[Callable[..., dict[str, float]]] = (),
         callbacks: Sequence[TrainerCallback] = (),
-        settings: Mapping[str, Any] | None = None,
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
@@ -98,7 +96,7 @@ class Trainer:
         self.average = objective.teacher = self.step.average
         objective.seed = args.seed
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
-        self.flags = learnt_flags(settings or {})
+        self.flags = learnt_flags(args.settings)
         self.captured = TrainingState(
             accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
         )

@@ -36,7 +36,7 @@ class Towers:
 
     Args:
         folder: as `scripts/export.py` wrote it, with the layout plain or transformers.js.
-        precision: fp32, fp16 or int8; default: the first of these that is there.
+        precision: fp32, fp16 or int8; default: the first of these that exists.
     """
 
     def __init__(self, folder: str | Path, precision: str | None = None):

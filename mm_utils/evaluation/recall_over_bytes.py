@@ -71,7 +71,12 @@ def recall_over_bytes(split: Embeddings) -> list[dict[str, Any]]:
         rows with `dimensions`, `code`, `bytes` of an image, and `recall@1` ... with half the width of their 95 % intervals.
     """
     queries, images = (
-        Keyed(*(each if each is None else each.cpu() for each in side))._replace(embeds=side.embeds.cpu().float())
+        Keyed(
+            side.embeds.cpu().float(),
+            side.key.cpu(),
+            side.group.cpu(),
+            None if side.captions is None else side.captions.cpu(),
+        )
         for side in split.directions["text_to_image"]
     )
     count = len(queries.key)

@@ -157,8 +157,8 @@ def _retrieval_summary(
     lines += [f"  {name.removeprefix('eval_')}: {value:.3f}" for name, value in metrics.items() if "_between_" in name]
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     if "eval_moment_iou0.5" in metrics:
-        share, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
-        lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{share:.3f}   the best fixed span: {fixed:.3f}")
+        found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
+        lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{found:.3f}   the best fixed span: {fixed:.3f}")
     lines += _choices(run, metrics, model)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",

@@ -100,8 +100,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> FusionDualEncoderModel:
     text = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=16, **shape))
     built = FusionDualEncoderModel.from_backbones(vision, text, projection_dim=16, fusion_layers=0)
     built.processor = VisionTextDualEncoderProcessor(images, tokenizer)
-    built.save_pretrained(tmp_path_factory.mktemp("model"))
-    folder = str(tmp_path_factory.getbasetemp() / "model0")
+    folder = str(tmp_path_factory.mktemp("model"))
+    built.save_pretrained(folder)
     return AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
 
 

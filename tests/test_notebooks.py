@@ -38,7 +38,7 @@ def test_its_links_lead_somewhere() -> None:
 
 
 def test_its_cells_run(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, with the least data: what it imports and calls exists, and gives five hits."""
+    """In this process, with the least data: what it imports and calls exists, and prints five hits."""
     for name, value in settings(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(NOTEBOOK.parent)

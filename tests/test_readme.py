@@ -67,7 +67,7 @@ REMOVED = {
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """Give the fenced blocks and the commands in code spans, in order, each with its language."""
+    """Yield the fenced blocks and the commands in code spans, in order, each with its language."""
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(rf"{BLOCK.pattern}|`({STARTS}[^`\n]+)`", text, BLOCK.flags):
         language, block, span = found.groups()
@@ -181,7 +181,7 @@ def test_pages_and_programs_have_commands():
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub makes of the headings of a page."""
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

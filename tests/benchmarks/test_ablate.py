@@ -1,4 +1,4 @@
-"""The script: what it lists, leaves and says; the grids that are there; and one real ablation."""
+"""The script: what it lists, leaves and says; the grids that exist; and one real ablation."""
 
 import json
 import shlex

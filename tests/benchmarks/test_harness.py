@@ -31,7 +31,7 @@ multiprocessing.Process(target=count, args=(counter,), daemon=True).start()
 def answer(question):
     if "fail" in question:
         raise ValueError("it was asked to")
-    print("this is no answer")
+    print("this is not an answer")
     time.sleep(question.get("seconds", 0))
     return {"count": counter.value, "pid": multiprocessing.active_children()[0].pid}
 

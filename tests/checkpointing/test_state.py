@@ -136,7 +136,7 @@ def test_sharded_and_whole_read_each_other(before: bool, after: bool, worlds: tu
 
 
 def copies_of_little_ones() -> list[str]:
-    """Of vectors of one, one rank of two holds everything; two names of one tensor are asked for by all ranks alike."""
+    """Where all are vectors of one, one rank of two holds everything; two names of one tensor are asked for by all ranks alike."""
     objective = sharded(tiny_objective(KIND))
     state = objective.model.state_dict()
     twice = {"first": state["logit_scale"], "bias": state["logit_bias"], "second": state["logit_scale"]}

@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: what fails is told, tried again, or given up, and nothing overlaps."""
+"""Checkpoints written beside the training: what fails is logged, tried again, or given up, and nothing overlaps."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ class Copied:
 
 
 def failing(error: Exception, times: int = 1000) -> Callable[[], None]:
-    """Fails so many times."""
+    """Fails n times."""
     left = [error] * times
 
     def fault() -> None:
@@ -190,7 +190,7 @@ def test_weights_that_are_not_finite_are_not_saved(value: float, writer: Checkpo
 
 
 def free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """Let every disk have so many bytes free."""
+    """Let every disk have n bytes free."""
     monkeypatch.setattr(
         os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_bfree=free, f_blocks=2 * free, f_frsize=1)
     )

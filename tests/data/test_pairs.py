@@ -1,4 +1,4 @@
-"""Every source gives the same pairs in the same schema; raw ones are prepared once, bad ones are named."""
+"""Every source yields the same pairs in the same schema; raw ones are prepared once, bad ones are named."""
 
 import csv
 import io

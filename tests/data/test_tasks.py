@@ -135,7 +135,7 @@ def test_names_of_classes_are_kept_and_numbers_are_sorted(tmp_path: Path) -> Non
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     task = load_task(TaskArguments(dataset_name=str(tmp_path / "saved")))
     assert task.classes == ["owl", "ant", "yak"]
-    assert named(task, "train") == ["ant", "owl", "ant"]  # -1 is no label
+    assert named(task, "train") == ["ant", "owl", "ant"]  # -1 is not a label
     numbers = load(write(tmp_path, [{"text": f"{n}", "label": n % 10 + 2} for n in range(60)]))
     assert numbers.classes == [str(n) for n in range(2, 12)]
 

@@ -121,7 +121,7 @@ def every_case() -> Cases:
 
 
 def quick_cases() -> Cases:
-    """Of objective, processes, parts and interruption, every two values meet; every run that goes on has one to go on from."""
+    """Cases in which, of objective, processes, parts and interruption, every two values meet; every run that goes on has one to go on from."""
     cases = {key: {(objective, 1) for objective in OBJECTIVES if key == (1, False)} for key in every_case()}
     for number, objective in enumerate(OBJECTIVES):
         for place, world in enumerate(WORLDS):

@@ -336,7 +336,7 @@ IMAGES = 23
 
 
 def probes_of(model: Any) -> Probes:
-    """Of image i, its first caption as the true one, and the first of the next image as the false one."""
+    """Yield, of image i, its first caption as the true one, and the first of the next image as the false one."""
     first = [model.owner.index(image) for image in range(IMAGES)]
     rows = [[1, first[image], image] for image in range(IMAGES)]
     ids = [row for image in range(IMAGES) for row in (rows[image], rows[(image + 1) % IMAGES])]
@@ -415,7 +415,7 @@ def test_scenes_have_probes(tmp_path: Any) -> None:
     assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
     for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
         assert len(order_probes(others, tokenizer, 64).row_P) == 0
-    # Captions cut to their common beginning are no probe.
+    # Captions cut to their common beginning are not a probe.
     assert len(order_probes(rows, tokenizer, 3).row_P) == 0
 
 

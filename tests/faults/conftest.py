@@ -6,7 +6,7 @@ A test says what it does to the program with the fixture `fault`, before it look
         fault("images", "a JPEG cut in half")
         assert ...
 
-What is known only later is set on what `fault` gives, e.g. `injected.detection_seconds = 1.5`; `with fault(...):` does
+What is known only later is set on what `fault` returns, e.g. `injected.detection_seconds = 1.5`; `with fault(...):` does
 the same and shows what belongs to it. A fault is survived if its test passes, its teardown included. A test that fails
 before it named a fault counts as one that was not survived, in the area that its module is named after.
 """
@@ -133,7 +133,7 @@ def leave_long_tests_out(config: pytest.Config, items: list[pytest.Item]) -> Non
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give the report plain values, which other processes and JUnit's XML can hold."""
+    """Put into the report plain values, which other processes and JUnit's XML can hold."""
     report = yield
     report.user_properties = [
         (name, asdict(value) if isinstance(value, Injected) else value) for name, value in report.user_properties

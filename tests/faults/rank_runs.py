@@ -2,7 +2,7 @@
 
 The ranks are forked from a process that has imported everything, without a launcher that would end them, so how they end is
 their own doing. A run of ten steps takes a second or two. Every rank writes down the rows of the steps that it completed and
-the checkpoints that it was told of, so whatever was lost or done twice is known even of a rank that was killed.
+the checkpoints that it announced, so whatever was lost or done twice is known even of a rank that was killed.
 """
 
 import json
@@ -354,7 +354,7 @@ def steps_lost(folder: Path, begun: int) -> int:
 
 
 def bytes_lost(folder: Path, since: int = 0) -> int:
-    """Of checkpoints that callbacks were told of, in starts from `since` on: where none as new as the newest is whole."""
+    """Checkpoints that callbacks were called with, in starts from `since` on: where none as new as the newest is whole."""
     newest = max((note["step"] for note in notes_in(folder, "saved") if note["begun"] >= since), default=0)
     path = checkpoint_path(folder, newest)
     whole, _ = newest_checkpoint(folder)

@@ -44,7 +44,7 @@ class Soaked:
 
 
 def soak(folder: Path, seconds: float, seed: int) -> Soaked:
-    """Bring a run of 40 steps to its end while, for so many seconds, something happens every one to three seconds.
+    """Bring a run of 40 steps to its end while, for n seconds, something happens every one to three seconds.
 
     Raises:
         AssertionError: if a start ends otherwise than it should.

@@ -72,7 +72,7 @@ def save_and_tell(folder: Path, pipe: int, numbers: int) -> None:
 
 
 def killed(folder: Path, prepare: Callable[[int], None], numbers: int = 64) -> tuple[int, bool]:
-    """The last step that was told before a forked process ended, and whether it was killed.
+    """The last step that was announced before a forked process ended, and whether it was killed.
 
     `prepare` is called with 0 in that process, and with its number in this one.
     """
@@ -93,7 +93,7 @@ def killed(folder: Path, prepare: Callable[[int], None], numbers: int = 64) -> t
 
 
 def kill_at(point: int) -> None:
-    """End this process at the so many-th thing that the writing thread does to the disk."""
+    """End this process at the nth thing that the writing thread does to the disk."""
     count = itertools.count(1)
 
     def strike() -> None:
@@ -119,7 +119,7 @@ def look(folder: Path, told: int) -> str:
     path = find_checkpoint("latest", folder)
     found = 0 if path is None else step_of(path)
     if found < told:
-        return f"step {told} was told, {found} is the latest"
+        return f"step {told} was announced, {found} is the latest"
     if path is not None:
         if verify(path) or float(load_file(path / "model.safetensors")["weight"][0]) != found:
             return f"checkpoint {found} is not what was saved"

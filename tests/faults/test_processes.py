@@ -90,7 +90,7 @@ def assert_ended(ended: rank_runs.Ended, rank: int, status: int | None) -> None:
 def goes_on(
     injected: Any, run: TinyRun, ended: rank_runs.Ended, world: int, reference: Path, tolerance: float
 ) -> None:
-    """Start again on so many processes: nothing is missing at the end but time."""
+    """Start again on n processes: nothing is missing at the end but time."""
     injected.detection_seconds = ended.told
     injected.bytes_lost = rank_runs.bytes_lost(run.folder)
     assert injected.bytes_lost == 0
@@ -140,7 +140,7 @@ CASES = [(error, place, rank) for rank in (0, 1) for place in BREAKS for error i
     ("error", "place", "rank"), [*QUICK_ERRORS, *(slow(*c) for c in CASES if c not in QUICK_ERRORS)]
 )
 def test_an_error_in_one_process(fault: Any, exact: Path, tmp_path: Path, error: str, place: str, rank: int) -> None:
-    """It is told once, by the one that it happened to, and the others are gone soon."""
+    """It is logged once, by the one that it happened to, and the others are gone soon."""
     injected = fault(AREA, f"{error} in {place} of process {rank}", save_interval=SAVE_STEPS)
     run = exact_run(tmp_path / "run")
     step = {"start": 0, "evaluation": 8, "evaluated": 8, "save": 6, "last": STEPS}.get(place, 5)

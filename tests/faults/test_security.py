@@ -61,7 +61,7 @@ class Canary:
 
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Canary]:
-    """Whoever asks on the terminal whether code may run is told yes."""
+    """Whoever asks on the terminal whether code may run reads yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     canary = Canary(tmp_path / "canary")
@@ -346,7 +346,7 @@ def test_no_id_and_no_source_names_a_file(
 def test_a_folder_that_is_no_prepared_data_set_is_not_replaced(fault: Record, tmp_path: Path) -> None:
     source = write_rows(tmp_path)
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("dear")
+    (tmp_path / "home" / "letter.txt").write_text("hello")
     for folder in (tmp_path, tmp_path / "home"):
         fault("security", f"--overwrite_output_dir of {'the data' if folder == tmp_path else 'a home'}")
         with pytest.raises(ValueError, match=r"^--output_dir is [^\n]* Give another folder\.$"):

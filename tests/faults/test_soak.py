@@ -16,7 +16,7 @@ EARLY = 5  # of the measurements, after which nothing may grow
 
 
 class Measure:
-    """Note what the process holds, every so many steps."""
+    """Note what the process holds, every n steps."""
 
     def __init__(self, file: Path):
         self.file = file

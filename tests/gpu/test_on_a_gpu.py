@@ -86,7 +86,7 @@ def test_half_precision_is_near_fp32(kind: str, half: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("loss", "dense"), [(info_nce, dense_info_nce), (sigmoid_loss, dense_sigmoid)])
 def test_a_tiled_loss_is_the_dense_one(loss: Any, dense: Any) -> None:
-    """Of 3,000 pairs in fp32; TF32 must be off in it."""
+    """The loss of 3,000 pairs in fp32; TF32 must be off in it."""
     torch.set_float32_matmul_precision("high")
     generator = torch.Generator().manual_seed(0)
     image, text = (torch.nn.functional.normalize(torch.randn(3000, 256, generator=generator), dim=1) for _ in range(2))

@@ -242,13 +242,13 @@ BROKEN = [
         "a PNG with a flipped byte in its header", "image_corrupt", ".png", lambda picture: _flip(png(picture), 18)
     ),
     Broken(
-        "a PNG of what is no deflate stream",
+        "a PNG of what is not a deflate stream",
         "image_unreadable",
         ".png",
         _exactly(_png_of(64, 48, _chunk(b"IDAT", b"no deflate stream"))),
     ),
     Broken(
-        "a TIFF with a value that is no number",
+        "a TIFF with a value that is not a number",
         "image_unreadable",
         ".tiff",
         lambda picture: save(_floats(picture, float("nan")), "TIFF"),

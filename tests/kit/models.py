@@ -84,7 +84,7 @@ TEXT: dict[str, PreTrainedConfig] = {
         **BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, position_biased_input=False
     ),
     "clip": CLIPTextConfig(**BERT, max_position_embeddings=16, bos_token_id=END - 1, eos_token_id=END, pad_token_id=1),
-}  # SigLIP's text tower is no AutoModel: see test_build.py
+}  # SigLIP's text tower is not an AutoModel: see test_build.py
 
 
 Batch = dict[str, Tensor]

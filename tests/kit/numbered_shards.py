@@ -123,7 +123,7 @@ class Server(SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """The address of a server that gives the files of `folder`."""
+    """The address of a server that serves the files of `folder`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=str(folder)))
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

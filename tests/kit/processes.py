@@ -50,7 +50,7 @@ def wait_until(holds: Callable[[], bool]) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs and is no zombie."""
+    """Return whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

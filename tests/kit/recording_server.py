@@ -1,4 +1,4 @@
-"""A server that only this machine can reach; it gives one answer and remembers what it was asked."""
+"""A server that only this machine can reach; it has one answer and remembers what it was asked."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class _Answer(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager

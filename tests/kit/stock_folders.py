@@ -133,7 +133,7 @@ def clap_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_clap(folder: Path, fused: bool = False, **audio: Any) -> str:
-    """Write a random ClapModel with its processor, which hears a second of 16 kHz in loops."""
+    """Write a random ClapModel with its processor, which takes a second of 16 kHz in loops."""
     tokenizer = clap_tokenizer()
     audio = {
         "spec_size": 64, "num_mel_bins": 16, "patch_size": 4, "patch_stride": [4, 4], "window_size": 4, "depths": [1, 1],

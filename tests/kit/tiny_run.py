@@ -44,7 +44,7 @@ def nothing(place: str, step: int) -> None:
 
 @dataclass
 class TinyRun:
-    """What a run is told.
+    """The settings of a run.
 
     Attributes:
         strike: called wherever a fault may be injected.
@@ -223,12 +223,12 @@ def _tell(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 
 def digest(folder: Path) -> str:
-    """Of the final weights."""
+    """The checksum of the final weights."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Of the steps in the log; a step or an evaluation that is there twice is an error."""
+    """Losses of the steps in the log; a step or an evaluation that occurs twice is an error."""
     found: dict[bool, dict[int, float]] = {True: {}, False: {}}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -239,7 +239,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 class Signalled:
-    """Sends a signal to this process at a place of a step, so many times, on the ranks that are named."""
+    """Sends a signal to this process at a place of a step, n times, on the ranks that are named."""
 
     def __init__(
         self, place: str, step: int, number: int, times: int = 1, pause: float = 0.0, only: int | None = None

@@ -53,7 +53,7 @@ TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_at
 
 
 class Watched:
-    """A loader that writes down which images it gave."""
+    """A loader that writes down which images it yielded."""
 
     def __init__(self, loader: DeviceLoader):
         self.loader, self.wait = loader, 0.0

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Of agents that meet on the loopback interface."""
+    """The environment of agents that meet on the loopback interface."""
     own = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, **own, "PATH": paths, "GLOO_SOCKET_IFNAME": "lo", "PET_LOCAL_ADDR": "127.0.0.1"}

@@ -23,7 +23,7 @@ LONGEST_SAVE = 240  # seconds that torchrun waits for its processes, in all file
 
 
 def found(value: Any, key: str) -> Iterator[Any]:
-    """Give what stands under a key, anywhere in a document."""
+    """Yield what stands under a key, anywhere in a document."""
     if isinstance(value, dict):
         if key in value:
             yield value[key]

@@ -161,7 +161,7 @@ def test_one_tower_of_a_two_tower_checkpoint_is_loaded(folders):
 
 
 def test_only_siglips_image_tower_is_loaded(tokenizer, tmp_path):
-    """Its text tower is no AutoModel and pools the last position, padding included."""
+    """Its text tower is not an AutoModel and pools the last position, padding included."""
     tower = {**TOWER, "vocab_size": 100, "projection_size": 32}
     config = SiglipConfig(text_config=tower, vision_config={**TOWER, "image_size": 32, "patch_size": 8})
     SiglipModel(config).save_pretrained(tmp_path)

@@ -235,7 +235,7 @@ def test_towers_of_another_medium_are_refused(tmp_path: Path, tiny: Any) -> None
 
 @pytest.mark.parametrize("samples", [torch.zeros(1, 9), torch.zeros(9, 2), torch.ones(9, dtype=torch.int16)])
 def test_samples_of_other_shapes_are_refused(tiny: Any, samples: torch.Tensor) -> None:
-    """torchaudio gives [channels, n], soundfile [n, channels]; either would be filled up to a window in the wrong way."""
+    """torchaudio returns [channels, n], soundfile [n, channels]; either would be filled up to a window in the wrong way."""
     with pytest.raises(ValueError, match=r"its samples are .*Give floats of one channel"):
         tiny[0].encode(sounds=[(samples, 16000)])
 

@@ -223,7 +223,7 @@ def test_models_beyond_the_stock_class_are_refused(vision, text, config, reason)
 
 @pytest.mark.parametrize("config", [MPNetConfig(**BERT), RobertaPreLayerNormConfig(**BERT)])
 def test_a_mean_is_refused_if_the_layers_are_not_berts(config):
-    """They have a pooler and `encoder.layer`; one more layer with BERT's names gave NaN or another embedding."""
+    """They have a pooler and `encoder.layer`; one more layer with BERT's names made NaN or another embedding."""
     model = FusionDualEncoderModel.from_backbones(backbone(VISION["vit"]), backbone(config), projection_dim=16)
     with pytest.raises(ValueError, match="not BERT's"):
         model.to_dual_encoder()

@@ -1,4 +1,4 @@
-"""Boxes are pooled exactly, from whatever grid a vision tower gives."""
+"""Boxes are pooled exactly, from whatever grid a vision tower returns."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -174,7 +174,7 @@ def test_siglip_reads_padding_on_the_side_of_its_tokenizer(folder, tmp_path, sid
 
 
 def test_siglip_takes_texts_that_were_padded_to_its_length(folder):
-    """As the stock processor gives them, without a mask."""
+    """As the stock processor returns them, without a mask."""
     name = folder("siglip")
     ids = AutoTokenizer.from_pretrained(name)(TEXTS, padding="max_length", return_tensors="pt").input_ids
     images = load_processor_of(str(name))(images=noise(), return_tensors="pt").pixel_values

@@ -202,7 +202,7 @@ def matching_of(objective: JointObjective) -> Matching:
 
 @pytest.mark.parametrize("number", range(8))
 def test_matching_pairs(number: int) -> None:
-    """Every pair as a positive, and each image and each text once with a wrong partner that is no known positive."""
+    """Every pair as a positive, and each image and each text once with a wrong partner that is not a known positive."""
     objective, batch = tiny_objective("contrastive_matching"), global_batch()
     encoded = objective.encode(batch)
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
@@ -326,7 +326,7 @@ def test_build_objective() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_trained_parameter_gets_a_gradient(kind: str) -> None:
-    """DDP waits for those of all of them, also of weights that rest."""
+    """DDP waits for those of all of them, also of weights that are frozen for this step."""
     objective = tiny_objective(kind)
     objective(global_batch(kind), 0)["loss"].backward()
     missing = [name for name, value in objective.named_parameters() if value.requires_grad and value.grad is None]
@@ -449,22 +449,22 @@ def test_the_head_waits_for_its_part_of_the_run_and_the_towers_rest_in_it() -> N
     objective.tower_steps = 3
     towers, head = ("vision_model", "text_model"), ("fusion", "token_head", "caption_adapter")
     parts = {2: (head, towers, "contrastive"), 3: (towers, head, "captioning")}
-    for number, (resting, trained, kind) in parts.items():
+    for number, (frozen, trained, kind) in parts.items():
         found = step(objective, batch, number)
         moved = {name: value for name, value in found["gradients"].items() if torch.tensor(value).any()}
-        # The trainer drops gradients of weights that rest, as of the word embeddings that captions are made of.
+        # The trainer drops gradients of weights that are frozen for this step, as of the word embeddings that captions are made of.
         assert not [
-            name for name in moved if name.removeprefix("model.").startswith(resting) and "word_embeddings" not in name
+            name for name in moved if name.removeprefix("model.").startswith(frozen) and "word_embeddings" not in name
         ]
         assert {part for part in trained for name in moved if name.removeprefix("model.").startswith(part)} == {
             *trained
         }
         assert ("captioning_loss" in found["report"]) == (kind == "captioning")
-        names = {id(weight) for weight in objective.resting_weights()}
+        names = {id(weight) for weight in objective.frozen_weights()}
         assert names == {
             id(weight)
             for name, weight in objective.model.named_parameters()
-            if weight.requires_grad and name.startswith(resting)
+            if weight.requires_grad and name.startswith(frozen)
         }
     expected = step(whole, batch, 3)["gradients"]
     for name, value in found["gradients"].items():

@@ -171,7 +171,7 @@ def test_half_precision_embeddings_are_computed_on_in_fp32(dtype: torch.dtype, t
 
 
 def test_fp16_under_a_loss_scaler() -> None:
-    """Gradients of 1e-6 are no numbers of fp16; multiplied by the scaler's 65536 in fp32 first, they are."""
+    """Gradients of 1e-6 do not exist in fp16; multiplied by the scaler's 65536 in fp32 first, they are."""
     image, text, ids = make_batch(256, 8)
     image, text = image.half(), text.half()
     scaled = with_gradients(lambda *values: 65536 * tiled_info_nce(*values), image, text, torch.tensor(0.05), ids)

@@ -14,7 +14,7 @@ from tests.kit.reading import write_tar
 
 @pytest.fixture(scope="module")
 def flags(tiny_flags: list[str], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a model of a few steps."""
+    """The folder of a model after a few steps."""
     folder = str(tmp_path_factory.mktemp("started"))
     pretrain.main([*tiny_flags, "--output_dir", folder])
     data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]

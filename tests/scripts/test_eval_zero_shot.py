@@ -30,7 +30,7 @@ def trained(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def with_weight(folder: str) -> str:
-    """Give match logits a weight, which needs more than the 8 validation images of the run."""
+    """Set a weight of match logits, which needs more than the 8 validation images of the run."""
     config = Path(folder, "config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rerank_weights": {"match": 1.0}}))
     return folder

@@ -187,7 +187,7 @@ AVAILABLE = 2**27
 
 @pytest.mark.parametrize("vocabulary", [100, 20_000])
 def test_what_is_found_fits_whatever_the_vocabulary(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of weights and gradients that weigh more than the activations of a small trial; no tensor has memory here."""
+    """A model whose weights and gradients weigh more than the activations of a small trial; no tensor has memory here."""
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     model = FusionDualEncoderModel.from_backbones(
         AutoModel.from_config(AutoConfig.for_model("vit", **config, image_size=32, patch_size=8)),

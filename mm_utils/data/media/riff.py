@@ -122,7 +122,7 @@ def _chunk(name: bytes, content: bytes) -> bytes:
 
 def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[bytes, memoryview]]:
     if content[:4] != name or content[8:12] != form:
-        raise UnreadableImageError(f"it is no {form.decode().strip()} file")
+        raise UnreadableImageError(f"it is not in the format {form.decode().strip()}")
     end = 8 + int.from_bytes(content[4:8], "little")
     if end > len(content):
         raise UnreadableImageError(f"it has {len(content):,} of its {end:,} bytes")

@@ -114,7 +114,7 @@ def reason_against(
         f"{backend} divides every weight among all processes. Use together, or accelerate_configs/multi_gpu.yaml.": backend,
         "in fp16 one encoder alone may have to skip a step. Use bf16, or together.": accelerator.scaler is not None,
         "--dataset_name names several media, so there are more than two encoders. Use together.": objective.model.media,
-        "--streaming gives every process shards of its own. Use together.": isinstance(data.order, Stream),
+        "--streaming assigns shards of its own to every process. Use together.": isinstance(data.order, Stream),
         "--cache_features has run a frozen encoder before training. Use together.": data.features is not None,
         "--micro_batch_size auto tries pairs, of which no process has both sides. Give a number of rows, or use "
         "together.": args.micro_batch_size == "auto",

@@ -1,4 +1,4 @@
-"""The made-up devices are as slow as they are said to be, and dealing by speed helps."""
+"""The made-up devices are as slow as stated, and shares by speed help."""
 
 from typing import Any
 

@@ -33,7 +33,7 @@ def towers(tmp_path: Path) -> list[str]:
 
 
 def test_what_is_counted_is_what_was_predicted(towers: list[str]) -> None:
-    """Of 9 pairs two processes have 4 and 5, in one part and in several; DDP's own averages are counted in its buckets."""
+    """Two processes have 4 and 5 of 9 pairs, in one part and in several; DDP's own averages are counted in its buckets."""
     for results in run_on_ranks(2, steps_on_this_rank, [*towers, "--pairs", "9", "--micro_batch_size", "2"]):
         assert [row["objectives"] for row in results] == [name for name in TRIED for _ in range(2)]
         for row in results:

@@ -1,4 +1,4 @@
-"""Every reader gives every pair once and the right image, and what is measured of it is what it did. No time is judged."""
+"""Every reader yields every pair once and the right image, and what is measured of it is what it did. No time is judged."""
 
 import json
 from pathlib import Path

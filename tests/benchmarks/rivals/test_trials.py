@@ -14,7 +14,7 @@ STATES = {1: "first", 2: "second"}
 
 
 def outcome(step: int = 0, said: str = "", error: str = "") -> Outcome:
-    """Of loading a checkpoint."""
+    """Seconds of loading a checkpoint."""
     events: list[dict[str, Any]] = [{"event": "warning", "text": said}] if said else []
     events += [{"event": "loaded", "step": step, "digest": STATES[step]}] if step else []
     events += [{"event": "error", "text": error}] if error else []

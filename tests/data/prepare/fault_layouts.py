@@ -55,7 +55,7 @@ def write_caption_files(corpus: Corpus) -> None:
     stem = os.fsdecode(b"caf\xe9")  # as an old system wrote it
     (folder / f"{stem}.png").write_bytes(png(picture))
     (folder / f"{stem}.txt").write_text(caption)
-    corpus.keep("caption_files", "names that are no UTF-8", [caption], picture)
+    corpus.keep("caption_files", "names that are not UTF-8", [caption], picture)
 
 
 def write_parallel_lists(corpus: Corpus) -> None:
@@ -156,7 +156,7 @@ def write_coco(corpus: Corpus) -> None:
     image("an image of another split", "unknown_split", "a dog", split="holdout")
     image("an image annotated with null", "caption_null", None)
     images.append("a dog")
-    corpus.lose("coco", "an image that is no object", f"image {len(images) - 1}", "not_an_object")
+    corpus.lose("coco", "an image that is not an object", f"image {len(images) - 1}", "not_an_object")
     image("a plain annotation", "", _CAPTION)
     for kind, reason, item in [
         ("an annotation of no image", "unmatched_caption", {"image_id": "none", "caption": "a dog"}),

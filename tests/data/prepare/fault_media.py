@@ -62,7 +62,7 @@ SOUNDS = [
     Case("0 bytes", "medium_empty", b""),
     Case("no samples", "medium_empty", riff_wav(b"")),
     Case("FLAC without frames", "medium_truncated", lambda: _FLAC[:42]),
-    Case("a text file", "medium_unknown_format", b"this is no sound at all, only words"),
+    Case("a text file", "medium_unknown_format", b"this is not a sound at all, only words"),
     Case("an HTML page", "medium_unknown_format", b"<!doctype html><title>404</title>"),
     Case("a Git LFS pointer", "medium_unknown_format", b"version https://git-lfs.github.com/spec/v1\n"),
     Case("a playlist that names a file", "medium_unknown_format", b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"),
@@ -171,7 +171,7 @@ CLIPS = [
 FRAMES = [
     Case("frames and no times in order", "bad_times", b"", {"frames": ["a.png", "b.png"], "times": [1, 0]}),
     Case("frames and too few times", "bad_times", b"", {"frames": ["a.png", "b.png"], "times": [0]}),
-    Case("times that are no numbers", "bad_times", b"", {"frames": ["a.png", "b.png"], "times": ["0", None]}),
+    Case("times that are not numbers", "bad_times", b"", {"frames": ["a.png", "b.png"], "times": ["0", None]}),
     Case("no frames", "medium_empty", b"", {"frames": []}),
     Case("a frame that is missing", "image_missing", b"", {"frames": ["a.png", "none.png"]}),
     Case("a frame that is cut", "image_truncated", b"", {"frames": ["a.png", "cut.png"], "times": [0, 1]}),

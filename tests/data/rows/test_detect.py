@@ -1,4 +1,4 @@
-"""Every format is recognised and gives the same pairs."""
+"""Every format is recognised and yields the same pairs."""
 
 import json
 from collections.abc import Callable

@@ -242,7 +242,7 @@ def test_a_look_alike_of_a_prepared_set_reads_no_file_elsewhere(decoded: bool, p
 
 
 def test_links_in_a_folder_that_lead_out_are_refused(folder: Path, tmp_path: Path) -> None:
-    """Of captions, lists and archives as of images; a pipe is not waited for."""
+    """Captions, lists and archives as of images; a pipe is not waited for."""
     secret = write(tmp_path / "secret", "my password\n")
     inside = tmp_path / "images"
     inside.mkdir()

@@ -150,7 +150,7 @@ def test_the_batch_of_a_step_does_not_depend_on_ranks_and_workers(
 
 @pytest.fixture(scope="module")
 def straight(streams: dict[str, Stream], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[Any]]:
-    """Steps 0 to 29 as one reader gives them, without interruption."""
+    """Steps 0 to 29 as one reader yields them, without interruption."""
     return {
         kind: [content(batch) for batch in steps_of(stream, tokenizer).batches(0, 30, Reader())]
         for kind, stream in streams.items()

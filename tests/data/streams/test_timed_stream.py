@@ -163,9 +163,9 @@ def test_what_a_stream_does_not_decode_is_refused_with_the_remedy(tmp_path: Path
     parts = [(f"{at}.json", b'{"start": 0.5, "caption": "a bark"}') for at in range(20)]
     captions = [(f"{at}.txt", b"a bark") for at in range(20)]
     for content, suffix, others, message in (
-        (b"ID3" + bytes(99), "mp3", captions, r"row 0: medium_unknown_format: it is no WAVE file"),
+        (b"ID3" + bytes(99), "mp3", captions, r"row 0: medium_unknown_format: it is not in the format WAVE"),
         (bytes(stereo), "wav", captions, r"a WAV file of 2 channels of 16 bits; prepared sounds are mono, 16 bits"),
-        (b"....ftyp" + bytes(99), "mp4", captions, r"it is no AVI file"),
+        (b"....ftyp" + bytes(99), "mp4", captions, r"it is not in the format AVI"),
         (tone(440), "wav", parts, r"span_outside: it is a part of its sound, by start and end, and not cut out"),
     ):
         members = [each for at in range(20) for each in ((f"{at}.{suffix}", content), others[at])]
@@ -176,7 +176,7 @@ def test_what_a_stream_does_not_decode_is_refused_with_the_remedy(tmp_path: Path
             opened({"train_file": path})
     table = Dataset.from_dict({"video": [b"\x1aE\xdf\xa3"] * 20, "caption": ["a cat"] * 20})
     table.to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"it is no AVI file.* Run scripts/prepare_data.py, and stream its folder"):
+    with pytest.raises(ValueError, match=r"it is not in the format AVI.* Run scripts/prepare_data.py, and"):
         opened({"train_file": str(tmp_path / "a.parquet")})
     cut = Dataset.from_dict({"audio": [tone(440)] * 20, "caption": ["a cat"] * 20, "start": [None, *[1.0] * 19]})
     cut.to_parquet(tmp_path / "a.parquet")

@@ -1,4 +1,4 @@
-"""The file that travels with an export gives the model's numbers where torch cannot be imported."""
+"""The file that travels with an export returns the model's numbers where torch cannot be imported."""
 
 import json
 import os

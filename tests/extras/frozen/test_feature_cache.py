@@ -1,4 +1,4 @@
-"""Frozen towers run once, and training from what they gave is training with them."""
+"""Frozen towers run once, and training from what they returned is training with them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A teacher's embeddings: read in training as it gives them, computed once, part of what a run is."""
+"""A teacher's embeddings: read in training as it returns them, computed once, part of what a run is."""
 
 import shutil
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_the_term_gets_the_teachers_own_scale(teacher: str) -> None:
 
 
 def test_a_teacher_of_sounds_has_its_own_window(tmp_path: Path) -> None:
-    """CLAP hears a second, in loops, whatever the student's flag says."""
+    """CLAP takes a second, in loops, whatever the student's flag says."""
     folder, rows = write_clap(tmp_path / "clap"), split_of("sound", range(4))
     data, objective = student(folder)
     data.splits["train"], data.loaders.arguments.medium_seconds = tokenize_captions(rows, new_tokenizer(), 16), 0.25

@@ -33,7 +33,7 @@ class GridModel:
 
 
 def whole_batch() -> dict[str, Any]:
-    """Images of none to three regions; the fourth cannot be decoded, so it is no row."""
+    """Images of none to three regions; the fourth cannot be decoded, so it is not a row."""
     generator = torch.Generator().manual_seed(4)
     counts = torch.randint(0, SLOTS + 1, (IMAGES,), generator=generator)
     mask = (torch.arange(SLOTS) < counts[:, None]).long()[..., None].expand(-1, -1, 3)

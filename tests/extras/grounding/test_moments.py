@@ -219,7 +219,7 @@ def test_terms_say_that_they_read_moments(term: str) -> None:
 
 
 def test_the_main_process_draws_examples(tmp_path: Path) -> None:
-    """Of media of 2 and 4 seconds in windows of 4, with a phrase that is no formula."""
+    """Media of 2 and 4 seconds in windows of 4, with a phrase that is not a formula."""
     phrases = ["a dog barks", "$1 is spent"]
     rows: Any = [
         {"image": seconds, "moments": [{"span": [0.5, 1.0], "phrase": phrase} for phrase in phrases]}

@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("FSDP2 divides", {"machines": SimpleNamespace(distributed_type=DistributedType.FSDP, scaler=None)}),
     "deepspeed": ("DeepSpeed div", {"machines": SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, scaler=None)}),
     "fp16": ("Use bf16", {"machines": SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, scaler=object())}),
-    "stream": ("--streaming gives", {"data": SimpleNamespace(order=object.__new__(Stream), features=None)}),
+    "stream": ("--streaming assigns", {"data": SimpleNamespace(order=object.__new__(Stream), features=None)}),
     "features": ("--cache_features has run", {"data": SimpleNamespace(order=None, features=object())}),
     "auto": ("--micro_batch_size auto tries", {"micro_batch_size": "auto"}),
 }  # fmt: skip

@@ -28,7 +28,7 @@ from tests.extras.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, 
 
 @pytest.fixture(scope="module")
 def searcher(reranking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Searcher:
-    """Of 40 pictures, whose captions, and one of whose names, would run a script on a careless page."""
+    """An index of 40 pictures, whose captions, and one of whose names, would run a script on a careless page."""
     folder = tmp_path_factory.mktemp("served")
     write_photos(folder / "photos", range(39))
     (folder / "photos/0/000.png").rename(folder / "photos" / EVIL_NAME)

@@ -1,4 +1,4 @@
-"""Training on several media: towers rest in each other's steps, and neither parts, processes nor a new start change a thing."""
+"""Training on several media: towers are frozen in each other's steps, and neither parts, processes nor a new start change a thing."""
 
 import json
 from dataclasses import replace

@@ -77,7 +77,8 @@ class _RareHelp(str):
 def arg(default: T, help: str, rare: bool = False, **metadata: Any) -> T:
     """Declare a dataclass field together with its ``--help`` line.
 
-    A rare one is not a flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file.
+    A rare one is not a flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file. Programs
+    that write command lines can give every flag by ``--set``.
     """
     return dataclasses.field(default=default, metadata={"help": _RareHelp(help) if rare else help, **metadata})
 
@@ -150,7 +151,8 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
     )
     parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
     if parser.rare:
-        parser.add_argument("--set", metavar="NAME=VALUE", help=f"Rare settings. {' '.join(parser.rare)}")
+        parser.add_argument("--set", metavar="NAME=VALUE", help="Set a flag by its name: the rare ones below, or any.")
+        parser.add_argument_group("Rare settings")._group_actions.extend(parser.rare)
     path = _take_config(parser, argv)
     if path is not None:
         _set_defaults(parser, path)
@@ -224,11 +226,11 @@ class _Parser(HfArgumentParser):
     """Report a mistake in one line, without secrets and without the list of all flags.
 
     Attributes:
-        rare: a line about each rare setting, for the help of ``--set``.
+        rare: the rare settings, which ``--help`` shows last.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.rare: list[str] = []
+        self.rare: list[argparse.Action] = []
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
@@ -239,14 +241,15 @@ class _Parser(HfArgumentParser):
         super()._add_dataclass_arguments(dtype)
         for field in filter(is_rare, dataclasses.fields(dtype)):
             action, *others = [each for each in self._actions if each.dest == field.name]
-            for option in [option for each in (action, *others) for option in each.option_strings]:
-                del self._option_string_actions[option]
+            for each in (action, *others):
+                self._action_groups[-1]._group_actions.remove(each)
+                for option in each.option_strings:
+                    del self._option_string_actions[option]
             for other in others:  # of `--no_NAME`
                 self._actions.remove(other)
-                self._action_groups[-1]._group_actions.remove(other)
-            action.option_strings, action.help = [f"{_RARE}{field.name}"], argparse.SUPPRESS
+            action.option_strings = [f"{_RARE}{field.name}"]
             self._option_string_actions[action.option_strings[0]] = action
-            self.rare.append(f"{field.name}: {field.metadata['help']} (default: {field.default})")
+            self.rare.append(action)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -254,6 +257,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         options = action.option_strings
+        if options and options[0].startswith(_RARE):
+            return f"--set {action.dest}=VALUE"
         shown = copy.copy(action)  # without the spelling --a-b of --a_b
         shown.option_strings = [each for each in options if each == f"--{action.dest}" or "-" not in each.lstrip("-")]
         return super()._format_action_invocation(shown)
@@ -306,11 +311,10 @@ def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
                 )
             while rest and "=" in rest[0] and not rest[0].startswith("-"):
                 name = rest[0].partition("=")[0]
-                if f"{_RARE}{name}" not in parser._option_string_actions:
-                    known = [each.partition(":")[0] for each in parser.rare]
-                    flag = f" It is a flag: --{name}." if f"--{name}" in parser._option_string_actions else ""
-                    parser.error(f"--set has {name!r}; there is no such setting.{flag} Choose of {', '.join(known)}.")
-                words.append(_RARE + rest.pop(0))
+                known = _known(parser)
+                if name not in known:
+                    parser.error(f"--set has {name!r}; there is no such setting{_did_you_mean(name, known)}")
+                words.append(known[name].option_strings[0].removesuffix(name) + rest.pop(0))
         elif action is not None and action.nargs == "?" and action.const is True:
             words.append(f"{word}={rest.pop(0) if rest and rest[0].lower() in _YES_OR_NO else 'true'}")
         else:
@@ -349,7 +353,7 @@ def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place:
 
 def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
     actions = reversed(parser._actions)  # --flag and --no_flag share a dest; argparse uses the default of the first
-    return {action.dest: action for action in actions if action.dest not in ("help", "config")}
+    return {action.dest: action for action in actions if action.dest not in ("help", "config", "set")}
 
 
 def _advice(word: str, known: dict[str, Any]) -> str:
@@ -358,14 +362,16 @@ def _advice(word: str, known: dict[str, Any]) -> str:
     for names, needed, advice in _OF_OTHERS:
         if name in names.split() and (not needed or needed in known):
             return f": it {advice}."
+    name = name if name in known else name.removeprefix("no_")
     if name in known and known[name].option_strings[0].startswith(_RARE):
-        return f": it is --set {name}=VALUE here."
+        return f": it is rare, and given as --set {name}=VALUE."
     return _did_you_mean(word, known)
 
 
 def _did_you_mean(word: str, known: dict[str, Any]) -> str:
     close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-    return f". Did you mean '--{close[0]}'? See --help." if close else ". See --help."
+    rare = close and known[close[0]].option_strings[0].startswith(_RARE)
+    return f". Did you mean '--{'set ' * rare}{close[0]}'? See --help." if close else ". See --help."
 
 
 # -- YAML that anyone may have written ----------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """Dataclass default < YAML < command line; every mistake ends with one line that names the flag."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from mm_utils.arguments import arg, parse_args, read_flat_yaml, to_dict, to_words
+from mm_utils.arguments import arg, is_rare, parse_args, read_flat_yaml, to_dict, to_words
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
@@ -122,8 +122,8 @@ def test_booleans(argv: list[str], shuffle: bool, verbose: bool) -> None:
 
 
 def test_rare_settings_are_set_by_name(tmp_path: Path) -> None:
-    first, _ = parse("--set", "rate_of_old=0.5", "careful=no", "--name", "x")
-    assert (first.rate_of_old, first.careful, first.name) == (0.5, False, "x")
+    first, _ = parse("--set", "rate_of_old=0.5", "careful=no", "name=x", "--set=shuffle=false")
+    assert (first.rate_of_old, first.careful, first.name, first.shuffle) == (0.5, False, "x", False)
     assert parse(*to_words(First, to_dict(first)))[0] == first
     path = config(
         tmp_path, "rate_of_old: 0.7\ncareful: false"
@@ -159,11 +159,11 @@ def test_command_line_turns_yamls_false_on_again(tmp_path: Path) -> None:
         (["--config"], "--config needs a path"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is a.yaml and b.yaml; one file is read."),
         (["--verbose", "maybe"], "unknown argument maybe"),
-        (["--rate_of_old", "1"], "unknown argument --rate_of_old: it is --set rate_of_old=VALUE here."),
+        (["--rate_of_old", "1"], "unknown argument --rate_of_old: it is rare, and given as --set rate_of_old=VALUE."),
         (["--set", "rate_of_old"], "--set rate_of_old has no value"),
         (
-            ["--set", "name=x"],
-            "--set has 'name'; there is no such setting. It is a flag: --name. Choose of rate_of_old,",
+            ["--set", "rate_of_new=x"],
+            "--set has 'rate_of_new'; there is no such setting. Did you mean '--set rate_of_old'? See --help.",
         ),
         (["--set", "rate_of_old=high"], "argument --set rate_of_old: invalid float value: 'high'"),
         (["--config", "nowhere.yaml"], "--config is nowhere.yaml; there is no such file"),
@@ -255,7 +255,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "What it does.\n\n    a command" in text
     for shown in (
-        "rate_of_old: A rare one. (default: 0.9)",
+        "--set rate_of_old=VALUE A rare one. (default: 0.9)",
         "A rate. ",
         "(default: 0.5)",
         "(default: 8)",
@@ -271,11 +271,13 @@ def test_help_of_all_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         parse_args(*ALL, argv=["--help"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"--{name}" in text for name in to_dict(*(each() for each in ALL)))
+    rare = {field.name for kind in ALL for field in fields(kind) if is_rare(field)}
+    names = to_dict(*(each() for each in ALL))
+    assert all((f"--set {name}=" if name in rare else f"--{name}") in text for name in names)
 
 
 def test_to_dict_reads_back(tmp_path: Path) -> None:
-    flags = ["--learning_rate", "2e-4", "--no_greater_is_better", "--freeze_text", "--vision_pooling", "cls"]
+    flags = ["--learning_rate", "2e-4", "--set", "greater_is_better=false", "--freeze_text", "--vision_pooling", "cls"]
     parsed = parse_args(*ALL, argv=flags)
     assert parsed[OptimizerArguments].learning_rate == parsed["learning_rate"] == 2e-4
     path = config(tmp_path, yaml.safe_dump(parsed.settings))

@@ -238,12 +238,12 @@ def exists(module: str) -> bool:
 @cache
 def known_flags() -> set[str]:
     """Return the flags of all scripts and benchmarks, of the launchers, and of pytest's options that pages name."""
-    known = {"--set"}  # of every program that has rare settings
+    known = {"--set", "name"}  # of every program that has rare settings
     for path in [*PROGRAMS, ROOT / "benchmarks/rivals/plain_contrastive.py"]:
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
             module.main(["--help"])
-        known |= set(re.findall(r"--\w+", shown.getvalue()))
+        known |= set(re.findall(r"--\w+", shown.getvalue())) | set(re.findall(r"--set (\w+)=", shown.getvalue()))
     for parser in (launch_command_parser(), torchrun_parser()):
         known |= {option for action in parser._actions for option in action.option_strings}
     return known
@@ -252,7 +252,8 @@ def known_flags() -> set[str]:
 @pytest.mark.parametrize("path", [*PAGES, *CONFIGS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_flag_that_is_named_exists(path):
     allowed = known_flags() | FOREIGN | (REMOVED if path.stem in ("CHANGELOG", "log") else set())
-    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8")
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | set(re.findall(r"--set (\w+)=", text))
     assert found <= allowed, found - allowed
 
 

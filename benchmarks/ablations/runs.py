@@ -46,7 +46,7 @@ class Run:
         """What starts it, after the words of `launcher`; `python` is the Python that runs this."""
         words = [sys.executable if word == "python" else word for word in shlex.split(launcher)]
         flags = {**self.flags, "seed": self.seed, "output_dir": self.folder}
-        given = [f"--{name}={_word(value)}" for name, value in flags.items() if value is not None]
+        given = [f"--set={name}={_word(value)}" for name, value in flags.items() if value is not None]
         return [*words, str(ROOT / "scripts/pretrain.py"), *given, "--overwrite_output_dir"]
 
     def record(self) -> dict[str, Any] | None:

@@ -175,7 +175,7 @@ def tandem(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, 
     groups = {DataArguments: bench.task.data, LoaderArguments: bench.task.loader, ModelArguments: bench.task.model}
     for kind, values in groups.items():
         defaults = {each.name: each.default for each in fields(kind)}
-        flags += [f"--{name}={value}" for name, value in values.items() if value != defaults[name]]
+        flags += [f"--set={name}={value}" for name, value in values.items() if value != defaults[name]]
     if bench.task.contestant == "tandem_towers":
         flags += ["--objectives=contrastive:1", "--fusion_layers=0"]
     with tempfile.TemporaryDirectory() as folder:

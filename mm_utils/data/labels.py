@@ -528,7 +528,7 @@ class TaskArguments:
     )
     max_train_samples: int | None = arg(None, "Keep the first N training rows.")
     max_eval_samples: int | None = arg(None, "Keep the first N rows of validation and of test.")
-    preprocessing_num_workers: int | None = arg(None, "Processes that read and preprocess data.")
+    preprocessing_num_workers: int | None = arg(None, "Processes that read and preprocess data.", rare=True)
 
     def __post_init__(self) -> None:
         sources = [f"--{name}" for name in ("task", "dataset_name", "train_file") if getattr(self, name)]

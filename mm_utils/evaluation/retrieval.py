@@ -61,7 +61,9 @@ class EvaluationArguments:
         "fitted: as training found best on the validation split, 0 where a score did not help.",
     )
     rerank_cache_gb: float = arg(
-        8.0, "Memory per process for the head's keys and values of images; images that do not fit are encoded twice."
+        8.0,
+        "Memory per process for the head's keys and values of images; images that do not fit are encoded twice.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -69,7 +71,7 @@ class EvaluationArguments:
             raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of candidates, or 0 for none.")
         self.given_weights  # noqa: B018  (complain now, not after the data is loaded)
         if not self.rerank_cache_gb > 0:
-            raise ValueError(f"--rerank_cache_gb is {self.rerank_cache_gb}; give gigabytes above 0.")
+            raise ValueError(f"--set rerank_cache_gb is {self.rerank_cache_gb}; give gigabytes above 0.")
 
     @property
     def given_weights(self) -> dict[str, float] | None:

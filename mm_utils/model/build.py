@@ -103,20 +103,25 @@ class ModelArguments:
     fusion_dim: int | None = arg(
         None, "Width of the cross-attention head; default: half the text backbone's, at most 512."
     )
-    fusion_heads: int | None = arg(None, "Attention heads of the cross-attention head; default: one per 32 channels.")
+    fusion_heads: int | None = arg(
+        None, "Attention heads of the cross-attention head; default: one per 32 channels.", rare=True
+    )
     fusion_vision_taps: str = arg(
         "auto",
         "Hidden states of the vision backbone that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at "
         "most three, the last of each resolution, or layers of a transformer at equal distances.",
+        rare=True,
     )
-    fusion_text_taps: str = arg("auto", "As --fusion_vision_taps, for the text backbone.")
+    fusion_text_taps: str = arg("auto", "As fusion_vision_taps, for the text backbone.", rare=True)
     fusion_hierarchy: bool = arg(
         True,
         "Blocks of the head read the taps one after the other, and the text again; false: all taps in all blocks.",
+        rare=True,
     )
     fusion_direction: str = arg(
         "text_to_image",
         "text_to_image, or both: image tokens attend to the text too, and cannot be reused for other texts.",
+        rare=True,
     )
     freeze_vision: bool = arg(False, "Do not train the vision backbone.")
     freeze_text: bool = arg(False, "Do not train the text backbone.")

@@ -55,9 +55,9 @@ class ObjectiveArguments:
         "Train the first 32, 64 and 128 numbers of an embedding to be one, too: 32,64,128. The contrastive or sigmoid loss is "
         "then the mean over these widths and the full one.",
     )
-    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.")
-    mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.")
-    whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.")
+    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.", rare=True)
+    mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.", rare=True)
+    whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.", rare=True)
     pack_captions: bool = arg(
         False,
         "Encode the captions of a batch in one row of tokens, without padding, in place of groups of about one length: less "
@@ -66,12 +66,13 @@ class ObjectiveArguments:
     max_logit_scale: float | None = arg(
         None,
         "Upper bound of the inverse temperature; default: 100, or where a model starts that was trained above it.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:
         self.weights, self.widths  # noqa: B018  (complain now, not after the data is loaded)
         if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"--mlm_probability is {self.mlm_probability}; give a share of the tokens in (0, 1).")
+            raise ValueError(f"--set mlm_probability is {self.mlm_probability}; give a share of the tokens in (0, 1).")
 
     @property
     def weights(self) -> dict[str, float]:

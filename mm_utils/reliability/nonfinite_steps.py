@@ -70,7 +70,7 @@ class NonfiniteSteps:
             logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, self.path)
         if self.count >= self.limit:
             raise FloatingPointError(
-                f"--max_nonfinite_steps is {self.limit}, and as many steps had a loss or a gradient that is not finite, the "
+                f"--set max_nonfinite_steps is {self.limit}, and as many steps had a loss or a gradient that is not finite, the "
                 f"last one step {step}. Look at the images in {self.path}, lower --learning_rate, or train in bf16 or fp32."
             )
         return False

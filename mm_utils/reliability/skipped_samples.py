@@ -37,7 +37,7 @@ class SkippedSamples(TrainerCallback, ExportableState):
         in_succession: unreadable rows since the last readable one.
 
     Raises:
-        ValueError: on all ranks, if more than `--max_corrupt_share` of the rows could not be read, and at least 20; or 100 in
+        ValueError: on all ranks, if more than `--set max_corrupt_share` of the rows could not be read, and at least 20; or 100 in
             succession.
     """
 
@@ -92,7 +92,7 @@ class SkippedSamples(TrainerCallback, ExportableState):
             self._write(_path(args), found)
         problem = ""
         if self.count >= MIN_COUNT and self.count > args.max_corrupt_share * pairs:
-            problem = f"--max_corrupt_share is {args.max_corrupt_share:g}; {self.count:,} of {pairs:,} rows"
+            problem = f"--set max_corrupt_share is {args.max_corrupt_share:g}; {self.count:,} of {pairs:,} rows"
         elif self.in_succession >= MAX_IN_SUCCESSION:
             problem = f"the training data is out of reach; {self.in_succession:,} rows one after the other"
         if problem:

@@ -48,22 +48,27 @@ class TrainingArguments:
     save_total_limit: int | None = arg(2, "Keep this many checkpoints, in addition to the best ones.")
     save_best_limit: int = arg(0, "Save after an evaluation that is among the best N so far, and keep those N.")
     metric_for_best_model: str = arg("mean_recall", "The metric of early stopping and of the best checkpoint.")
-    greater_is_better: bool = arg(True, "A higher value of that metric is better.")
+    greater_is_better: bool = arg(True, "A higher value of that metric is better.", rare=True)
     peak_tflops: float | None = arg(
         None,
         "Peak of one device at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
+        rare=True,
     )
     load_best_model_at_end: bool = arg(
         True,
         "Keep the best evaluated weights instead of the last, if there are evaluations and checkpoints on the way.",
     )
     max_nonfinite_steps: int = arg(
-        10, "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing."
+        10,
+        "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing.",
+        rare=True,
     )
     early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
-        0.01, "Stop once more than this share of the training rows cannot be read; each is replaced by another."
+        0.01,
+        "Stop once more than this share of the training rows cannot be read; each is replaced by another.",
+        rare=True,
     )
     ddp_timeout: float = arg(
         300.0,
@@ -87,7 +92,7 @@ class TrainingArguments:
             raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
         self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
         if self.max_nonfinite_steps < 1:
-            raise ValueError(f"--max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
+            raise ValueError(f"--set max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
         if min(self.save_steps, self.save_minutes) < 0:
             raise ValueError(
                 f"--save_steps is {self.save_steps}, --save_minutes {self.save_minutes:g}; give 0 (never) or more."
@@ -97,7 +102,7 @@ class TrainingArguments:
                 f"--save_total_limit is {self.save_total_limit}; the newest checkpoint is always kept. Give at least 1."
             )
         if not 0 <= self.max_corrupt_share <= 1:
-            raise ValueError(f"--max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
+            raise ValueError(f"--set max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
         if self.ddp_timeout <= 0:
             raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
         if not 0 <= self.ema_decay < 1:

@@ -157,7 +157,7 @@ def _of_temperature(window: list[Row], max_logit_scale: float) -> Iterator[Findi
         yield Finding(
             "low temperature",
             f"temperature is at its lower bound, {1 / max_logit_scale:g}, over {_steps(window)}; late in a long run that is "
-            "usual, early it is overfitting or near-duplicates. Raise --max_logit_scale if recall still rises, else remove "
+            "usual, early it is overfitting or near-duplicates. Raise it by --set max_logit_scale=VALUE if recall still rises, else remove "
             "duplicates or train on more pairs.",
         )
     if max(scales) < 1.001:

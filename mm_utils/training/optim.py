@@ -54,16 +54,18 @@ class OptimizerArguments:
     weight_decay: float = arg(
         0.1, "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions."
     )
-    adam_beta1: float = arg(0.9, "AdamW's decay of the first moment.")
-    adam_beta2: float = arg(0.98, "AdamW's decay of the second moment.")
-    adam_epsilon: float = arg(1e-6, "AdamW's epsilon.")
+    adam_beta1: float = arg(0.9, "AdamW's decay of the first moment.", rare=True)
+    adam_beta2: float = arg(0.98, "AdamW's decay of the second moment.", rare=True)
+    adam_epsilon: float = arg(1e-6, "AdamW's epsilon.", rare=True)
     lr_scheduler_type: str = arg(
         "cosine", "'cosine' to zero, or 'constant_with_cooldown' (linear to zero at the end)."
     )
     warmup_ratio: float = arg(0.05, "Share of the steps in which the rate rises linearly from zero.")
-    cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.")
+    cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.", rare=True)
     batch_size_lr_rule: str = arg(
-        "sqrt", "With --batch_size_schedule, growth of the rate with the batch: 'constant' (none), 'linear' or 'sqrt'."
+        "sqrt",
+        "With --batch_size_schedule, growth of the rate with the batch: 'constant' (none), 'linear' or 'sqrt'.",
+        rare=True,
     )
     max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
 
@@ -74,10 +76,10 @@ class OptimizerArguments:
             )
         if self.batch_size_lr_rule not in LR_RULES:
             raise ValueError(
-                f"--batch_size_lr_rule is {self.batch_size_lr_rule!r}; choose one of {', '.join(LR_RULES)}."
+                f"--set batch_size_lr_rule is {self.batch_size_lr_rule!r}; choose one of {', '.join(LR_RULES)}."
             )
         if not (self.warmup_ratio >= 0 and self.cooldown_ratio >= 0 and self.warmup_ratio + self.cooldown_ratio <= 1):
-            raise ValueError("--warmup_ratio and --cooldown_ratio are shares of the run; together at most 1.")
+            raise ValueError("--warmup_ratio and --set cooldown_ratio are shares of the run; together at most 1.")
         if self.learning_rate < 0:
             raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
         if not 0 <= self.head_share < 1:

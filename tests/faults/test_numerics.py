@@ -107,7 +107,7 @@ def test_too_many_steps_that_are_not_finite(fault: Any, tmp_path: Path, what: st
     run = exact_run(tmp_path / "run", max_nonfinite_steps=3)
     ended = start(2, run, *(Fault(POISONS[what], "taken", step, rank) for step in range(4, STEPS)))
     assert ended.statuses == [1, 1], ended.text
-    assert "--max_nonfinite_steps is 3" in ended.text
+    assert "--set max_nonfinite_steps is 3" in ended.text
     assert "Traceback" not in ended.text
     assert not (run.folder / "model.safetensors").exists()
     injected.detection_seconds = ended.told

@@ -59,7 +59,7 @@ def test_captions_are_altered(flags: list[str]) -> None:
 
 
 def test_memory_and_the_batch_size_change_nothing(flags: list[str]) -> None:
-    others = ["--per_device_eval_batch_size", "3", "--rerank_cache_gb", "1e-9"]
+    others = ["--per_device_eval_batch_size", "3", "--set", "rerank_cache_gb=1e-9"]
     assert eval_retrieval.main([*flags, *others]) == pytest.approx(eval_retrieval.main(flags), rel=1e-4)
 
 

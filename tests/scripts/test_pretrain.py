@@ -331,7 +331,7 @@ def test_a_real_run_starts_where_a_dry_run_was_and_learns_the_same(finished, tin
 
 def test_a_schedule_grows_the_batch_and_the_rate(tiny_flags, tmp_path):
     schedule = ["--batch_size_schedule", "0:4,2:8", "--lr_scheduler_type", "constant_with_cooldown"]
-    flat = ["--warmup_ratio", "0", "--cooldown_ratio", "0", "--batch_size_lr_rule", "linear", "--head_share", "0"]
+    flat = ["--warmup_ratio", "0", "--set", "cooldown_ratio=0", "batch_size_lr_rule=linear", "--head_share", "0"]
     pretrain.main([*tiny_flags, *schedule, *flat, "--output_dir", str(tmp_path)])
     logged = [row for row in rows_of(tmp_path) if "loss" in row]
     assert [row["epoch"] for row in logged] == [0.25, 0.5, 1.0, 1.5]  # of 16 images
@@ -401,8 +401,10 @@ def test_steps_that_are_not_finite_change_nothing_and_are_written_down(what, tin
     end = weights(tmp_path)["visual_projection.weight"]
     assert end.isfinite().all()
     assert not torch.equal(end, before["visual_projection.weight"])
-    with pytest.raises(FloatingPointError, match=r"--max_nonfinite_steps is 2, .* the last one step 3\. Look at the"):
-        pretrain.main([*tiny_flags, "--max_nonfinite_steps", "2", "--output_dir", str(tmp_path / "stopped")])
+    with pytest.raises(
+        FloatingPointError, match=r"--set max_nonfinite_steps is 2, .* the last one step 3\. Look at the"
+    ):
+        pretrain.main([*tiny_flags, "--set", "max_nonfinite_steps=2", "--output_dir", str(tmp_path / "stopped")])
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------
@@ -438,10 +440,13 @@ def test_mistakes_found_while_running_name_the_remedy(tiny_flags, tmp_path, flag
         (["--ema_decay", "1"], "--ema_decay"),
         (["--global_batch_size", "1"], "at least 2 pairs"),
         (["--batch_size_schedule", "0:8,20:16,10:32"], "goes back from step 20 to step 10"),
-        (["--batch_size_lr_rule", "cubic"], "--batch_size_lr_rule is 'cubic'; choose one of constant, linear, sqrt"),
+        (
+            ["--set", "batch_size_lr_rule=cubic"],
+            "--set batch_size_lr_rule is 'cubic'; choose one of constant, linear, sqrt",
+        ),
         (["--micro_batch_size", "0"], "--micro_batch_size is 0; give at least 1, 'auto'"),
         (["--micro_batch_size", "atuo"], "--micro_batch_size is atuo"),
-        (["--max_nonfinite_steps", "0"], "--max_nonfinite_steps is 0"),
+        (["--set", "max_nonfinite_steps=0"], "--set max_nonfinite_steps is 0"),
         (["--early_stopping_patience", "1"], "--eval_steps"),
         (["--report_to", "no_such_tracker"], "--report_to is no_such_tracker"),
     ],
@@ -476,7 +481,7 @@ def test_an_output_folder_that_holds_a_run_is_not_overwritten(finished, tiny_fla
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--fusion_heads", "1"], "fusion_heads was 3 and is 1"),
+        (["--set", "fusion_heads=1"], "fusion_heads was 3 and is 1"),
         (["--text_pooling", "cls"], "text_pooling was mean and is cls"),
         (["--image_size", "64"], "vision_config.image_size was 32 and is 64, image_size was 32 and is 64"),
         (["--max_seq_length", "4"], "max_seq_length was 64 and is 4"),

@@ -219,7 +219,7 @@ def test_cooldown() -> None:
     ("values", "flag"),
     [
         ({"lr_scheduler_type": "linear"}, "--lr_scheduler_type is 'linear'"),
-        ({"warmup_ratio": 0.9, "cooldown_ratio": 0.2}, "--warmup_ratio and --cooldown_ratio"),
+        ({"warmup_ratio": 0.9, "cooldown_ratio": 0.2}, "--warmup_ratio and --set cooldown_ratio"),
         ({"warmup_ratio": -0.1}, "--warmup_ratio"),
         ({"learning_rate": -1.0}, "--learning_rate is -1.0"),
         ({"layerwise_lr_decay": 0.0}, "--layerwise_lr_decay is 0.0"),

@@ -79,7 +79,7 @@ def test_reading_late_changes_nothing(tmp_path: Path) -> None:
 def test_too_many_steps_end_the_run_a_step_later(tmp_path: Path) -> None:
     given = QUIET | {"max_nonfinite_steps": 2}
     trainer = trainer_of(TinyRun(tmp_path, arguments=given), True, dict.fromkeys(range(2, 8), math.nan))
-    with pytest.raises(FloatingPointError, match=r"--max_nonfinite_steps is 2, .* the last one step 4\."):
+    with pytest.raises(FloatingPointError, match=r"--set max_nonfinite_steps is 2, .* the last one step 4\."):
         trainer.train()
     assert trainer.state.global_step == 4
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

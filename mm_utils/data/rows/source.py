@@ -83,7 +83,9 @@ class DataArguments:
     allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
     max_train_samples: int | None = arg(None, "Keep the first N training images.")
     max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.")
-    preprocessing_num_workers: int | None = arg(None, "Processes that check images (default all cores) and tokenise.")
+    preprocessing_num_workers: int | None = arg(
+        None, "Processes that check images (default all cores) and tokenise.", rare=True
+    )
 
     def __post_init__(self) -> None:
         sources = [f"--{name}" for name in ("dataset_name", "train_file", "dataset_dir") if getattr(self, name)]

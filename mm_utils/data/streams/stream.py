@@ -16,8 +16,8 @@ disk: step s always has the same rows, and every row comes once an epoch, but ro
     images of a given validation split.
   - A shard that grows, shrinks, is added or written anew makes another stream: `Stream.fingerprint` changes.
 
-Each of the interleaved shard groups keeps the encoded images of a block in memory: `--stream_interleave` *
-`--shuffle_block_size` images, over all processes. With 64 * 256 images of 100 kB that is 1.6 GB.
+Each of the interleaved shard groups keeps the encoded images of a block in memory: `--set stream_interleave` *
+`--set shuffle_block_size` images, over all processes. With 64 * 256 images of 100 kB that is 1.6 GB.
 """
 
 import hashlib
@@ -60,18 +60,21 @@ class StreamingArguments:
         0,
         f"Groups of shards whose rows are interleaved, over all processes; 0 takes {GROUPS}, or one per shard if there are "
         "fewer. It decides the order.",
+        rare=True,
     )
     shuffle_block_size: int = arg(
-        256, "Rows of a shard that are shuffled among themselves; each group holds as many encoded images in memory."
+        256,
+        "Rows of a shard that are shuffled among themselves; each group holds as many encoded images in memory.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:
         if self.stream_interleave < 0:
             raise ValueError(
-                f"--stream_interleave is {self.stream_interleave}; give a number of groups, or 0 to leave it open."
+                f"--set stream_interleave is {self.stream_interleave}; give a number of groups, or 0 to leave it open."
             )
         if self.shuffle_block_size < 1:
-            raise ValueError(f"--shuffle_block_size is {self.shuffle_block_size}; give at least 1 row.")
+            raise ValueError(f"--set shuffle_block_size is {self.shuffle_block_size}; give at least 1 row.")
 
 
 @dataclass

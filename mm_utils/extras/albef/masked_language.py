@@ -58,7 +58,7 @@ class MaskedLanguageModelling(RowTerm):
 
     @classmethod
     def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "MaskedLanguageModelling":
-        """Return the term, with the share of tokens of `--mlm_probability`."""
+        """Return the term, with the share of tokens of `mlm_probability`."""
         assert tokenizer is not None
         return cls(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
 

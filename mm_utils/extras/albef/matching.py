@@ -97,7 +97,7 @@ class Matching(RowTerm):
 
     @classmethod
     def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "Matching":
-        """Return the term, with negatives as `--hard_negatives` says."""
+        """Return the term, with negatives as `hard_negatives` says."""
         return cls(seed, args.hard_negatives)
 
     def plan(

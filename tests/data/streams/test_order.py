@@ -134,7 +134,7 @@ def test_dealing_differs_by_at_most_the_largest_item(rows: list[int], parts: int
 @pytest.mark.parametrize(
     ("rows", "groups", "message"),
     [
-        ([9, 9], 3, "--stream_interleave is 3; every group has shards of its own, and there are 2"),
+        ([9, 9], 3, "--set stream_interleave is 3; every group has shards of its own, and there are 2"),
         ([3, 2], 1, "--global_batch_size is 8, and the stream has 5 rows"),
     ],
 )
@@ -145,5 +145,5 @@ def test_too_few_rows_or_shards_are_refused(rows: list[int], groups: int, messag
 
 def test_more_processes_than_groups_are_refused() -> None:
     order = InterleavedOrder([9, 9], BatchSizes((0,), (8,)), 0, 2, 4)
-    with pytest.raises(ValueError, match="--stream_interleave is 2, and 3 processes train"):
+    with pytest.raises(ValueError, match="--set stream_interleave is 2, and 3 processes train"):
         order.batch(0, Reader(0, 3))

@@ -520,7 +520,7 @@ def test_training_from_features_is_training_with_frozen_towers(
     towers: str, precise: bool, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Adam's epsilon makes its steps smooth in the gradient, whose rounding it would else enlarge.
-    flags = [*tiny_flags, *TOWERS[towers], "--adam_epsilon", "1", "--learning_rate", "1"]
+    flags = [*tiny_flags, *TOWERS[towers], "--set", "adam_epsilon=1", "--learning_rate", "1"]
     pretrain.main([*flags, "--min_crop_area", "1", "--output_dir", str(tmp_path / "live")])
     if precise:
         monkeypatch.setattr(feature_cache, "DTYPES", (torch.float32,))
@@ -542,7 +542,7 @@ def test_sounds_are_trained_from_features(tmp_path: Path, monkeypatch: pytest.Mo
     flags = [
         *("--dataset_name", "sounds", "--vision_config", str(tmp_path / "sound.json"), "--freeze_vision"),
         *("--global_batch_size", "8", "--max_steps", "2", "--logging_steps", "1", "--dataloader_num_workers", "0"),
-        *("--min_crop_area", "1", "--sound_jitter", "0", "--adam_epsilon", "1", "--output_dir"),
+        *("--min_crop_area", "1", "--sound_jitter", "0", "--set", "adam_epsilon=1", "--output_dir"),
     ]
     with small_media():
         pretrain.main([*flags, str(tmp_path / "live")])

@@ -94,7 +94,14 @@ def test_a_trial_has_its_values_and_a_folder() -> None:
     trial = command.with_values(values, "top/one")
     assert trial.output_dir == "top/one"
     assert trial.argv[:3] == command.argv
-    assert trial.argv[3:] == ("--learning_rate", "1e-4", "--dataset_name", "data/mine", "--output_dir", "top/one")
+    assert trial.argv[3:] == (
+        "--set",
+        "learning_rate=1e-4",
+        "--set",
+        "dataset_name=data/mine",
+        "--output_dir",
+        "top/one",
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,14 +62,14 @@ def main(
     run = start_run("pretrain", given)
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
-    data = open_media(
+    make_processor = partial(load_processor, model_args)
+    data = doors.open_data(run.accelerator, given, args, make_processor, objective_args.readers) or open_media(
         run.accelerator,
         given[flags.DataArguments],
         given[MediaArguments],
-        given[flags.StreamingArguments],
         given[flags.LoaderArguments],
         args,
-        partial(load_processor, model_args),
+        make_processor,
         objective_args.readers,
     )
 

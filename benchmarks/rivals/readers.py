@@ -35,8 +35,9 @@ from mm_utils.data.batches.order import BatchSizes, Draw, RankBatches
 from mm_utils.data.batches.tokens import global_order
 from mm_utils.data.media import Image
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.loader import train_stream
-from mm_utils.data.streams.stream import StreamingArguments, open_stream
+from mm_utils.extras.streams.flags import StreamingArguments
+from mm_utils.extras.streams.loader import train_stream
+from mm_utils.extras.streams.stream import open_stream
 
 ENDLESS = 10**6
 """Steps of a loader, more than a benchmark takes."""

@@ -42,6 +42,7 @@ class Limits:
     attempts: int = 3
 
 
+SHARDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"}
 MEDIA_LIMITS = Limits(max_bytes=512 << 20)
 """The limits of a file of sound or video."""
 
@@ -49,6 +50,12 @@ MEDIA_LIMITS = Limits(max_bytes=512 << 20)
 def is_url(name: str) -> bool:
     """Return whether `name` is an address of any scheme, such as ``https://`` or ``pipe:``."""
     return _URL.match(name) is not None
+
+
+def shard_kind(url: str) -> str | None:
+    """Return `parquet`, `arrow` or `tar` by the path or address of a shard, or None."""
+    name = url.split("?")[0].lower()
+    return next((kind for suffix, kind in SHARDS.items() if name.endswith(suffix)), None)
 
 
 class Jail:

@@ -1,4 +1,4 @@
-"""Open a run's data: files, prepared sets, embedded scenes, streams, cached features."""
+"""Open a run's data: files, prepared sets, embedded scenes, labelled rows."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +21,6 @@ from mm_utils.data.media.medium import kind_of
 from mm_utils.data.media.of_processor import default_seconds, kind_of_processor, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.loader import train_stream
-from mm_utils.data.streams.rows import shard_kind
-from mm_utils.data.streams.stream import HELD_OUT, Stream, StreamingArguments, open_stream
 from mm_utils.doors import entries
 
 logger = logging.getLogger(__name__)
@@ -61,10 +58,10 @@ class TrainingData:
     """The tokenised splits of a run, with the order of training and the loaders.
 
     Attributes:
-        splits: the rows of every split; a stream has no `train` here.
+        splits: the rows of every split.
         processor: the tokenizer and the image processor.
         loaders: the loaders of the run.
-        order: the order of the training rows, or the stream that they come from.
+        order: the order of the training rows.
         identity: the fingerprint of the training data and the settings that affect batch order; a resumed run must have the
             same.
         eval_batch_size: images per process and forward pass in evaluation.
@@ -76,7 +73,7 @@ class TrainingData:
     splits: DatasetDict
     processor: ProcessorMixin
     loaders: Loaders
-    order: GlobalOrder | Stream
+    order: GlobalOrder
     identity: dict[str, Any]
     eval_batch_size: int
     total_rows: dict[str, int] = field(default_factory=dict)
@@ -123,8 +120,6 @@ class TrainingData:
 
     def train_batches(self, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
-        if isinstance(self.order, Stream):
-            return train_stream(self.loaders, self.order, self.processor.tokenizer, start, stop)
         return self.loaders.train(self.features or self.splits["train"], self.order, start, stop)
 
     def __str__(self) -> str:
@@ -135,7 +130,6 @@ class TrainingData:
 def open_data(
     accelerator: Accelerator,
     data_args: DataArguments,
-    stream_args: StreamingArguments,
     loader_args: LoaderArguments,
     schedule: Schedule,
     make_processor: Callable[..., ProcessorMixin],
@@ -147,7 +141,7 @@ def open_data(
 
     Args:
         accelerator: the run's accelerator.
-        data_args, stream_args, loader_args: the source, and how it is read.
+        data_args, loader_args: the source, and how it is read.
         schedule: the arguments that decide the order and the size of batches.
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
             `seconds` of its window.
@@ -157,47 +151,25 @@ def open_data(
         ValueError: if the source cannot be read, with file, line or column and what to do.
     """
     with accelerator.main_process_first():
-        stream = None
-        if stream_args.streaming:
-            given = load_validation_file(data_args)
-            stream = open_stream(data_args, stream_args, schedule.batch_sizes, schedule.seed, given)
-            splits, captions = DatasetDict(validation=stream.validation), stream.captions()
-            total = {"train": stream.num_rows, "validation": len(stream.validation)}
-        else:
-            splits = load_pairs(replace(data_args, max_train_samples=None, max_eval_samples=None))
-            total = {name: len(rows) for name, rows in splits.items()}
-            splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")
-            captions = iterate_captions(splits["train"])
-        processor = _processor(make_processor, captions, splits, loader_args)
+        splits = load_pairs(replace(data_args, max_train_samples=None, max_eval_samples=None))
+        total = {name: len(rows) for name, rows in splits.items()}
+        splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")
+        processor = processor_of(make_processor, iterate_captions(splits["train"]), splits["train"], loader_args)
         length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
         splits = tokenize_splits(splits, processor.tokenizer, length, workers, readers)
-    rows = splits["validation"]
-    for column in entries("UNREAD").keys() & set(rows.column_names) - {reader.source(rows) for reader in readers}:
-        logger.info("The rows have %s that no term reads; %s", column, entries("UNREAD")[column])
-    return make_data(accelerator, splits, stream, processor, loader_args, schedule, readers, total)
+    return make_data(accelerator, splits, processor, loader_args, schedule, readers, total)
 
 
-def _processor(
-    make: Callable[..., ProcessorMixin], captions: Iterator[str], splits: DatasetDict, args: LoaderArguments
+def processor_of(
+    make: Callable[..., ProcessorMixin], captions: Iterator[str], known: datasets.Dataset, args: LoaderArguments
 ) -> ProcessorMixin:
-    """Return the processor of all splits' media, with the window that is asked for."""
-    medium = kind_of(splits["validation"].features)
-    known = splits.get("train", splits["validation"])  # a stream has no split of all its training rows
+    """Return the processor of the rows' media, with the window that is asked for; see `open_data`."""
+    medium = kind_of(known.features)
     default = None if medium == "image" else default_seconds(medium, known)
     timed = {} if medium == "image" else {"medium": medium, "seconds": args.medium_seconds or default}
     processor = make(captions, **timed)
     settle_window(processor, medium, args.medium_seconds, args.clip_frames, default)
     return processor
-
-
-def load_validation_file(args: DataArguments) -> datasets.Dataset | None:
-    """Load the validation rows of a stream where they are in no shard."""
-    if args.validation_file is None or shard_kind(args.validation_file) is not None:
-        return None
-    others: dict[str, Any] = dict.fromkeys(("dataset_name", "dataset_config_name", "validation_file", "test_file"))
-    most = args.max_eval_samples or HELD_OUT
-    file = replace(args, train_file=args.validation_file, max_train_samples=most, **others)
-    return load_pairs(file, need_train=False)["train"]
 
 
 def open_task(
@@ -212,35 +184,46 @@ def open_task(
         task = load_task(task_args, kind_of_processor(processor))
         length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers
         task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)
-    return task, make_data(accelerator, task.splits, None, processor, loader_args, schedule)
+    return task, make_data(accelerator, task.splits, processor, loader_args, schedule)
 
 
 def make_data(
     accelerator: Accelerator,
     splits: DatasetDict,
-    stream: Stream | None,
     processor: ProcessorMixin,
     loader_args: LoaderArguments,
     schedule: Schedule,
     readers: Sequence[ColumnReader] = (),
     total_rows: dict[str, int] | None = None,
 ) -> TrainingData:
-    """Put tokenised splits, or a stream and its validation split, into batches."""
+    """Put tokenised splits into batches."""
+    loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers)
+    rows = splits["train"]
+    order = global_order(rows, schedule.batch_sizes, schedule.seed, loader_args.similar_captions_per_batch)
+    total = total_rows or {name: len(rows) for name, rows in splits.items()}
+    identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer), **loader_args.order}
+    found = TrainingData(splits, processor, loaders, order, identity, schedule.per_device_eval_batch_size, total)
+    logger.info("%s", found)
+    return found
+
+
+def open_loaders(
+    accelerator: Accelerator,
+    splits: DatasetDict,
+    processor: ProcessorMixin,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    readers: Sequence[ColumnReader] = (),
+    *,
+    streaming: bool = False,
+) -> Loaders:
+    """Return the loaders of a run, for which its machines have enough shared memory and open files."""
+    rows = splits["validation"]
+    for column in entries("UNREAD").keys() & set(rows.column_names) - {reader.source(rows) for reader in readers}:
+        logger.info("The rows have %s that no term reads; %s", column, entries("UNREAD")[column])
     # Saved with the model, so that all who load it read as much of a text.
     processor.tokenizer.model_max_length = loader_args.max_seq_length
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
-    sizes, eval_batch_size = schedule.batch_sizes, schedule.per_device_eval_batch_size
-    check_loading(loaders, sizes.sizes[-1], eval_batch_size, streaming=stream is not None)
-    order: GlobalOrder | Stream
-    if stream is not None:
-        order, data = stream, stream.fingerprint
-    else:
-        rows = splits["train"]
-        order = global_order(rows, sizes, schedule.seed, loader_args.similar_captions_per_batch)
-        data = fingerprint(rows)
-    total = total_rows or {name: len(rows) for name, rows in splits.items()}
-    content = loaders.content(splits["train"] if stream is None else None, processor.tokenizer)
-    identity = {"data": data, **content, **loader_args.order}
-    found = TrainingData(splits, processor, loaders, order, identity, eval_batch_size, total)
-    logger.info("%s", found)
-    return found
+    most, eval_batch_size = schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size
+    check_loading(loaders, most, eval_batch_size, streaming=streaming)
+    return loaders

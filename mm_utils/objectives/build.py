@@ -139,7 +139,7 @@ class ObjectiveArguments:
             if not all(reader.optional for reader in term.readers):
                 refuses.setdefault("streaming", "reads media and captions alone")
             for flag, reason in refuses.items():
-                if settings[flag]:
+                if settings.get(flag):
                     raise ValueError(f"--objectives has {name}, and --{flag} {reason}. Drop one of them.")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from mm_utils.arguments import launch_command, launcher, to_words
 from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.paths import shard_kind
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.rows import shard_kind
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.training.arguments import CONFIG_FILE
 

@@ -100,6 +100,11 @@ class Doors:
         ours = (each for each in self.callbacks if isinstance(each, RunCallback))
         return next((found for each in ours if (found := each.instead(self.script, main, argv)) is not None), None)
 
+    def open_data(self, accelerator: Accelerator, given: Parsed, *more: Any) -> TrainingData | None:
+        """Return the data that a callback opens, given `schedule`, `make_processor` and `readers`; None if none does."""
+        ours = (each for each in self.callbacks if isinstance(each, RunCallback))
+        return next((found for each in ours if (found := each.open_data(accelerator, given, *more)) is not None), None)
+
     def has_baseline(self, given: Parsed, data: TrainingData) -> bool:
         """Return whether the weights before the first step are a model: a whole one, or one that a callback makes."""
         ours = (each for each in self.callbacks if isinstance(each, RunCallback))

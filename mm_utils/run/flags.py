@@ -7,7 +7,6 @@ from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.labels import TaskArguments
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments
@@ -29,7 +28,7 @@ __all__ = [
         "OptimizerArguments",
         "RunArguments",
     ),
-    *("StreamingArguments", "TaskArguments", "TrainingArguments"),
+    *("TaskArguments", "TrainingArguments"),
 ]
 
 OF_NEW_MODELS = (
@@ -45,7 +44,7 @@ OF_NEW_MODELS = (
 """Flags of a model that is built: a whole one has them in its configuration."""
 
 PRETRAINING = (
-    *(DataArguments, StreamingArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
+    *(DataArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
 )
 FINETUNING = (
@@ -70,11 +69,6 @@ def check_flags(given: Parsed) -> None:
                     f"--{name} is {given[name]}, and --model_name_or_path is {given['model_name_or_path']}; a whole model has its "
                     "own, and the flag would change nothing. Drop one of the two."
                 )
-    if given["streaming"] and given["similar_captions_per_batch"] > 1:
-        raise ValueError(
-            f"--similar_captions_per_batch is {given['similar_captions_per_batch']}; a stream's captions are not known ahead. "
-            "Drop it, or --streaming."
-        )
     if given["objectives"] is not None:
         given[ObjectiveArguments].check(given.settings)
 

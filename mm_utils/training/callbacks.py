@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from accelerate import Accelerator
 from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -121,6 +122,16 @@ class RunCallback(TrainerCallback):
 
     def instead(self, script: str, main: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, float] | None:
         """Run something in place of this run, such as a trial of it, and return its metrics; None to let it run."""
+        return None
+
+    def open_data(self, accelerator: Accelerator, given: Parsed, *more: Any) -> TrainingData | None:
+        """Open the run's data, in place of `mm_utils.data.training_data.open_data`; None to leave that to it.
+
+        Args:
+            accelerator: the run's accelerator.
+            given: all flags.
+            more: `schedule`, `make_processor` and `readers`, as `open_data` takes them.
+        """
         return None
 
     def has_baseline(self, data: TrainingData) -> bool:

@@ -39,12 +39,11 @@ DATA_FLOORS = [
     {"labelled"},
     {"pairs", "labels"},
     {"batches"},
-    {"streams"},
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 30_900,
-    "data": 13_500,
+    "core": 29_800,
+    "data": 12_300,
     "model": 3_900,
     "objectives": 2_000,
     "training": 2_100,
@@ -53,7 +52,7 @@ BUDGETS = {
     "evaluation": 2_000,
     "reports": 2_100,
     "run": 1_900,
-    "extras": 10_400,
+    "extras": 11_100,
     "tests": 48_300,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""

@@ -24,9 +24,10 @@ from mm_utils.data.batches.tokens import global_order, tokenize_captions
 from mm_utils.data.media.of_processor import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.loader import train_stream
-from mm_utils.data.streams.stream import StreamingArguments, open_stream
 from mm_utils.distributed import world_size
+from mm_utils.extras.streams.flags import StreamingArguments
+from mm_utils.extras.streams.loader import train_stream
+from mm_utils.extras.streams.stream import open_stream
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor

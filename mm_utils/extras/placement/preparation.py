@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.data.batches.machine_limits import check_loading
-from mm_utils.data.streams.stream import Stream
+from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.placement.apart import ApartObjective
 from mm_utils.extras.placement.split import Split
@@ -114,7 +114,9 @@ def reason_against(
         f"{backend} divides every weight among all processes. Use together, or accelerate_configs/multi_gpu.yaml.": backend,
         "in fp16 one encoder alone may have to skip a step. Use bf16, or together.": accelerator.scaler is not None,
         "--dataset_name names several media, so there are more than two encoders. Use together.": objective.model.media,
-        "--streaming assigns shards of its own to every process. Use together.": isinstance(data.order, Stream),
+        "--streaming assigns shards of its own to every process. Use together.": not isinstance(
+            data.order, GlobalOrder
+        ),
         "--cache_features has run a frozen encoder before training. Use together.": data.features is not None,
         "--micro_batch_size auto tries pairs, of which no process has both sides. Give a number of rows, or use "
         "together.": args.micro_batch_size == "auto",

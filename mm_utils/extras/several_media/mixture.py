@@ -25,7 +25,6 @@ from mm_utils.data.batches.machine_limits import check_loading
 from mm_utils.data.media import MEDIA, kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.data.training_data import Schedule, Share, TrainingData, open_data
 from mm_utils.extras.several_media.turns import Turns
 from mm_utils.model.modeling_fusion_dual_encoder import MEDIA_FOLDER
@@ -187,7 +186,6 @@ def open_media(
     accelerator: Accelerator,
     data_args: DataArguments,
     media_args: MediaArguments,
-    stream_args: StreamingArguments,
     loader_args: LoaderArguments,
     schedule: Schedule,
     make_processor: Callable[..., ProcessorMixin],
@@ -205,7 +203,7 @@ def open_media(
     """
     names = media_args.names(data_args.dataset_name)
     if not names:
-        return open_data(accelerator, data_args, stream_args, loader_args, schedule, make_processor, readers)
+        return open_data(accelerator, data_args, loader_args, schedule, make_processor, readers)
     of_names = [
         replace(data_args, dataset_name=None if name == SCENES and not Path(name).exists() else name) for name in names
     ]
@@ -231,7 +229,7 @@ def open_media(
         unused = {flag: getattr(LoaderArguments, flag) for flag in MEDIA[medium].unused}
         loading = replace(loader_args, dataloader_num_workers=str(workers), **unused)
         make = partial(processor_of, at=at)
-        parts[medium] = open_data(accelerator, args, stream_args, loading, own, make, readers)
+        parts[medium] = open_data(accelerator, args, loading, own, make, readers)
         parts[medium].name = args.dataset_name
     first, *others = [part.loaders for part in parts.values()]
     check_loading(first, schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size, others=others)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.paths import MOST_FILES, expand_braces
-from mm_utils.data.streams.rows import read_rows
+from mm_utils.extras.streams.rows import read_rows
 from tests.kit.fault_images import grey
 from tests.kit.reading import Source, content, lines, read, reasons, write, write_tar
 

@@ -10,15 +10,16 @@ from torch import nn
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
-from mm_utils.data.streams.stream import Stream, StreamingArguments
+from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.extras.placement.flags import Placement, PlacementArguments
 from mm_utils.extras.placement.preparation import Apart
 from mm_utils.extras.placement.split import Split
+from mm_utils.extras.streams.flags import StreamingArguments
 from mm_utils.objectives import Objective
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.objectives import tiny_model, tiny_objective
 
-DATA = SimpleNamespace(order=None, features=None)
+DATA = SimpleNamespace(order=object.__new__(GlobalOrder), features=None)
 MACHINES = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, scaler=None)
 
 
@@ -79,8 +80,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("FSDP2 divides", {"machines": SimpleNamespace(distributed_type=DistributedType.FSDP, scaler=None)}),
     "deepspeed": ("DeepSpeed div", {"machines": SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, scaler=None)}),
     "fp16": ("Use bf16", {"machines": SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, scaler=object())}),
-    "stream": ("--streaming assigns", {"data": SimpleNamespace(order=object.__new__(Stream), features=None)}),
-    "features": ("--cache_features has run", {"data": SimpleNamespace(order=None, features=object())}),
+    "stream": ("--streaming assigns", {"data": SimpleNamespace(order=object(), features=None)}),
+    "features": ("--cache_features has run", {"data": SimpleNamespace(order=DATA.order, features=object())}),
     "auto": ("--micro_batch_size auto tries", {"micro_batch_size": "auto"}),
 }  # fmt: skip
 

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.several_media.mixture import MediaArguments, Mixture, open_media
 from mm_utils.model.build import ModelArguments
@@ -28,7 +27,6 @@ def open_small(names: str = "images,sounds", share: str | None = "2,1", **loadin
             Accelerator(cpu=True),
             DataArguments(dataset_name=names),
             MediaArguments(share),
-            StreamingArguments(),
             LoaderArguments(**LOADING, **loading),
             schedule,
             lambda captions, **of_medium: load_processor(model_args, captions, **of_medium),

@@ -15,7 +15,6 @@ from mm_utils import distributed
 from mm_utils.checkpointing.state import optimizer_tensors
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.extras.dry_run import dry_run
 from mm_utils.extras.several_media.evaluators import list_evaluators, make_evaluators
@@ -98,7 +97,6 @@ def train(
             accelerator,
             DataArguments(dataset_name="images,sounds"),
             MediaArguments(share),
-            StreamingArguments(),
             LoaderArguments(dataloader_num_workers="0"),
             args,
             lambda captions, **of_medium: load_processor(towers, captions, **of_medium),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.streams.order import InterleavedOrder, Reader, Slot, deal, interleave
+from mm_utils.extras.streams.order import InterleavedOrder, Reader, Slot, deal, interleave
 
 SHARDS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 SEEDS = st.integers(0, 2**31)

@@ -32,6 +32,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.parquet import ParquetRows, cells_of
+from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, captions_of, find_column, id_of, is_null
@@ -57,7 +58,6 @@ FEATURES = datasets.Features(
         "languages": datasets.Sequence(datasets.Value("string")),
     }
 )
-SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"}
 _Cells = tuple[Any, list[Any], list[str] | None, str | None]
 """Image, clip or sound, captions, languages and id, not checked."""
 
@@ -79,12 +79,6 @@ def features_of(medium: str) -> datasets.Features:
     if medium not in _STORED:
         return FEATURES
     return datasets.Features({**FEATURES, "image": media.FEATURES[medium], "seconds": datasets.Value("float64")})
-
-
-def shard_kind(url: str) -> str | None:
-    """Return `parquet`, `arrow` or `tar` by the address, or None."""
-    name = url.split("?")[0].lower()
-    return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
 
 
 def open_shard(url: str) -> BinaryIO:

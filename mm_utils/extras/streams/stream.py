@@ -4,7 +4,7 @@ A stream reads Parquet and WebDataset tar shards, on disk or on a server, a data
 folders that `prepare_data` wrote. Images are embedded in the shards, and so are clips and sounds, as `prepare_data` keeps them;
 paths are not followed.
 
-`mm_utils.data.streams.order` decides the order and states its guarantees, which are weaker than those of a data set on
+`mm_utils.extras.streams.order` decides the order and states its guarantees, which are weaker than those of a data set on
 disk: step s always has the same rows, and every row comes once an epoch, but rows are shuffled in blocks alone. Besides:
   - Rows are known by their place. A row that turns out unusable (no caption, a broken image, a damaged shard) is counted as
     skipped, and another one of its block takes its place; the batch is smaller by it only where most of the block is
@@ -32,49 +32,24 @@ from typing import Any
 from datasets import Dataset
 
 from mm_utils import distributed
-from mm_utils.arguments import arg
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import cached_rows
+from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
-from mm_utils.data.streams.order import InterleavedOrder
-from mm_utils.data.streams.rows import SUFFIXES, Row, check_columns, features_of, shard_kind
-from mm_utils.data.streams.shards import DAMAGE, Shard, ShardReader, count_shards, expand
+from mm_utils.extras.streams.flags import GROUPS, StreamingArguments
+from mm_utils.extras.streams.order import InterleavedOrder
+from mm_utils.extras.streams.rows import Row, check_columns, features_of
+from mm_utils.extras.streams.shards import DAMAGE, Shard, ShardReader, count_shards, expand
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-GROUPS, SHARDS_PER_GROUP = 64, 4  # a group of several shards reads them in another order in every epoch
+SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
 HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all rows; from how many files
-
-
-@dataclass
-class StreamingArguments:
-    """Reading of a source larger than the disk."""
-
-    streaming: bool = arg(False, "Read shards while training instead of loading the data set first.")
-    stream_interleave: int = arg(
-        0,
-        f"Groups of shards whose rows are interleaved, over all processes; 0 takes {GROUPS}, or one per shard if there are "
-        "fewer. It decides the order.",
-        rare=True,
-    )
-    shuffle_block_size: int = arg(
-        256,
-        "Rows of a shard that are shuffled among themselves; each group holds as many encoded images in memory.",
-        rare=True,
-    )
-
-    def __post_init__(self) -> None:
-        if self.stream_interleave < 0:
-            raise ValueError(
-                f"--set stream_interleave is {self.stream_interleave}; give a number of groups, or 0 to leave it open."
-            )
-        if self.shuffle_block_size < 1:
-            raise ValueError(f"--set shuffle_block_size is {self.shuffle_block_size}; give at least 1 row.")
 
 
 @dataclass
@@ -212,7 +187,7 @@ def _find_urls(data: DataArguments, need_validation: bool) -> tuple[str, dict[st
     for url in (url for split in ("train", "validation") for url in found.get(split, ())):
         if shard_kind(url) is None:
             raise ValueError(
-                f"{title}; {url} cannot be streamed, only {', '.join(SUFFIXES)}. Run prepare_data, or drop --streaming."
+                f"{title}; {url} cannot be streamed, only {', '.join(SHARDS)}. Run prepare_data, or drop --streaming."
             )
     return title, found
 

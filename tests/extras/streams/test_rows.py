@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.rows.source import Source
-from mm_utils.data.streams.rows import FEATURES, check_columns, read_rows
+from mm_utils.extras.streams.rows import FEATURES, check_columns, read_rows
 from tests.kit.reading import write_tar
 
 GOOD = {"image": b"bytes", "caption": "a picture", "id": 7, "languages": "en"}

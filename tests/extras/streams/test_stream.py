@@ -22,10 +22,11 @@ from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import caption_key, image_key, tokenize_captions
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.loader import StreamBatches, StreamSteps, merge_parts
-from mm_utils.data.streams.order import Reader
-from mm_utils.data.streams.stream import Stream, StreamingArguments, open_stream
-from mm_utils.data.training_data import load_validation_file
+from mm_utils.extras.streams.data import load_validation_file
+from mm_utils.extras.streams.flags import StreamingArguments
+from mm_utils.extras.streams.loader import StreamBatches, StreamSteps, merge_parts
+from mm_utils.extras.streams.order import Reader
+from mm_utils.extras.streams.stream import Stream, open_stream
 from mm_utils.model.processor import train_tokenizer
 from tests.kit import numbered_shards
 from tests.kit.numbered_rows import pairs_of

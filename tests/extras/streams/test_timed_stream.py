@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from transformers import ClapFeatureExtractor, PreTrainedTokenizerFast, ProcessorMixin
 
+from mm_utils.arguments import Parsed
 from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes
@@ -23,10 +24,11 @@ from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Medium, Sound
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.loader import StreamSteps
-from mm_utils.data.streams.order import Reader
-from mm_utils.data.streams.stream import Stream, StreamingArguments, open_stream
-from mm_utils.data.training_data import open_data
+from mm_utils.extras.streams.data import open_streamed
+from mm_utils.extras.streams.flags import StreamingArguments
+from mm_utils.extras.streams.loader import StreamSteps
+from mm_utils.extras.streams.order import Reader
+from mm_utils.extras.streams.stream import Stream, open_stream
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.processor import load_processor, train_tokenizer
 from tests.kit.media_files import COLOURS, clip, media_rows, tone
@@ -141,8 +143,8 @@ def test_a_run_has_the_window_and_the_input_of_its_tower(medium: str, tmp_path: 
     def make(captions: Iterator[str], medium: str, seconds: float | None) -> ProcessorMixin:
         return load_processor(ModelArguments(image_size=32), captions, medium, seconds)
 
-    flags = StreamingArguments(True, 3, 4), LoaderArguments(dataloader_num_workers="0")
-    data = open_data(Accelerator(cpu=True), DataArguments(**given), *flags, schedule, make)
+    flags = DataArguments(**given), StreamingArguments(True, 3, 4), LoaderArguments(dataloader_num_workers="0")
+    data = open_streamed(Accelerator(cpu=True), Parsed(flags), schedule, make)
     held = data.splits["validation"]
     assert (data.medium, held["id"][:]) == (medium, ["m0", "m15"])
     assert held.features["image"] == FEATURES[medium]

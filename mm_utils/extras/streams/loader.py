@@ -17,10 +17,10 @@ from mm_utils.data.batches.loaders import DeviceLoader, Loaders
 from mm_utils.data.batches.order import choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key
 from mm_utils.data.batches.workers import RestartingLoader, worker_options
-from mm_utils.data.streams.order import Reader, Slot
-from mm_utils.data.streams.rows import FEATURES, Row
-from mm_utils.data.streams.shards import ShardReader
-from mm_utils.data.streams.stream import Stream
+from mm_utils.extras.streams.order import Reader, Slot
+from mm_utils.extras.streams.rows import FEATURES, Row
+from mm_utils.extras.streams.shards import ShardReader
+from mm_utils.extras.streams.stream import Stream
 
 _SHOWN = 4  # files of a step that a message names
 

@@ -33,7 +33,7 @@ from mm_utils.data.batches.workers import RestartingLoader
 from mm_utils.reliability import failures
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.training.trainer import Trainer
-from tests.kit.ranks import PRELOADED
+from tests.kit.ranks import forks
 from tests.kit.tiny_run import Batches, TinyRun, batch_of, build
 
 LONGEST = 100.0  # seconds that a run may take, on a machine that does other things, too
@@ -254,13 +254,11 @@ def start(
     notes.mkdir(parents=True, exist_ok=True)
     run.folder.mkdir(parents=True, exist_ok=True)
     begun = len(list(notes.glob("*-0.err")))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "tests.faults.rank_runs"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        context.Process(target=_process, args=(rank, world, port, begun, run, faults, workers))
+        forks().Process(target=_process, args=(rank, world, port, begun, run, faults, workers))
         for rank in range(world)
     ]
     for process in processes:

@@ -14,21 +14,33 @@ import torch.distributed as dist
 
 from mm_utils import distributed
 
-# One clean process imports everything once; the ranks of all files are forked from it in a fraction of a second.
+# One clean process imports everything once; the processes of all files are forked from it in a fraction of a second.
 PRELOADED = [
     "pytest",
     "hypothesis",
-    "torch.distributed",
+    "tests.faults.rank_runs",
+    "tests.kit.tiny_run",
+    "tests.kit.training_runs",
     "mm_utils.evaluation.retrieval",
-    "mm_utils.objectives",
-    "mm_utils.model.build",
-    "mm_utils.data.batches.loaders",
+    "mm_utils.extras.albef.matching",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.convnext.modeling_convnext",
+    "transformers.models.vision_text_dual_encoder.modeling_vision_text_dual_encoder",
+    "transformers.models.vit.modeling_vit",
 ]
+
+
+def forks() -> Any:
+    """Return the context of processes that are forked from the one that has imported all of `PRELOADED`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)  # heeded by the first call of this process
+    return context
 
 
 def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)`, a module's function, in `world` gloo processes: what each returned, in rank order."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forks()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _on_rank, (world, folder, function, args), nprocs=world, start_method="forkserver"

@@ -1,6 +1,5 @@
 """The events of a training loop, and processes without a launcher that would end them."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from mm_utils import distributed
 from mm_utils.reliability import failures
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator, run_script, set_up_logging
-from tests.kit.ranks import PRELOADED, let_accelerate_find_ranks
+from tests.kit.ranks import forks, let_accelerate_find_ranks
 
 LONG = 60.0  # seconds after which a test's process ends whatever happens
 Script = Callable[[], None]
@@ -104,13 +103,11 @@ class Run:
     """Processes without a launcher: started at once, watched by whoever asks."""
 
     def __init__(self, folder: Path, world: int, script: Script, disturb: Disturb | None):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "mm_utils.run.start"])
         folder.mkdir()
         port = free_port()
         self.folder, self.disturb, self.ends = folder, disturb or (lambda *_: None), dict[int, float]()
         self.processes = [
-            context.Process(target=_process, args=(rank, world, port, str(folder), script)) for rank in range(world)
+            forks().Process(target=_process, args=(rank, world, port, str(folder), script)) for rank in range(world)
         ]
         for process in self.processes:
             process.start()

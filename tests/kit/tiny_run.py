@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -31,7 +30,7 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.throughput import Throughput
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
-from tests.kit.ranks import PRELOADED, let_accelerate_find_ranks
+from tests.kit.ranks import forks, let_accelerate_find_ranks
 
 ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10; with 18 rows, with steps 3, 6 and 9
 Strike = Callable[[str, int], None]
@@ -204,10 +203,8 @@ def train(run: TinyRun) -> tuple[int, int, list[list[int]]]:
 
 def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
     """Call a module's function in a process of its own: its exit status, minus a signal's number, and what it returned."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "tests.kit.tiny_run"])
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=_tell, args=(folder, function, args))
+        process = forks().Process(target=_tell, args=(folder, function, args))
         process.start()
         process.join(120)
         if process.exitcode is None:

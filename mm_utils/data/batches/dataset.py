@@ -7,7 +7,7 @@ example as the model sees it. In training, a caption and a crop also depend on t
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import xor
@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, default_collate
 
 from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
-from mm_utils.data.batches.directional_words import has_direction
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import collate_all_captions, pad_captions
 from mm_utils.data.images import UnreadableImageError
@@ -109,17 +108,17 @@ class TrainingTransform(Transform):
     Attributes:
         seed: the run's random seed.
         color_jitter: largest relative change of brightness, contrast and saturation.
-        horizontal_flip: mirror half of the images, except those with boxes or with a caption that mentions a direction.
+        keeps_sides: tells of a row that it must not be mirrored; half of the others are. None mirrors no image.
     """
 
     seed: int = 0
     color_jitter: float = 0.0
-    horizontal_flip: bool = False
+    keeps_sides: Callable[[Mapping[str, Any]], bool] | None = None
 
     @property
     def columns(self) -> set[str]:
         """The columns to read, as far as a data set has them."""
-        return super().columns | ({"captions", "regions"} if self.horizontal_flip else set())
+        return super().columns | ({"captions", "regions"} if self.keeps_sides else set())
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row, see `Transform.examples`."""
@@ -153,7 +152,7 @@ class TrainingTransform(Transform):
         shown, size, window = self.medium.read(row["image"], rng)
         if self.color_jitter:
             shown = jitter_colors(shown, self.color_jitter, rng)
-        if self.horizontal_flip and rng.random() < 0.5 and not has_direction(row):
+        if self.keeps_sides is not None and rng.random() < 0.5 and not self.keeps_sides(row):
             shown = shown.flip(-1)  # no box has to follow: images with boxes are not mirrored
         return shown, size, window
 

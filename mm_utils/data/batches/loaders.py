@@ -35,6 +35,7 @@ from mm_utils.data.batches.workers import (
 from mm_utils.data.media.medium import Medium, kind_of
 from mm_utils.data.media.of_processor import SOUND_JITTER, check_window, read_by
 from mm_utils.data.rows.columns import NEGATIVES
+from mm_utils.doors import entries, load
 
 _MAX_WORKERS = 16
 _MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
@@ -238,7 +239,8 @@ class Loaders:
     def training_transform(self, seed: int, readers: Sequence[ColumnReader] = ()) -> TrainingTransform:
         """Return what makes training examples of rows."""
         args = self.arguments
-        return TrainingTransform(self.medium, readers, seed, args.color_jitter, args.horizontal_flip)
+        keeps_sides = load(entries("KEEPS_SIDES")["words"]) if args.horizontal_flip else None
+        return TrainingTransform(self.medium, readers, seed, args.color_jitter, keeps_sides)
 
     @property
     def workers(self) -> int:

@@ -108,7 +108,7 @@ class GlobalOrder:
         sizes: pairs per step.
         seed: decides the permutations.
         arrangement: all rows in a fixed order, in which each block of consecutive rows is shuffled as one
-            (`mm_utils.data.batches.hard_negatives`).
+            (`mm_utils.extras.mining.similar_captions`).
         block: rows per block of the arrangement.
 
     Raises:

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.hard_negatives import group_similar
 from mm_utils.data.batches.language_codes import own_codes
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.doors import entries, load
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 
 _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
@@ -144,7 +144,7 @@ def global_order(
     if similar_captions_per_batch == 1:
         return GlobalOrder(len(rows), sizes, seed)
     tokens = rows.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
-    arrangement = group_similar(tokens, similar_captions_per_batch)
+    arrangement = load(entries("ARRANGEMENTS")["similar_captions"])(tokens, similar_captions_per_batch)
     return GlobalOrder(len(rows), sizes, seed, arrangement, similar_captions_per_batch)
 
 

@@ -27,7 +27,6 @@ from mm_utils.data.images import MOST_PIXELS, decode, encode, open_image, psnr, 
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
-from mm_utils.data.prepare.regions import moments_of, regions_of
 from mm_utils.data.prepare.timed import MOST_BYTES, Medium, TimedArguments, store_medium
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.data.rows.records import (
@@ -37,6 +36,7 @@ from mm_utils.data.rows.records import (
     ImageRef,
     Record,
 )
+from mm_utils.doors import entries, load
 from mm_utils.files import write_atomic
 from mm_utils.stored import stamp, version_of
 
@@ -259,9 +259,9 @@ class Worker:
                     "medium": item.medium,
                     "captions": captions,
                     "languages": languages,
-                    "regions": regions_of(item.regions, image, self.checks),
+                    "regions": self._part("regions", item, image, notes),
                     NEGATIVES: self._negatives(item),
-                    "moments": self._moments(item, image, notes),
+                    "moments": self._part("moments", item, image, notes),
                     "source": item.source,
                     "where": item.where,
                     "split": item.split,
@@ -323,9 +323,11 @@ class Worker:
         pictures = [partial(check_image, content, self.checks) for content in contents]
         return Medium(record.medium, contents, record.cut, pictures, ref.times)
 
-    def _moments(self, record: Record, image: dict[str, Any], notes: Counter[str]) -> list[dict[str, Any]] | None:
-        """Return the moments on the clock of what is stored; bad ones are set aside alone."""
-        good, faults, found = moments_of(record.moments, record.cut, image.get("seconds", 0.0), self.checks)
+    def _part(self, name: str, record: Record, image: dict[str, Any], notes: Counter[str]) -> Any:
+        """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""
+        if getattr(record, name) is None or name not in entries("STORED"):
+            return None
+        good, faults, found = load(entries("STORED")[name])(record, image, self.checks)
         notes.update(found)
         for fault in faults:
             self._set_aside(record, fault)

@@ -6,52 +6,52 @@ from typing import Any
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.containers import TOLERANCE, check_cut, seconds_of
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
+from mm_utils.data.rows.records import Record
 
 
-def regions_of(regions: Any, image: Mapping[str, Any], checks: CheckArguments) -> list[dict[str, Any]] | None:
-    """Return boxes as x, y, width, height in pixels of the stored image, each with its phrase.
+Parts = tuple[list[dict[str, Any]] | None, list[Fault], list[str]]
+"""What is stored, the faults of the others, and notes."""
+
+
+def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArguments) -> Parts:
+    """Return a record's boxes as x, y, width, height in pixels of the stored image, each with its phrase.
 
     Args:
-        regions: unchecked boxes with phrases, or None.
-        image: the sizes of the stored image and of the original.
+        image: the sizes of the stored image and of the original; without them, nothing is stored.
 
     Raises:
         Fault: bad_regions.
     """
-    if regions is None or image.get("width") is None:
-        return None
+    if image.get("width") is None:
+        return None, [], []
     across = image["width"] / image["original_width"]
     down = image["height"] / image["original_height"]
     try:
-        return [
+        boxes = [
             {
                 "box": [x * across, y * down, w * across, h * down],
                 "phrase": check_caption(region["phrase"], checks)[0],
             }
-            for region in regions
+            for region in record.regions
             for x, y, w, h in [_inside(region["box"], image["original_width"], image["original_height"])]
         ]
     except (TypeError, ValueError, KeyError) as error:
         if isinstance(error, Fault):
             raise
         raise Fault("bad_regions", f"not a list of box (x, y, width, height) and phrase: {error!r}") from error
+    return boxes, [], []
 
 
-def moments_of(
-    moments: Any, cut: tuple[Any, Any], seconds: float, checks: CheckArguments
-) -> tuple[list[dict[str, Any]] | None, list[Fault], list[str]]:
-    """Return moments as spans of the stored medium, the faults of the others, and notes.
+def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArguments) -> Parts:
+    """Return a record's moments, on the clock of its file, as spans of the part that is stored.
 
     Args:
-        moments: unchecked spans with phrases, or None, on the clock of the file.
-        cut: start and end of the part that is stored, None for those of the file.
-        seconds: the length of what is stored.
+        medium: the `seconds` that are stored.
 
     Raises:
         Fault: bad_moments if they are not a list.
     """
-    if moments is None:
-        return None, [], []
+    moments, cut, seconds = record.moments, record.cut, medium.get("seconds", 0.0)
     if not isinstance(moments, list):
         raise Fault("bad_moments", f"moments are a {type(moments).__name__}, not a list")
     begin, is_cut = seconds_of(cut[0] or 0), cut != (None, None)

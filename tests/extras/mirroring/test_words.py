@@ -4,7 +4,7 @@ import unicodedata
 
 import pytest
 
-from mm_utils.data.batches.directional_words import LANGUAGES, mentions_direction
+from mm_utils.extras.mirroring.words import LANGUAGES, mentions_direction
 
 DIRECTIONS = {
     "ar": ("كلب على اليمين", "السيارة في أقصى يسار الصورة"),

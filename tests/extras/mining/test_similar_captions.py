@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm_utils.data.batches.hard_negatives import group_similar
+from mm_utils.extras.mining.similar_captions import group_similar
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 
 

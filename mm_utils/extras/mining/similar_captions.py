@@ -1,4 +1,4 @@
-"""Hard negatives: rows with similar captions in groups.
+"""Rows with similar captions in groups, as each other's hard negatives in a batch.
 
 Groups are found once per data set and without a model, from the words that two rows share, rare words counting most: a
 weighted Jaccard similarity (weights: inverse document frequency), estimated by min-wise hashing (Broder, 1997; with weights,

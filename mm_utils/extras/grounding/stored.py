@@ -8,7 +8,6 @@ from mm_utils.data.media.containers import TOLERANCE, check_cut, seconds_of
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
 from mm_utils.data.rows.records import Record
 
-
 Parts = tuple[list[dict[str, Any]] | None, list[Fault], list[str]]
 """What is stored, the faults of the others, and notes."""
 

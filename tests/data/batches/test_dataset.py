@@ -22,7 +22,6 @@ from mm_utils.data.batches.dataset import MOST_CAPTIONS, Collator, TrainingTrans
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import encode
-from mm_utils.data.scenes import load_scenes
 from mm_utils.model.reading import center_square
 from tests.kit.numbered_rows import (
     FEATURES,
@@ -105,59 +104,6 @@ def test_a_notebook_shows_what_the_model_sees(tokenizer: PreTrainedTokenizerFast
         assert batch["image_id"] == ["id-1", None, "id-3"]
         assert batch["skipped"][1].startswith("image id-2: ")
         assert view[1]["pixel_values"].shape == (3, SIZE, SIZE)
-
-
-# -- mirror images ------------------------------------------------------------------------------------------------------
-
-
-def half_white(captions: list[str], **more: Any) -> Dataset:
-    image = Image.new("RGB", (20, 20), "black")
-    image.paste("white", (0, 0, 10, 20))
-    value = {"bytes": encode(image, "png"), "path": None}
-    return Dataset.from_list(
-        [{"id": f"{place}", "image": value, "captions": captions, **more} for place in range(40)],
-        features=None if more else FEATURES,
-    )
-
-
-def mirrored(rows: Dataset, tokenizer: PreTrainedTokenizerFast, **options: Any) -> int:
-    """Return how many of 40 rows are mirrored."""
-    pairs = training_pairs(tokenize_captions(rows, tokenizer, 16), **options)
-    found = [pairs[(row, 0)]["pixel_values"][0].float() for row in range(len(rows))]
-    assert all(abs(image[:, 0].mean() - image[:, -1].mean()) > 200 for image in found)
-    return sum(bool(image[:, 0].mean() < 100) for image in found)
-
-
-@pytest.mark.parametrize("min_crop_area", [0.8, 1.0])
-def test_half_of_the_images_are_mirrored_on_request(min_crop_area: float, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = half_white(["a picture", "once more"])
-    assert mirrored(rows, tokenizer, min_crop_area=min_crop_area) == 0
-    assert 10 < mirrored(rows, tokenizer, min_crop_area=min_crop_area, horizontal_flip=True) < 30
-
-
-@pytest.mark.parametrize(
-    "captions", [["white is left"], ["a picture", "weiß ist links"], ["a picture", "it says “no”"]]
-)
-def test_images_are_not_mirrored_if_any_caption_mentions_a_direction(
-    captions: list[str], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    assert mirrored(half_white(captions), tokenizer, horizontal_flip=True) == 0
-
-
-def test_images_with_boxes_or_an_unknown_language_are_not_mirrored(tokenizer: PreTrainedTokenizerFast) -> None:
-    boxes = half_white(["a picture"], regions=[{"box": [0.0, 0.0, 0.5, 1.0], "phrase": "picture"}])
-    assert mirrored(boxes, tokenizer, horizontal_flip=True) == 0
-    assert mirrored(half_white(["picha"], languages=["sw"]), tokenizer, horizontal_flip=True) == 0
-    assert mirrored(half_white(["a picture"], languages=["en"]), tokenizer, horizontal_flip=True) > 10
-
-
-def test_embedded_scenes_are_never_mirrored(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = load_scenes(64, 4, 40)["validation"].select(range(40))
-    plain, flipping = (
-        training_pairs(tokenize_captions(rows, tokenizer, 32), min_crop_area=0.8, horizontal_flip=flip)
-        for flip in (False, True)
-    )
-    assert all(equal(plain[(row, 3)], flipping[(row, 3)]) for row in range(40))
 
 
 def test_colours_vary_with_epoch_and_strength(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm_utils.extras.mining.similar_captions import group_similar
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.extras.mining.similar_captions import group_similar
 
 
 def table(rows: list[list[list[int]]]) -> pa.ChunkedArray:

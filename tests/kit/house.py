@@ -42,8 +42,8 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 29_800,
-    "data": 12_300,
+    "core": 29_300,
+    "data": 12_000,
     "model": 3_900,
     "objectives": 2_000,
     "training": 2_100,
@@ -52,7 +52,7 @@ BUDGETS = {
     "evaluation": 2_000,
     "reports": 2_100,
     "run": 1_900,
-    "extras": 11_100,
+    "extras": 11_500,
     "tests": 48_300,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""

@@ -32,18 +32,16 @@ DATA_FLOORS = [
     {"faults", "images"},
     {"media", "parquet"},
     {"paths"},
-    {"photo_captions"},
     {"scenes"},
     {"rows"},
     {"prepare"},
-    {"labelled"},
     {"pairs", "labels"},
     {"batches"},
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 29_300,
-    "data": 12_000,
+    "core": 28_700,
+    "data": 11_400,
     "model": 3_900,
     "objectives": 2_000,
     "training": 2_100,
@@ -52,7 +50,7 @@ BUDGETS = {
     "evaluation": 2_000,
     "reports": 2_100,
     "run": 1_900,
-    "extras": 11_500,
+    "extras": 14_500,
     "tests": 48_300,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""

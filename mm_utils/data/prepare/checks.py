@@ -20,8 +20,12 @@ from PIL import Image
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import FORMATS, MOST_BYTES, TooManyPixelsError, decode, decoder_message, read_header
-from mm_utils.data.photo_captions import is_of_camera
 
+_CAMERA = re.compile(
+    r"(?:(?:konica )?minolta |olympus |samsung |pentax |kodak |casio )?digital (?:still )?camera|sony dsc|"
+    r"exif[_ -]jpeg(?:[_ -]picture)?|samsung (?:camera pictures|csc)|default",
+    re.IGNORECASE,
+)
 PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
 
 
@@ -262,6 +266,11 @@ _FILE_NAME = re.compile(
     re.IGNORECASE,
 )
 _SPECIAL_TOKEN = re.compile(r"\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS)\]|</?s>|<(?:pad|unk|mask|bos|eos)>|<\|\w{1,40}\|>")
+
+
+def is_of_camera(text: str) -> bool:
+    """Return whether a text is what cameras write into every photo."""
+    return _CAMERA.fullmatch(text.strip(" .")) is not None
 
 
 def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, ...]]:

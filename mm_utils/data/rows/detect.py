@@ -10,41 +10,32 @@ from pathlib import Path
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail, walk
-from mm_utils.data.photo_captions import photo_caption
-from mm_utils.data.rows.annotations import read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.rows.folders import (
     CAPTION_SUFFIXES,
     SUBTITLE_SUFFIXES,
+    own_caption,
     read_caption_files,
     read_classes,
-    read_parallel,
 )
 from mm_utils.data.rows.records import IMAGE_SUFFIXES, BadRow, Record
-from mm_utils.data.rows.source import FORMATS, PathArguments, Source
+from mm_utils.data.rows.source import PathArguments, Source, known_formats
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import read_datasets, read_metadata, read_parquet, read_text
-from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array, parse_json
+from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
 from mm_utils.data.rows.webdataset import read_webdataset
 from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
-_OF_IMAGES = ("coco", "karpathy", "flickr")
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
 _PHOTOS_LOOKED_AT = 50  # in which a caption is looked for
-_TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
-_FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
     **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
     "parquet": read_parquet,
     "classes": read_classes,
-    "parallel": read_parallel,
-    "coco": read_coco,
-    "karpathy": read_karpathy,
-    "flickr": read_flickr,
     "webdataset": read_webdataset,
     "datasets": read_datasets,
 }
@@ -63,18 +54,12 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     files = metadata_files(Path(source.path)) if source.format == "imagefolder" else {}
     if source.format in _OF_FILES and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
-    if source.medium not in ("auto", "image") and source.format in _OF_IMAGES:
-        raise ValueError(
-            f"{source.title}; {source.format} is read for images alone, and the medium is {source.medium}. Write the rows "
-            "as JSONL, with the columns of paths and captions."
-        )
     if source.format == "imagefolder":
         return read_metadata(source, safety, files) if files else read_caption_files(source, safety)
-    if source.format not in _READERS:
-        return _read_own(source, safety)
-    if source.format not in ("datasets", "webdataset") and not os.path.exists(source.path):
+    is_named = source.format in ("datasets", "webdataset") or source.format not in known_formats()
+    if not is_named and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
-    return _READERS[source.format](source, safety)
+    return _READERS.get(source.format, _read_own)(source, safety)
 
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -152,7 +137,7 @@ def _of_folder(path: Path, source: Source) -> str:
     found = _of_names(files, path, medium)
     if found is None:
         raise ValueError(
-            f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(FORMATS)}."
+            f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(known_formats())}."
         )
     lists = [name for place, name in files if place == str(path) and name.lower().endswith(TEXT_SUFFIXES)]
     if found == "classes" and lists:
@@ -218,7 +203,7 @@ def _is_captioned(files: list[tuple[str, str]], path: Path) -> bool:
     jail = Jail(str(path), False)
     for place, name in [each for each in files if each[1].lower().endswith(IMAGE_SUFFIXES)][:_PHOTOS_LOOKED_AT]:
         with suppress(Fault):
-            if photo_caption(jail.resolve(os.path.relpath(os.path.join(place, name), path))) is not None:
+            if own_caption(jail.resolve(os.path.relpath(os.path.join(place, name), path))) is not None:
                 return True
     return False
 
@@ -229,34 +214,15 @@ def _of_file(path: Path, source: Source) -> str:
         return "parquet"
     with path.open("rb") as file:
         head = file.read(_HEAD).decode("utf-8-sig", "replace")
-    first = head.split("\n", 1)[0].strip()
+    found = next(filter(None, (load(path)(suffix, head) for path in entries("TEXT_FORMATS").values())), None)
+    if found is not None:
+        return str(found)
     if suffix in (".json", ".jsonl"):
-        return _of_json(head, first)
-    if _TOKEN_LINE.match(head):
-        return "flickr"
-    if suffix not in (".csv", ".tsv") and (_FLICKR_HEADER.match(head) or _TOKEN_LINE.search(head)):
-        return "flickr"
-    if suffix == ".csv" and first.count("|") >= 2 and _FLICKR_HEADER.match(head):
-        return "flickr"
+        return "json" if is_array(head) else "jsonl"
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
     known = ", ".join((*TEXT_SUFFIXES, ".parquet", ".tar"))
     raise ValueError(
         f"{source.title}; its format is not known by '{path.suffix}'. Known are {known}; prepare_data also takes "
-        f"format=, one of {', '.join(FORMATS)}."
+        f"format=, one of {', '.join(known_formats())}."
     )
-
-
-def _of_json(head: str, first: str) -> str:
-    """Distinguish an array, one object a line, and one document."""
-    if is_array(head):
-        return "json"
-    try:
-        row = parse_json(first)
-    except Fault:
-        row = None
-    if isinstance(row, dict) and not isinstance(row.get("images"), list):
-        return "jsonl"
-    if '"sentences"' in head:
-        return "karpathy"
-    return "coco" if re.search(r'"(images|annotations|info|licenses)"\s*:', head) else "jsonl"

@@ -1,22 +1,18 @@
-"""Records of folders and lists: caption files, class folders, and parallel lists.
-
-Images and captions are joined by key, never by position: a missing line on one side shifts nothing.
-"""
+"""Records of folders: caption files, captions inside photos, and a folder per class."""
 
 import errno
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail, walk
-from mm_utils.data.photo_captions import photo_caption
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
-from mm_utils.data.rows.records import IMAGE_SUFFIXES, BadRow, Record, RecordBuilder
+from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import WORDNET_ID, PathArguments, Source, class_names, readable
 from mm_utils.data.rows.text_files import read_cues
+from mm_utils.doors import entries, load
 from mm_utils.files import read_regular_file
 
 CAPTION_SUFFIXES = (".txt", ".caption")
@@ -25,7 +21,7 @@ SUBTITLE_SUFFIXES = (".srt", ".vtt")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 
 
-class _Caption(NamedTuple):
+class Caption(NamedTuple):
     """A caption, or the file of captions, one a line, and the folder that it may not leave."""
 
     where: str
@@ -80,8 +76,8 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
             if file is None:
                 yield _with_own_caption(builder, path)
                 continue
-            caption = _Caption("", None, os.path.relpath(os.path.join(place, file), source.path), jail)
-            yield _join(builder, f"file {path}", path, [caption], _split_of_folder(path))
+            caption = Caption("", None, os.path.relpath(os.path.join(place, file), source.path), jail)
+            yield join_captions(builder, f"file {path}", path, [caption], _split_of_folder(path))
         for name in sorted(left):
             path = os.path.relpath(os.path.join(place, name), source.path)
             fault = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
@@ -123,52 +119,10 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
     yield from unread_rows(builder, unread)
 
 
-def read_parallel(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Join two lists or folders by key: the images of `path`, the captions of `captions`.
-
-    A line of a list is ``key<TAB>value``; a line of an image list may be a path alone, whose key is its file name.
-    The key of a file in a folder is its path in it. A key counts without the suffix of an image or caption file. The
-    captions are held in memory.
-    """
-    images, captions_at = _both_places(source)
-    builder = RecordBuilder(source, safety, images if images.is_dir() else images.parent)
-    captions: defaultdict[str, list[_Caption]] = defaultdict(list)
-    for item in _caption_list(captions_at, builder):
-        if isinstance(item, BadRow):
-            yield item
-        else:
-            captions[item[0]].append(item[1])
-    used: dict[str, str] = {}
-    for image in _image_list(images, builder):
-        if isinstance(image, BadRow):
-            yield image
-            continue
-        where, key, path = image
-        if key in used:
-            yield builder.bad(where, Fault("duplicate_id", f"{used[key]} has the key {key}, too"), path)
-        else:
-            used[key] = where
-            yield _join(builder, where, path, captions.get(key, []))
-    for key, caption in ((key, caption) for key, left in captions.items() if key not in used for caption in left):
-        fault = Fault("unmatched_caption", f"there is no image of the key {key}")
-        yield builder.bad(caption.where, fault, caption.text or "")
-
-
-def _both_places(source: Source) -> tuple[Path, Path]:
-    """Return the places of the images and of the captions."""
-    path = Path(source.path)
-    if source.captions is None and not ((path / "images").is_dir() and (path / "captions").is_dir()):
-        raise ValueError(f"{source.title}, format=parallel; where are its captions? Set captions= to their list.")
-    places = (path / "images", path / "captions") if source.captions is None else (path, Path(source.captions))
-    for place in places:
-        if not place.exists():
-            raise ValueError(f"{source.title}; there is no file or folder {place}. Check the path.")
-    return places
-
-
-def _join(
-    builder: RecordBuilder, where: str, path: str, captions: list[_Caption], split: str | None = None
+def join_captions(
+    builder: RecordBuilder, where: str, path: str, captions: list[Caption], split: str | None = None
 ) -> Record | BadRow:
+    """Return the record of an image with its captions."""
     try:
         if not captions:
             raise Fault("unmatched_image", f"there is no caption for {path}")
@@ -178,12 +132,17 @@ def _join(
         return builder.bad(where, fault, path)
 
 
+def own_caption(path: str) -> Any:
+    """Return the text and the note of the caption in an image file's metadata, None without one; raises a `Fault`."""
+    return next((found for read in entries("OWN_CAPTIONS").values() if (found := load(read)(path)) is not None), None)
+
+
 def _with_own_caption(builder: RecordBuilder, path: str) -> Record | BadRow:
     """Use the caption of its metadata for an image without a caption file."""
     where = f"file {path}"
     try:
         image = builder.image(path)
-        found = photo_caption(image[0].name)
+        found = own_caption(image[0].name)
         if found is None:
             raise Fault("unmatched_image", f"there is no caption for {path}, beside it or in its metadata")
     except Fault as fault:
@@ -205,7 +164,7 @@ def _with_subtitles(
         if file is None:
             captions = [" ".join(cue["phrase"] for cue in cues)]
         else:
-            captions = _texts(_Caption("", None, file, jail))
+            captions = _texts(Caption("", None, file, jail))
         record = builder.record(
             where,
             builder.image(path),
@@ -219,7 +178,7 @@ def _with_subtitles(
     return record
 
 
-def _texts(caption: _Caption) -> list[str]:
+def _texts(caption: Caption) -> list[str]:
     if caption.file is None or caption.jail is None:
         return [caption.text or ""]
     lines = [line.strip() for line in _text_of(caption.file, caption.jail).splitlines()]
@@ -238,44 +197,6 @@ def _text_of(file: str, jail: Jail) -> str:
         raise Fault("read_error", f"{file}: {error.strerror}") from error
 
 
-def _image_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, str, str] | BadRow]:
-    """Yield the place, key and path of each image."""
-    if place.is_dir():
-        unread: list[Fault] = []
-        files = files_below(place, SUFFIXES[builder.medium], unread)
-        yield from ((f"file {path}", _without_suffix(path), path) for path in files)
-        yield from unread_rows(builder, unread)
-        return
-    for where, line in builder.lines(place, "images line"):
-        if isinstance(line, BadRow):
-            yield line
-            continue
-        key, tab, path = line.partition("\t")
-        path = path.strip() if tab else key.strip()
-        yield where, _without_suffix(key.strip() if tab else os.path.basename(path)), path
-
-
-def _caption_list(place: Path, builder: RecordBuilder) -> Iterator[tuple[str, _Caption] | BadRow]:
-    """Yield each caption with its key."""
-    if place.is_dir():
-        jail = Jail(str(place), builder.safety.allow_outside_root)
-        unread: list[Fault] = []
-        for path in files_below(place, CAPTION_SUFFIXES, unread):
-            yield _without_suffix(path), _Caption(f"file {path}", None, path, jail)
-        yield from unread_rows(builder, unread)
-        return
-    for where, line in builder.lines(place, "captions line"):
-        if isinstance(line, BadRow):
-            yield line
-            continue
-        key, tab, text = line.partition("\t")
-        if tab:
-            yield _without_suffix(key.strip()), _Caption(where, text, None)
-        else:
-            detail = "a line without a tab; a list of captions has lines of key, tab, caption, and no header"
-            yield builder.bad(where, Fault("malformed_row", detail), line)
-
-
 def files_below(folder: Path, suffixes: tuple[str, ...], unread: list[Fault]) -> Iterator[str]:
     """Yield the files of these suffixes by their paths in the folder; see `walk`."""
     for place, names in walk(str(folder), unread):
@@ -286,13 +207,6 @@ def files_below(folder: Path, suffixes: tuple[str, ...], unread: list[Fault]) ->
 
 def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
-
-
-def _without_suffix(name: str) -> str:
-    """Return a key without the suffix of an image or a caption file; other dots are part of it."""
-    stem, suffix = os.path.splitext(name)
-    known = (*IMAGE_SUFFIXES, *SUFFIXES["clip"], *SUFFIXES["sound"], *CAPTION_SUFFIXES)
-    return (stem if suffix.lower() in known else name).replace(os.sep, "/")
 
 
 def _split_of_folder(path: str) -> str | None:

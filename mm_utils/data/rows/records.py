@@ -20,9 +20,9 @@ from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, Limits, is_url, read_file
 from mm_utils.data.rows.columns import SUFFIXES, is_null
-from mm_utils.data.rows.downloads import download
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import check_row, open_lines, read_lines
+from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
 IMAGE_SUFFIXES = SUFFIXES["image"]
@@ -76,15 +76,6 @@ class FramesImage(ImageRef):
     def contents(self, limits: Limits) -> list[bytes]:
         """Read every picture."""
         return [frame.read(limits) for frame in self.frames]
-
-
-@dataclass(frozen=True, slots=True)
-class UrlImage(ImageRef):
-    """An image at an http(s) address, which is its name."""
-
-    def read(self, limits: Limits) -> bytes:
-        """Download the image, from a public address only."""
-        return checked_bytes(download(self.name, limits), self.name, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +213,9 @@ class RecordBuilder:
         if self.medium == "clip" and isinstance(value, list):
             return self._frames(value, jail or self.jail, times)
         written = value.get("path") if isinstance(value, dict) else value
-        if self.safety.allow_download and str(written).lower().startswith(("http://", "https://")):
-            return UrlImage(str(written)), storable(str(written))
+        kind = entries("ADDRESSES").get(str(written).partition("://")[0].lower()) if is_url(str(written)) else None
+        if self.safety.allow_download and kind is not None:
+            return load(kind)(str(written)), storable(str(written))
         path = image_path(written, jail or self.jail)
         return FileImage(path), path_id(path, self._id_root, written)
 

@@ -1,4 +1,4 @@
-"""Flags and items that name sources of image-caption pairs, and tables of known shape."""
+"""Flags and items that name sources of image-caption pairs."""
 
 import dataclasses
 import difflib
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
 from mm_utils.data.paths import Limits, read_file
-from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES, Columns
+from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
 from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
@@ -28,10 +28,6 @@ FORMATS = {
     "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt), or "
     "with a caption in its own metadata (XMP, IPTC, EXIF)",
     "classes": "a folder of images per class, below split folders or not; captions are made from templates",
-    "parallel": "a list or folder of images and one of captions, joined by key: lines of key, tab, path or caption",
-    "coco": "a COCO captions file: images and annotations",
-    "karpathy": "a Karpathy split file: images with sentences",
-    "flickr": "a Flickr8k or Flickr30k caption file",
     "webdataset": "tar shards: a file, a folder or a pattern such as shard-{000..099}.tar",
     "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
 }
@@ -39,10 +35,7 @@ DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 WORDNET_ID = re.compile(r"n\d{8}")
-_QUERIES = {"query", "vid", "relevant_windows"}
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
-_ESC = {"filename", "fold", "target", "category"}
-_ESC_SPLITS = {"4": "validation", "5": "test"}  # sounds of one recording are in one of the five folds
 
 
 @dataclass
@@ -175,7 +168,7 @@ class Source:
         title = self.title or f"--sources has {self.path}"
         object.__setattr__(self, "title", title)
         object.__setattr__(self, "name", storable(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1]))
-        formats = (*FORMATS, *entries("SOURCES"))
+        formats = known_formats()
         if self.format and self.format not in formats and "." not in self.format:
             raise ValueError(
                 f"{title}, format={self.format}; known are {', '.join(formats)}, and a function of your own as "
@@ -246,6 +239,11 @@ class Source:
         return [each.replace("{}", name) for each in (usual if self.templates == TEMPLATES else self.templates)]
 
 
+def known_formats() -> list[str]:
+    """Return the names of all formats, those of extras too."""
+    return [*FORMATS, *entries("SOURCES")]
+
+
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
     """Return whether --dataset_name means an embedded set; a file or folder goes before."""
     return dataset_name in entries("SETS") and not os.path.exists(str(dataset_name))
@@ -298,38 +296,6 @@ def readable(name: str) -> str:
     return " ".join(name.replace("_", " ").split())
 
 
-def known_shape(
-    names: Sequence[str], source: Source, root: str
-) -> tuple[list[str], Callable[[dict[str, Any]], dict[str, Any]]] | None:
-    """Return a known table's usual columns, and what makes rows of such; None for others.
-
-    A row of QVHighlights is a `query` and its `relevant_windows` of the video `vid`, a file below `root`: the query becomes
-    a caption and the phrase of each window. ESC-50's rows name the `category` of a sound, and templates make captions.
-    """
-    if source.caption_column or source.image_column or source.medium == "image":
-        return None
-    if set(names) >= _QUERIES:
-        return ["video", "caption", "id", "moments", "split"], lambda row: _query_row(row, root)
-    if set(names) >= _ESC and not {"caption", "text"} & set(names):
-        return ["audio", "caption", "split"], lambda row: _esc_row(row, source)
-    return None
-
-
-def _query_row(row: dict[str, Any], root: str) -> dict[str, Any]:
-    name, query, windows = row.get("vid"), row.get("query"), row.get("relevant_windows")
-    if isinstance(windows, list):
-        windows = [{"span": window, "phrase": query} for window in windows]
-    files = (f"{name}{suffix}" for suffix in SUFFIXES["clip"])
-    file = next((file for file in files if os.path.isfile(os.path.join(root, file))), name and f"{name}.mp4")
-    return {"video": file, "caption": query, "id": name, "moments": windows, "split": row.get("split")}
-
-
-def _esc_row(row: dict[str, Any], source: Source) -> dict[str, Any]:
-    captions = source.captions_of_class(readable(str(row.get("category") or "")), "sound")
-    split = _ESC_SPLITS.get(str(row.get("fold")), "train")
-    return {"audio": row.get("filename"), "caption": captions, "split": split}
-
-
 def _typed(key: str, value: Any) -> Any:
     if key == "weight":
         try:
@@ -343,6 +309,6 @@ def _typed(key: str, value: Any) -> Any:
     return str(value)
 
 
-def _close(word: str, known: Any = FORMATS) -> str:
+def _close(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     return f" Did you mean '{close[0]}'?" if close else ""

@@ -37,9 +37,10 @@ from mm_utils.data.rows.records import (
     Record,
     RecordBuilder,
 )
-from mm_utils.data.rows.source import PathArguments, Source, known_shape
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.text_files import BadLine, Rows, text_records
+from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
 _ROWS = 1000  # read at a time, without their images
@@ -203,8 +204,8 @@ def time_of(value: Any) -> Any:
 def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> Table:
     title, wanted = builder.source.title, builder.source.columns
     unit, names, rows = text_table(path, title, kind, builder.source.delimiter)
-    shape = known_shape(names, builder.source, builder.jail.root)
-    if shape is not None:
+    shapes = (load(path)(names, builder.source, builder.jail.root) for path in entries("TABLES").values())
+    if (shape := next(filter(None, shapes), None)) is not None:
         names, convert = shape
         rows = ((number, row if isinstance(row, BadLine) else convert(row)) for number, row in rows)
     head = list(itertools.islice(rows, 100))

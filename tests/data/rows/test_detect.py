@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Image, Value, disable_progress_bars
 
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import Record
-from mm_utils.data.rows.source import FORMATS, Source
+from mm_utils.data.rows.source import Source, known_formats
 from tests.kit.reading import NAMES, SAFE, content, lines, read, write
 
 disable_progress_bars()
@@ -156,7 +156,7 @@ def test_every_format_is_recognised_and_gives_the_same_pairs(
 
 
 def test_the_table_of_formats_is_complete() -> None:
-    assert {name for _, name in EVERY} | {"classes", "webdataset"} == set(FORMATS)
+    assert {name for _, name in EVERY} | {"classes", "webdataset"} | {"sqlite"} == set(known_formats())
 
 
 def test_a_folder_of_images_beside_their_list_points_at_the_list(folder: Path) -> None:

@@ -22,16 +22,12 @@ from PIL import ExifTags, Image, IptcImagePlugin
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import FORMATS, MOST_BYTES
 from mm_utils.data.paths import file_fault
+from mm_utils.data.prepare.checks import is_of_camera
 from mm_utils.files import open_regular_file
 
 _LONGEST = 1 << 20  # bytes of XMP, characters of a caption
 _RDF, _DC = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}", "{http://purl.org/dc/elements/1.1/}"
 _LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
-_CAMERA = re.compile(
-    r"(?:(?:konica )?minolta |olympus |samsung |pentax |kodak |casio )?digital (?:still )?camera|sony dsc|"
-    r"exif[_ -]jpeg(?:[_ -]picture)?|samsung (?:camera pictures|csc)|default",
-    re.IGNORECASE,
-)
 _PROGRAM = re.compile(
     r"dav|ptr|hdr|sdr|rhdr|mde|cof|fbt|hrh|edf|bty|oznor|screenshot|created with (?:the )?gimp|"  # of phones, too
     r"processed with .{0,60}|filter: ?-?\d+; .*|\{.*\}",
@@ -44,11 +40,6 @@ class PhotoCaption(NamedTuple):
 
     text: str
     note: str
-
-
-def is_of_camera(text: str) -> bool:
-    """Return whether a text is what cameras write into every photo."""
-    return _CAMERA.fullmatch(text.strip(" .")) is not None
 
 
 def photo_caption(path: str) -> PhotoCaption | None:

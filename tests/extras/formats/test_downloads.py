@@ -12,9 +12,8 @@ import pytest
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows import downloads
-from mm_utils.data.rows.downloads import download
-from mm_utils.data.rows.records import UrlImage
+from mm_utils.extras.formats import downloads
+from mm_utils.extras.formats.downloads import UrlImage, download
 
 BODY = b"an image" * 100
 
@@ -61,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server on this machine, whose address alone counts as public."""
     monkeypatch.setattr(Handler, "requests", [])
-    monkeypatch.setattr("mm_utils.data.rows.downloads._PAUSE", 0.0)
+    monkeypatch.setattr("mm_utils.extras.formats.downloads._PAUSE", 0.0)
     strict = downloads._is_public
     monkeypatch.setattr(downloads, "_is_public", lambda address: address == "127.0.0.1" or strict(address))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:

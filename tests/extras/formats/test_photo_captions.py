@@ -12,9 +12,9 @@ from PIL import ExifTags, Image, PngImagePlugin
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import MOST_BYTES
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.photo_captions import PhotoCaption, photo_caption
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
 from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.formats.photo_captions import PhotoCaption, photo_caption
 from scripts import prepare_data
 from tests.kit.reading import read, reasons, write
 

@@ -10,12 +10,37 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.rows.columns import split_of
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.text_files import checked_object, parse_json, read_document, wide_encoding
+from mm_utils.data.rows.text_files import checked_object, is_array, parse_json, read_document, wide_encoding
 
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)")
 _PIPES = re.compile(r"(?P<name>[^|]+)\|\s*(?P<number>\d+)\s*\|(?P<caption>.*)")
 _HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
 _COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
+_TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
+_FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
+_COCO_KEY = re.compile(r'"(images|annotations|info|licenses)"\s*:')
+
+
+def format_of(suffix: str, head: str) -> str | None:
+    """Return `coco`, `karpathy` or `flickr` by the suffix and the beginning of a text file; None for others."""
+    first = head.split("\n", 1)[0].strip()
+    if suffix in (".json", ".jsonl"):
+        if is_array(head) or _is_row(first):
+            return None
+        return "karpathy" if '"sentences"' in head else "coco" if _COCO_KEY.search(head) else None
+    is_table, has_header = suffix in (".csv", ".tsv"), _FLICKR_HEADER.match(head) is not None
+    if _TOKEN_LINE.match(head) or (not is_table and (has_header or _TOKEN_LINE.search(head))):
+        return "flickr"
+    return "flickr" if suffix == ".csv" and first.count("|") >= 2 and has_header else None
+
+
+def _is_row(line: str) -> bool:
+    """Return whether a line is a whole object, and no document of images."""
+    try:
+        row = parse_json(line)
+    except Fault:
+        return False
+    return isinstance(row, dict) and not isinstance(row.get("images"), list)
 
 
 def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -85,8 +110,7 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted. The rows
     of an image follow each other and share its path as their id.
     """
-    path = Path(source.path)
-    builder = RecordBuilder(source, safety, path.parent)
+    path, builder = Path(source.path), _builder(source, safety)
     pattern = _TOKEN
     for where, line in builder.lines(path, "line"):
         if isinstance(line, BadRow):
@@ -115,7 +139,7 @@ def _open_document(
     source: Source, safety: PathArguments, keys: tuple[str, ...]
 ) -> tuple[dict[str, Any], RecordBuilder]:
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
-    path = Path(source.path)
+    path, builder = Path(source.path), _builder(source, safety)
     with path.open("rb") as head:
         if wide := wide_encoding(head.read(4096)):
             raise ValueError(f"{source.title}; the file is {wide} text. Save it as UTF-8.")
@@ -128,7 +152,16 @@ def _open_document(
         raise ValueError(
             f"{source.title}, format={source.format}; it has no list '{missing[0]}'. Set another format=."
         )
-    return document, RecordBuilder(source, safety, path.parent)
+    return document, builder
+
+
+def _builder(source: Source, safety: PathArguments) -> RecordBuilder:
+    if source.medium not in ("auto", "image"):
+        raise ValueError(
+            f"{source.title}; {source.format} is read for images alone, and the medium is {source.medium}. Write the rows "
+            "as JSONL, with the columns of paths and captions."
+        )
+    return RecordBuilder(source, safety, Path(source.path).parent)
 
 
 def _split_of_row(row: dict[str, Any], source: Source) -> str | None:

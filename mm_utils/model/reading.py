@@ -20,11 +20,13 @@ import math
 import os
 import urllib.request
 import wave
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, features
+from PIL import ExifTags, Image, ImageSequence, UnidentifiedImageError, features
 
 try:
     import simplejpeg
@@ -35,6 +37,10 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" i
 # At the scale of decoding: 9000 x 9000 white pixels are a file of 10 kB and take 1.5 GB to decode.
 MOST_PIXELS = 40_000_000
 MOST_BYTES = 64 << 20  # of an image file
+CLIP_FPS = 4.0  # frames a second that are kept of clips, where nothing else is asked for
+_OWN_CLOCK = ("mov", "matroska", "avi", "asf", "flv")  # files whose time stamps count from their beginning
+_SAME_TIME = 1e-4  # seconds
+_Frame = tuple[float | None, float, Callable[[], Image.Image]]  # from when it is shown, for how long, its picture
 _STRIP = 8  # ratio of sides
 _LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
 _SECONDS = 30  # to wait for an address
@@ -245,27 +251,90 @@ def center_of(width: int, height: int, size: int) -> tuple[int, int, int, int]:
 
 
 def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
-    """Return `count` frames of a clip, each the middle one of an equal part.
+    """Return `count` frames of a clip, each the one that is shown in the middle of an equal part.
 
     Args:
-        clip: a path, of which the middle `seconds` are taken if they are given, or PIL images.
+        clip: a path, of which the middle `seconds` are taken if they are given, or PIL images, each shown for as long.
     """
     if isinstance(clip, (list, tuple, range)):
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
+    name = os.fspath(clip)
+    stamps, last = [], 0.0
+    for time, last, _ in _shown(name):  # noqa: B007
+        stamps.append(time)
+    stored = max(1, math.ceil((last - _SAME_TIME) * CLIP_FPS))  # as clips are stored
+    length = stored / CLIP_FPS
+    window = seconds or length
+    begin = max(0.0, length - window) / 2
+    grid = [int((begin + (at + 0.5) / count * window) * CLIP_FPS) for at in range(count)]
+    places = [max(0, bisect_right(stamps, min(at, stored - 1) / CLIP_FPS + _SAME_TIME) - 1) for at in grid]
+    pictures = {
+        at: picture() for at, (*_, picture) in zip(range(max(places) + 1), _shown(name), strict=False) if at in places
+    }
+    return [pictures[at] for at in places]
+
+
+def _shown(name: str) -> Iterator[_Frame]:
+    """Yield the frames of a file of a clip: from when and until when each is shown, and what returns it as upright RGB."""
+    last, usual = None, 0.1
+    for time, lasts, picture in _animation(name) or _video(name):
+        at = (0.0 if last is None else last + usual) if time is None else time
+        if last is None or at > last:  # stamps that go back show nothing new
+            yield at, at + lasts, picture
+            last, usual = at, lasts
+    if last is None:
+        raise ValueError(f"{name} holds no frame that can be shown. Pass another file, or a list of PIL images.")
+
+
+def _animation(name: str) -> Iterator[_Frame] | None:
+    """Return the frames of an animated GIF, WebP or PNG file, transparency on white; None of another file."""
+    with open(name, "rb") as file:
+        if file.read(4) not in (b"GIF8", b"RIFF", b"\x89PNG"):
+            return None
+    try:
+        header = Image.open(name, formats=("GIF", "WEBP", "PNG"))
+    except UnidentifiedImageError:  # AVI and WAV files are RIFF, too
+        return None
+    if not getattr(header, "is_animated", False):
+        raise ValueError(f"{name} is a still picture. Pass a video, or a list of PIL images.")
+    return _pages(header)
+
+
+def _pages(header: Image.Image) -> Iterator[_Frame]:
+    time = 0.0
+    for page in ImageSequence.Iterator(header):
+        page.load()
+        asked = float(page.info.get("duration") or 0) / 1000
+        lasts = 0.1 if asked < 0.011 else asked  # as browsers show a GIF that asks for less
+        yield time, lasts, partial(_flatten, page.convert("RGBA"), [])
+        time += lasts
+
+
+def _video(name: str) -> Iterator[_Frame]:
     try:  # also hides it from what transformers wants installed before it loads any model with this file
         import av
     except ImportError as error:
-        raise ImportError(f"{clip} is read by PyAV. pip install av, or pass a list of PIL images.") from error
-    with av.open(str(clip)) as container:
-        total = sum(1 for _ in container.decode(video=0))
-        rate = container.streams.video[0].average_rate
-        shown = min(total, max(1, round(seconds * rate))) if seconds and rate else total
-        first = (total - shown) // 2
-        places = frames_of(range(first, first + shown), count)
-        container.seek(0)
-        frames = ((at, frame) for at, frame in enumerate(container.decode(video=0)) if at in places)
-        kept = {at: frame.to_image().rotate(frame.rotation, expand=True) for at, frame in frames}  # upright
-    return [kept[at] for at in places]
+        raise ImportError(f"{name} is read by PyAV. pip install av, or pass a list of PIL images.") from error
+    with av.open(name) as container:
+        stream = container.streams.best("video")
+        if stream is None:
+            raise ValueError(f"{name} holds no video. Pass a video, or a list of PIL images.")
+        start = (container.start_time or 0) / 1e6
+        zero = 0.0 if container.format.name.split(",")[0] in _OWN_CLOCK and start <= 1 else start
+        rate = stream.average_rate or stream.guessed_rate or 25
+        for frame in container.decode(stream):
+            lasts = float(frame.duration * frame.time_base) if frame.duration else 1 / float(rate)
+            time = None if frame.pts is None else float(frame.pts * frame.time_base) - zero
+            yield time, lasts, partial(upright, frame, stream.sample_aspect_ratio)
+
+
+def upright(frame: Any, shape: Any) -> Image.Image:
+    """Return a frame of PyAV as RGB, turned as the camera says, with square pixels; `shape` is the width of one over its height."""
+    image: Image.Image = frame.to_image()
+    if shape and shape != 1 and 0.25 <= shape <= 4:
+        image = image.resize((max(1, round(image.width * float(shape))), image.height), Image.Resampling.BICUBIC)
+    turns = round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 360 else 0  # a matrix of zeros turns by no angle
+    return image.transpose((_Turn.ROTATE_90, _Turn.ROTATE_180, _Turn.ROTATE_270)[turns - 1]) if turns else image
 
 
 def samples_of(sound: Any, extractor: Any) -> np.ndarray:
@@ -296,16 +365,17 @@ def samples_of(sound: Any, extractor: Any) -> np.ndarray:
                 f"{sound} is not a WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
             ) from error
         samples = np.frombuffer(content, "<i2").reshape(-1, channels).astype(np.float32).mean(1) / 32768
-    length, wanted = len(samples) / rate, extractor.sampling_rate
-    seconds = getattr(extractor, "window_seconds", length)
-    first = int(max(0.0, length - seconds) / 2 * rate)
-    samples = samples[first : first + round(seconds * rate)]
+    wanted = extractor.sampling_rate
     if rate != wanted:
         try:
             from scipy.signal import resample_poly
         except ImportError as error:
             raise ImportError(f"a sound of {rate} Hz is resampled by scipy to {wanted}. pip install scipy.") from error
         samples = resample_poly(samples, wanted, rate)
+    length = len(samples) / wanted
+    seconds = getattr(extractor, "window_seconds", length)
+    first = int(max(0.0, length - seconds) / 2 * wanted)
+    samples = samples[first : first + round(seconds * wanted)]
     samples = (samples * 32768).round().clip(-32768, 32767) / 32768  # as they are stored
     if "repeat" in getattr(extractor, "padding", "") or getattr(extractor, "pads_frames", False):
         return samples.astype(np.float32)

@@ -116,7 +116,7 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
 
 
 def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Let a tokenizer pad, with its last token if need be, and return masks; return it.
+    """Let a tokenizer pad, with its last token if need be, return masks, and take special tokens for text; return it.
 
     Raises:
         ValueError: if it has no words, which is how some classes load from a folder without a tokenizer.
@@ -127,6 +127,8 @@ def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     if "attention_mask" not in tokenizer.model_input_names:
         _set_outputs(tokenizer, [*tokenizer.model_input_names, "attention_mask"])
+    if tokenizer.is_fast:  # the first is saved, for pipelines and others that open the folder
+        tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
     return tokenizer
 
 

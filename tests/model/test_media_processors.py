@@ -165,7 +165,7 @@ def test_clips_are_read_from_files(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     frames = [np.full((32, 32, 3), 12 * at, np.uint8) for at in range(20)]
     with av.open(str(tmp_path / "a.avi"), "w") as file:
-        stream = file.add_stream("mjpeg", rate=10)
+        stream = file.add_stream("mjpeg", rate=4)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuvj420p"
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))

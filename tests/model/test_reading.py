@@ -1,10 +1,14 @@
 """One way to read a picture, a text and a sound: training, evaluation, search and the model's own `encode`."""
 
 import io
+import itertools
 import os
+import struct
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import datasets
 import numpy as np
 import pytest
@@ -19,18 +23,24 @@ from transformers import (
     ConvNextConfig,
     ConvNextModel,
     VisionTextDualEncoderProcessor,
+    Wav2Vec2FeatureExtractor,
 )
 
 from mm_utils.data.batches.dataset import Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.log_mel import LogMel
-from mm_utils.data.media.medium import Sound
-from mm_utils.data.media.riff import write_wav
+from mm_utils.data.media.medium import Clip, Sound
+from mm_utils.data.media.riff import write_avi, write_wav
+from mm_utils.data.media.sound_files import read_sound
 from mm_utils.extras.search.listing import Listing, Reader
 from mm_utils.extras.search.searcher import read_query
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.reading import center_square, frames_of, open_picture, samples_of
+from tests.kit.made_media import picture as made_picture
+from tests.kit.made_media import steady, video, wav
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
 
 SIDE, MOST = 32, 12
@@ -146,6 +156,77 @@ def test_every_door_reads_the_same_text(model: FusionDualEncoderModel) -> None:
     together = model.encode(texts=TEXTS)
     for place, text in enumerate(TEXTS):
         torch.testing.assert_close(model.encode(texts=text)[0], together[place], atol=1e-5, rtol=0)
+
+
+def turned_video() -> bytes:
+    content = bytearray(video(steady(8, 4), form="mp4", size=(48, 32)))
+    at = content.index(b"tkhd") + 44
+    content[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # by a quarter
+    return bytes(content)
+
+
+def wide_pixels() -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 48, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = Fraction(3)
+        for at in range(20):
+            container.mux(stream.encode(av.VideoFrame.from_image(made_picture(at % 7 == 0, at / 10).resize((32, 48)))))
+        container.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
+def animated(form: str) -> bytes:
+    """A transparent logo that moves, with frames of different lengths where the format is stored so."""
+    frames = [Image.new("RGBA", (40, 40)) for _ in range(6)]
+    for at, frame in enumerate(frames):
+        frame.paste((255, 0, 40 * at, 255), (6 * at, 10, 6 * at + 8, 30))
+    times = {"duration": [100, 400, 50, 300, 200, 5], "disposal": 2} if form == "GIF" else {"duration": 200}
+    return file(frames[0], form, save_all=True, append_images=frames[1:], **times)
+
+
+CLIPS = {
+    "steady": lambda: video(steady(25, 3)),
+    "frames of different lengths": lambda: video(steady(2, 2) + steady(20, 1, 2)),
+    "begins late": lambda: video(steady(10, 2, 0.5)),
+    "one frame": lambda: video([0.0]),
+    "two frames": lambda: video([0.0, 1.0]),
+    "turned": turned_video,
+    "wide pixels": wide_pixels,
+    "transport stream": lambda: video(steady(25, 3), form="mpegts"),
+    "GIF": lambda: animated("GIF"),
+    "WebP": lambda: animated("WEBP"),
+    "PNG": lambda: animated("PNG"),
+}
+
+
+def test_every_door_sees_the_same_frames(tmp_path: Path) -> None:
+    """Up to what storing frames as JPEG changes, the frames of a file are those of training, embedding and search."""
+    for name, make in CLIPS.items():
+        path, content = tmp_path / name, make()
+        path.write_bytes(content)
+        stored = read_clip(content, 4, None)
+        row = {"bytes": write_avi(stored.jpegs, 4, stored.size), "path": None}
+        for frames, seconds in ((4, None), (8, 1.0), (16, 4.0)):
+            trained = Clip(SIDE, frames=frames, seconds=seconds).read(row)[0].float()
+            read = [center_square(open_picture(each, SIDE), SIDE).float() for each in frames_of(path, frames, seconds)]
+            apart = [float((one - other).abs().mean()) for one, other in zip(read, trained, strict=True)]
+            assert max(apart) < 4, (name, frames, seconds, apart)
+
+
+def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
+    extractor = Wav2Vec2FeatureExtractor(sampling_rate=8000)
+    for rate, seconds, channels in itertools.product((8000, 11025, 44100), (0.4, 1.0, 2.7), (1, 2)):
+        samples = (RNG.normal(0, 4000, round(rate * seconds)).cumsum() % 20000 - 10000).astype(np.int16)
+        content = wav(samples, rate, channels)
+        (tmp_path / "a.wav").write_bytes(content)
+        stored = write_wav(read_sound(content, 8000)[0], 8000)
+        for window in (0.5, 1.0, 5.0):
+            extractor.window_seconds = window
+            trained = Sound(LogMel.of(extractor), window).read({"bytes": stored, "path": None})[0]
+            apart = np.abs(samples_of(tmp_path / "a.wav", extractor) * 32768 - trained.numpy()).max()
+            assert apart <= 1, (rate, seconds, channels, window)
 
 
 def test_nothing_is_embedded_as_nothing(model: FusionDualEncoderModel) -> None:

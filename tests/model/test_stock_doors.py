@@ -16,7 +16,7 @@ from mm_utils.model.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 
-TEXTS = ["a red square left of a blue circle", "two green stars", "a blue circle"]
+TEXTS = ["a red square left of a blue circle", "two green stars", "a blue [SEP] circle [MASK]"]
 PICTURES = [
     Image.effect_mandelbrot((90, 60), (-2, -1, 1, 1), 20 + 9 * i).convert("L").convert("RGB") for i in range(5)
 ]
@@ -55,10 +55,9 @@ def inputs(folder: Path) -> Any:
 
 @torch.no_grad()
 def plain_embeds(folder: Path, model: FusionDualEncoderModel) -> tuple[Tensor, Tensor]:
-    given = inputs(folder)
     return (
-        model.encode_image(given["pixel_values"])[0],
-        model.encode_text(given["input_ids"], given["attention_mask"])[0],
+        model.encode_image(inputs(folder)["pixel_values"])[0],
+        torch.cat([model.encode(texts=text) for text in TEXTS]),
     )
 
 

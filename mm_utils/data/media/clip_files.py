@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -26,6 +27,7 @@ from mm_utils.data.media.containers import (
     seconds_of,
     signature,
 )
+from mm_utils.model.reading import upright
 
 _ANIMATIONS = ("GIF", "WEBP", "PNG")
 _STILLS = ("JPEG", "BMP", "TIFF", "AVIF")
@@ -230,21 +232,7 @@ def _video(container: Any, stream: Any, max_pixels: int, sampler: _Sampler) -> I
         last = time
         if "turned" not in sampler.notes and frame.rotation % 360:
             sampler.notes.append("turned")
-        yield Frame(time, time + own, lambda frame=frame: _upright(frame, stream))  # type: ignore[misc]
-
-
-def _upright(frame: Any, stream: Any) -> Image.Image:
-    """Return a frame of `av` as RGB, turned as the camera says, with square pixels."""
-    image: Image.Image = frame.to_image()
-    shape = stream.sample_aspect_ratio
-    if shape and shape != 1 and 0.25 <= shape <= 4:
-        image = image.resize((max(1, round(image.width * float(shape))), image.height), Image.Resampling.BICUBIC)
-    turns = round(frame.rotation / 90) % 4
-    return (
-        image.transpose([Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270][turns - 1])
-        if turns
-        else image
-    )
+        yield Frame(time, time + own, partial(upright, frame, stream.sample_aspect_ratio))
 
 
 def _picture_header(content: bytes) -> Image.Image | None:

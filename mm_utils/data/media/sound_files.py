@@ -3,7 +3,9 @@
 WAV files of plain samples are read here, without any codec; all else by `mm_utils.data.media.containers`.
 """
 
+import itertools
 import math
+import re
 import struct
 
 import numpy as np
@@ -20,6 +22,7 @@ from mm_utils.data.media.containers import (
     declared_end,
     decoded,
     open_container,
+    signature,
 )
 from mm_utils.data.media.riff import MOST_RATE
 
@@ -27,6 +30,7 @@ LEAST_RATE = 1_000  # samples a second
 _MOST_CHANNELS = 64
 _SILENT = 3 / 32768  # the noise of rounding and dither
 _SURPLUS = 0.1  # seconds
+_MOST_LINKS, _DAY = 256, 86_400.0  # of a chained Ogg file; seconds
 _GAP = 0.02  # seconds: where time stamps and samples differ by more, something is missing
 _INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
 _WAV_TYPES = {
@@ -73,6 +77,9 @@ def read_sound(
     plain = _read_wav(content, start, end, max_seconds)
     if plain is None and not codecs:
         raise Fault("medium_unknown_format", "it is not a WAV file of plain samples")
+    links = _links(content) if plain is None else []
+    if len(links) > 1:
+        plain = _read_chain(links, start, end, max_seconds, [] if notes is None else notes)
     samples, own = plain or _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
     if not len(samples):
         raise Fault("medium_empty", "it holds no samples")
@@ -192,6 +199,31 @@ def _check_layout(rate: int, channels: int) -> None:
         raise Fault("bad_sound_rate", f"{rate:,} samples a second")
     if not 1 <= channels <= _MOST_CHANNELS:
         raise Fault("medium_unreadable", f"{channels} channels")
+
+
+def _links(content: bytes) -> list[bytes]:
+    """Return the links of a chained Ogg file, as recorders of radio write them; of any other file itself."""
+    if signature(content) != "Ogg":
+        return [content]
+    pages = [(page.start(), bool(page[1][0] & 2)) for page in re.finditer(rb"OggS\0(.)", content, re.DOTALL)]
+    begins = [at for (_, was_first), (at, is_first) in itertools.pairwise(pages) if is_first and not was_first]
+    return [content[begin:end] for begin, end in itertools.pairwise([0, *begins, len(content)])]
+
+
+def _read_chain(
+    links: list[bytes], start: float | None, end: float | None, most: float, notes: list[str]
+) -> tuple[np.ndarray, int]:
+    """Read the links of a chain one after another, at the rate of the first."""
+    if len(links) > _MOST_LINKS:
+        raise Fault("too_many_parts", f"an Ogg file of {len(links):,} links")
+    longest = most if start is None and end is None else _DAY
+    parts = [_read_stream(link, None, None, longest, notes) for link in links]
+    rate = parts[0][1]
+    whole = np.concatenate([part if own == rate else resample_poly(part, rate, own) for part, own in parts])
+    check_cut(start, end, len(whole) / rate)
+    first, last = _places(start, end, rate, len(whole))
+    check_length((last - first) / rate, most)
+    return whole[first:last], rate
 
 
 def _read_stream(

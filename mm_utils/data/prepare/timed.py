@@ -15,6 +15,7 @@ from mm_utils.data.media.riff import MOST_RATE, write_avi, write_wav
 from mm_utils.data.media.sound_files import LEAST_RATE, loudness_picture, read_sound
 from mm_utils.data.paths import MEDIA_LIMITS
 from mm_utils.data.prepare.perceptual_hash import fingerprint
+from mm_utils.model.reading import CLIP_FPS
 
 MOST_BYTES = MEDIA_LIMITS.max_bytes  # --max_image_bytes raises it, too
 _MOST_FPS, _MOST_SECONDS = 60, 3600
@@ -24,7 +25,7 @@ _MOST_FPS, _MOST_SECONDS = 60, 3600
 class TimedArguments:
     """How clips and sounds are kept: frames as JPEG at a constant rate, samples of 16 bits."""
 
-    clip_fps: float = arg(4.0, "Frames a second that are kept of clips.")
+    clip_fps: float = arg(CLIP_FPS, "Frames a second that are kept of clips.")
     sound_rate: int = arg(16_000, "Samples a second that are kept of sounds: what the sound tower takes.")
     max_seconds: float = arg(60.0, "Set longer clips and sounds aside, or longer parts of them by start and end.")
 

@@ -26,7 +26,7 @@ from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.webdataset import Sample, captions_of_sample, read_shard, shard_paths
 from mm_utils.extras.search.index import STAMPS
-from mm_utils.model.reading import center_square
+from mm_utils.model.reading import CLIP_FPS, center_square
 from mm_utils.reports.pictures import picture
 
 Skip = dict[str, str]
@@ -34,7 +34,6 @@ _FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.
 _ROWS = 1000
 THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
 _QUALITY = 85  # of the JPEG of a thumbnail: about 25 kB
-_FPS = 8.0  # frames a second that are kept of a video in a folder
 
 
 @dataclass
@@ -206,8 +205,8 @@ def stock_file(content: bytes, medium: Medium) -> bytes:
     if isinstance(medium, Sound):
         rate = medium.log_mel.rate
         return write_wav(read_sound(content, rate)[0], rate)
-    clip = read_clip(content, _FPS, THUMBNAIL)
-    return write_avi(clip.jpegs, _FPS, clip.size)
+    clip = read_clip(content, CLIP_FPS, THUMBNAIL)
+    return write_avi(clip.jpegs, CLIP_FPS, clip.size)
 
 
 class Reader(Dataset):

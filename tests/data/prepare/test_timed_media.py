@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.media.clip_files import Clip, clip_of_frames, read_clip
 from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
@@ -59,6 +60,22 @@ def test_codecs_neither_delay_nor_hurry(form: str, codec: str, rate: int, channe
     assert own == rate
     assert len(samples) / 16_000 == pytest.approx(1.2, abs=0.06)
     assert click_times(samples, 16_000, 6000) == pytest.approx(CLICKS, abs=NEAR)
+
+
+@pytest.mark.parametrize(("codec", "rates"), [("flac", (16_000, 16_000, 8_000)), ("libopus", (48_000,) * 3)])
+def test_the_links_of_a_chained_ogg_file_follow_one_another(codec: str, rates: tuple[int, ...]) -> None:
+    """As recorders of radio write them; the links of other files, of other rates or with garbage between them, too."""
+    pitches = (400.0, 800.0, 1600.0)
+    links = [encoded(tone(1.0, rate, pitch=p), rate, "ogg", codec) for rate, p in zip(rates, pitches, strict=True)]
+    samples, own = read_sound(b"\0 garbage".join(links), 16_000)
+    assert (own, len(samples) / 16_000) == (rates[0], pytest.approx(3.0, abs=0.05))
+    for at, pitch in enumerate(pitches):
+        second = samples[at * 16_000 + 4_000 :][:8_000].astype(float)
+        assert abs(np.fft.rfft(second)).argmax() * 2 == pytest.approx(pitch, abs=4)
+    cut, _ = read_sound(b"".join(links), 16_000, 1.25, 1.75, max_seconds=0.6)
+    assert abs(np.fft.rfft(cut.astype(float))).argmax() * 2 == pytest.approx(800, abs=4)
+    with pytest.raises(Fault, match="too_long"):
+        read_sound(b"".join(links), 16_000, max_seconds=2.0)
 
 
 @pytest.mark.parametrize("fps", [24.0, 25.0, 30_000 / 1001])

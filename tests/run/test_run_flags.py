@@ -73,8 +73,12 @@ def test_a_full_disk_is_one_line_and_other_errors_keep_their_traceback(
 
 def test_an_interrupted_script_prints_no_traceback() -> None:
     waits = "import time; from mm_utils.run.script import *; set_up_logging()\ndef main(): print('on', flush=True); time.sleep(60)\n"
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # what runs behind ignores it
     script = subprocess.Popen(
-        [sys.executable, "-c", f"{waits}run_script(main)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", f"{heard}\n{waits}run_script(main)"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert script.stdout is not None
     assert script.stdout.readline() == "on\n"

@@ -16,6 +16,7 @@ from pathlib import Path
 import fsspec
 
 from mm_utils.data.faults import REASONS, Fault
+from mm_utils.doors import entries
 from mm_utils.files import is_passing, read_regular_file, retry
 
 MOST_FILES = 1_000_000  # that a pattern stands for
@@ -53,9 +54,10 @@ def is_url(name: str) -> bool:
 
 
 def shard_kind(url: str) -> str | None:
-    """Return `parquet`, `arrow` or `tar` by the path or address of a shard, or None."""
+    """Return `parquet`, `arrow`, `tar` or the format of an extra by the path or address of a shard, or None."""
     name = url.split("?")[0].lower()
-    return next((kind for suffix, kind in SHARDS.items() if name.endswith(suffix)), None)
+    own = {suffix: kind for suffix, kind in entries("SOURCE_SUFFIXES").items() if kind in entries("COUNTS")}
+    return next((kind for suffix, kind in {**SHARDS, **own}.items() if name.endswith(suffix)), None)
 
 
 class Jail:

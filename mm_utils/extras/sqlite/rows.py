@@ -3,6 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,22 +36,35 @@ class SqliteImage(ImageRef):
         return checked_bytes(row and row[0], self.name, limits)
 
 
-def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read the only table of a database, or the one that `config` names."""
+def read_sqlite(source: Source, safety: PathArguments, first: int = 0) -> Iterator[Record | BadRow]:
+    """Read the only table of a database, or the one that `config` names, from a row on."""
     builder = RecordBuilder(source, safety, Path(source.path).parent)
+    with _opened(source) as (database, table):
+        yield from records_of(_table(database, table, builder, first), builder)
+
+
+def count_rows(source: Source) -> int:
+    """Count the rows of the table."""
+    with _opened(source) as (database, table):
+        return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[tuple[sqlite3.Connection, str]]:
+    """Open the database of a source; yield it with the quoted name of its table."""
     try:
         database = _open(os.path.abspath(source.path), os.getpid())
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         if source.config not in tables and (source.config or len(tables) != 1):
             raise ValueError(f"{source.title}; its tables are {', '.join(tables)}. Name one of them, by config=NAME.")
-        yield from records_of(_table(database, _quoted(source.config or tables[0]), builder), builder)
+        yield database, _quoted(source.config or tables[0])
     except sqlite3.Error as error:
         raise ValueError(
             f"{source.title}; it cannot be read as SQLite ({one_line(error)}). Check the file."
         ) from error
 
 
-def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder) -> Table:
+def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder, first: int) -> Table:
     path, names = (
         os.path.abspath(builder.source.path),
         [row[1] for row in database.execute(f"PRAGMA table_info({table})")],
@@ -64,7 +78,8 @@ def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder) -> 
 
     def rows() -> Rows:
         for key, is_file, *found in database.execute(
-            f"SELECT rowid, typeof({image}), {', '.join(cells)} FROM {table}"
+            f"SELECT rowid, typeof({image}), {', '.join(cells)} FROM {table} ORDER BY rowid LIMIT -1 OFFSET ?",
+            (first,),
         ):
             values = dict(zip(names, found, strict=True))
             if is_file == "blob":

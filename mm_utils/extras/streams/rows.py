@@ -7,6 +7,7 @@ Parquet    the footer                                       the rows before r in
 Arrow      the record batches' headers, memory-mapped       nothing
 tar        walking the headers, once; on a remote server    on disk, the headers before r; from a server, the file
            that is one pass over the file                   from its beginning
+others     the extra's `COUNTS` (see its `door.py`)         as its row source, given `first`, does
 =========  ===============================================  =====================================================
 
 Remote files are read by ranges, through `fsspec`: `https://`, `hf://`, `s3://` and whatever else is installed. Nothing is
@@ -17,9 +18,8 @@ JPEG frames: training has no codec, and cuts nothing out at `start` and `end`.
 
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -32,13 +32,14 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.parquet import ParquetRows, cells_of
-from mm_utils.data.paths import shard_kind
+from mm_utils.data.paths import MEDIA_LIMITS, shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import USUAL_NAMES, Columns, captions_of, find_column, id_of, is_null
-from mm_utils.data.rows.records import BytesImage
-from mm_utils.data.rows.source import Source
-from mm_utils.data.rows.tables import find_table_columns
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_column, id_of, is_null
+from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.tables import Table, find_table_columns, records_of
+from mm_utils.data.rows.text_files import BadLine, Rows
 from mm_utils.data.rows.webdataset import (
     BoundedHeader,
     Sample,
@@ -46,6 +47,7 @@ from mm_utils.data.rows.webdataset import (
     medium_of_samples,
     read_samples,
 )
+from mm_utils.doors import entries, load
 
 Row = dict[str, Any] | str
 """A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""
@@ -58,9 +60,6 @@ FEATURES = datasets.Features(
         "languages": datasets.Sequence(datasets.Value("string")),
     }
 )
-_Cells = tuple[Any, list[Any], list[str] | None, str | None]
-"""Image, clip or sound, captions, languages and id, not checked."""
-
 _STORED: dict[str, Callable[[bytes], tuple[Sized, float]]] = {"clip": read_avi, "sound": read_wav}
 _CUT = ("start", "end")
 _PREPARE = (
@@ -96,6 +95,8 @@ def open_shard(url: str) -> BinaryIO:
 def count_rows(url: str) -> int:
     """Count the rows of a file."""
     kind = shard_kind(url)
+    if kind in entries("COUNTS"):
+        return int(load(entries("COUNTS")[kind])(Source(url)))
     if kind == "arrow":
         return len(datasets.Dataset.from_file(url))
     with open_shard(url) as file:
@@ -111,7 +112,10 @@ def check_columns(url: str, source: Source) -> str:
     Raises:
         ValueError: if a table has no column of media or captions, or no early row of a tar, or of clips or sounds, can be used.
     """
-    if shard_kind(url) == "arrow":
+    if shard_kind(url) in entries("COUNTS"):
+        records = (item for item in _open_rows(url, 0, source) if isinstance(item, Record))
+        medium = next((record.medium for record in records), "image")
+    elif shard_kind(url) == "arrow":
         schema = datasets.Dataset.from_file(url).data.schema
         medium = find_table_columns(schema, source.title, source.columns).medium
     else:
@@ -121,7 +125,7 @@ def check_columns(url: str, source: Source) -> str:
             else:
                 with tarfile.open(fileobj=file, mode="r:*", tarinfo=BoundedHeader) as archive:
                     medium = medium_of_samples(read_samples(archive, url), source)
-    if shard_kind(url) == "tar" or medium in _STORED:
+    if shard_kind(url) not in ("parquet", "arrow") or medium in _STORED:
         rows = list(islice(read_rows(url, 0, replace(source, medium=medium)), _LOOKED_AT))
         if all(isinstance(row, str) for row in rows):
             raise ValueError(
@@ -131,44 +135,68 @@ def check_columns(url: str, source: Source) -> str:
     return medium
 
 
+def _open_rows(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:
+    kind = str(shard_kind(url))
+    if kind in _READERS:
+        return _READERS[kind](url, first, source)
+    own = replace(source, path=url, format=kind)
+    found: Iterator[Record | BadRow] = load(entries("SOURCES")[kind])(own, PathArguments(), first)
+    return found
+
+
 def read_rows(url: str, first: int, source: Source) -> Iterator[Row]:
     """Read the rows of a file from `first` on, a few at a time; `source` names the columns."""
-    for number, read in enumerate(_READERS[str(shard_kind(url))](url, first, source), first):
+    for number, item in enumerate(_open_rows(url, first, source), first):
         try:
-            yield _training_row(*read(), source.medium)
+            if isinstance(item, BadRow):
+                raise item.fault
+            yield _training_row(item, source.medium)
         except Fault as fault:
             yield f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
 
 
-def _parquet_rows(url: str, first: int, source: Source) -> Iterator[Callable[[], _Cells]]:
+def _parquet_rows(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:
     with open_shard(url) as file:
         table = ParquetRows(file, url, _READ_AHEAD if "://" in url else _BUFFER)
         columns = find_table_columns(table.file.schema_arrow, source.title, source.columns)
-        for _, _, values in table.cells(_names(columns, table.file.schema_arrow.names), _BATCH, first):
-            yield partial(_table_cells, values, columns)
+        cells = table.cells(_names(columns, table.file.schema_arrow.names), _BATCH, first)
+        yield from _records((values for _, _, values in cells), columns, source)
 
 
-def _arrow_rows(url: str, first: int, source: Source) -> Iterator[Callable[[], _Cells]]:
+def _arrow_rows(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:
     table = datasets.Dataset.from_file(url).data
     columns = find_table_columns(table.schema, source.title, source.columns)
-    for batch in table.select(_names(columns, table.column_names)).slice(first).to_batches(_BATCH):
-        for values in cells_of(batch):
-            yield partial(_table_cells, values, columns)
+    batches = table.select(_names(columns, table.column_names)).slice(first).to_batches(_BATCH)
+    yield from _records((values for batch in batches for values in cells_of(batch)), columns, source)
 
 
-def _tar_rows(url: str, first: int, source: Source) -> Iterator[Callable[[], _Cells]]:
+def _tar_rows(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:
+    builder, kinds = _builder(source), (source.medium,) if source.medium in _STORED else ("image",)
     with open_shard(url) as file, tarfile.open(fileobj=file, mode="r:*", tarinfo=BoundedHeader) as archive:
-        kinds = (source.medium,) if source.medium in _STORED else ("image",)
         for number, sample in enumerate(read_samples(archive, url, kinds=kinds, first=first)):
-            if number >= first:
-                yield partial(_sample_cells, sample, source)
+            try:
+                if number >= first:
+                    yield _sample_record(builder, sample)
+            except Fault as fault:
+                yield builder.bad(sample.key, fault)
 
 
-_READERS: dict[str, Callable[[str, int, Source], Iterator[Callable[[], _Cells]]]] = {
+_READERS: dict[str, Callable[[str, int, Source], Iterator[Record | BadRow]]] = {
     "parquet": _parquet_rows,
     "arrow": _arrow_rows,
     "tar": _tar_rows,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell(BytesImage):
+    """An embedded medium with its path, where raw pixels have their size."""
+
+    path: str | None
+
+
+def _builder(source: Source) -> RecordBuilder:
+    return RecordBuilder(source, PathArguments(), ".")
 
 
 def _names(columns: Columns, known: Sequence[str]) -> list[str]:
@@ -177,43 +205,47 @@ def _names(columns: Columns, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for name in named if name in known))
 
 
-def _table_cells(values: Mapping[str, Any] | Fault, columns: Columns) -> _Cells:
-    if isinstance(values, Fault):
-        raise values
-    _refuse_part(values, columns.medium)
-    return values[str(columns.image)], *captions_of(values, columns), id_of(values, columns)
+def _records(cells: Iterable[dict[str, Any] | Fault], columns: Columns, source: Source) -> Iterator[Record | BadRow]:
+    """Return the records of a table's rows, whose media are in their cells."""
+    builder, image = _builder(source), str(columns.image)
+
+    def rows() -> Rows:
+        for number, values in enumerate(cells):
+            if isinstance(values, Fault):
+                yield number, BadLine(values, "")
+                continue
+            cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
+            yield number, {**values, image: _Cell("", cell.get("bytes"), cell.get("path"))}
+
+    return records_of(Table("row", columns, rows(), builder.jail), builder)
 
 
-def _sample_cells(sample: Sample, source: Source) -> _Cells:
-    """Read the members of a sample. Its id comes from .json: two keys may have the same image."""
-    values = sample.values()
-    _refuse_part(values, source.medium)
+def _sample_record(builder: RecordBuilder, sample: Sample) -> Record:
+    """Return the record of a sample. Its id comes from .json: two keys may have the same image."""
+    values, source = sample.values(), builder.source
     captions, languages = captions_of_sample(sample, values, source, {})
     column = source.id_column or find_column("--id_column", list(values), source.title, None, USUAL_NAMES["id"])
     member = next(iter(sample.media.values()), None)
-    content = member.data if isinstance(member, BytesImage) else None
-    return content, captions, languages, id_of(values, Columns(id=column))
+    image = _Cell("", member.data if isinstance(member, BytesImage) else None, None)
+    begin, end = (None if is_null(values.get(name)) else values[name] for name in _CUT)
+    key = id_of(values, Columns(id=column))
+    return builder.record(sample.key, (image, key), captions, languages=languages, cut=(begin, end))
 
 
-def _refuse_part(values: Mapping[str, Any], medium: str) -> None:
-    """Raise span_outside for a clip or sound that is a part of its file."""
-    if medium in _STORED and not all(is_null(values.get(name)) for name in _CUT):
+def _training_row(record: Record, medium: str) -> dict[str, Any]:
+    """Return a row that can be trained on; raises the fault of one that cannot, such as a part of a clip."""
+    image = record.image
+    if record.cut != (None, None):
         raise Fault("span_outside", f"it is a part of its {medium}, by start and end, and not cut out")
-
-
-def _training_row(
-    image: Any, captions: list[Any], languages: list[str] | None, key: str | None, medium: str
-) -> dict[str, Any]:
-    cell = image if isinstance(image, dict) else {"bytes": image}
-    content = cell.get("bytes")
+    content = image.data if isinstance(image, BytesImage) else image.read(MEDIA_LIMITS)
     if not isinstance(content, bytes) or not content:
         raise Fault("image_missing", f"the {medium if medium in _STORED else 'image'} is not in the shard")
-    good, faults, _ = check_captions(captions, languages, _CHECKS)
+    good, faults, _ = check_captions(record.captions, record.languages, _CHECKS)
     if not good:
         raise faults[-1]
     row = {
-        "id": key or stored_hash(content),
-        "image": {"bytes": content, "path": cell.get("path")},  # raw pixels have their size there
+        "id": record.id or stored_hash(content),
+        "image": {"bytes": content, "path": image.path if isinstance(image, _Cell) else None},
         "captions": list(good),
         "languages": list(good.values()),
     }

@@ -22,7 +22,7 @@ from pathlib import Path
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.labels import LabelledArguments, load_labelled
-from mm_utils.data.media.of_processor import kind_of_processor
+from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.evaluation.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.model.build import load_model

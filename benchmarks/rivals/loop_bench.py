@@ -31,7 +31,7 @@ from benchmarks.harness import device_name
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments, build_model

@@ -18,8 +18,7 @@ from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order, pad_captions, tokenize_captions
 from mm_utils.data.images import read_pixels
-from mm_utils.data.media.medium import random_square
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry, random_square
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments

@@ -31,7 +31,7 @@ from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order, tokenize_captions
 from mm_utils.data.images import open_image
 from mm_utils.data.media import Image
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import ModelArguments

@@ -12,13 +12,11 @@ from datasets import DatasetDict
 from transformers import ProcessorMixin
 
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
-from mm_utils.data.batches.machine_limits import check_loading
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_loading, make_loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
 from mm_utils.data.labels import LabelledTask, TaskArguments, load_task
-from mm_utils.data.media.medium import kind_of
-from mm_utils.data.media.of_processor import default_seconds, kind_of_processor, settle_window
+from mm_utils.data.media.medium import default_seconds, kind_of, kind_of_processor, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.doors import entries

@@ -11,7 +11,7 @@ from huggingface_hub import DatasetCardData
 
 from mm_utils.arguments import arg
 from mm_utils.checkpointing.files import size_of
-from mm_utils.data.batches.language_codes import iso_languages
+from mm_utils.data.batches.tokens import iso_languages
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.reports.hub import check_license, check_repository, repository_name
 from mm_utils.reports.upload import RETRY_DELAYS, upload_apart, upload_limit

@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from huggingface_hub import EvalResult
 from transformers import AutoConfig
 
-from mm_utils.data.batches.language_codes import iso_languages
-from mm_utils.data.batches.tokens import languages_of
+from mm_utils.data.batches.tokens import iso_languages, languages_of
 from mm_utils.data.labels import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, count_right

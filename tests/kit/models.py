@@ -27,7 +27,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from mm_utils.data.media.of_processor import settle_window
+from mm_utils.data.media.medium import settle_window
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor

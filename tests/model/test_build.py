@@ -28,7 +28,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.model import processor as processors
 from mm_utils.model.build import TEXT_PRESETS, VISION_PRESETS, ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from mm_utils.data.media.clip_files import read_clip
-from mm_utils.data.media.of_processor import read_by, settle_window
+from mm_utils.data.media.medium import read_by, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops

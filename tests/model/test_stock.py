@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
 
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, _pad_unmasked
 from mm_utils.model.processor import load_processor_of

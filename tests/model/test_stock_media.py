@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, ClapModel, VideoM
 
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.media.of_processor import read_by
+from mm_utils.data.media.medium import read_by
 from mm_utils.data.media.riff import write_wav
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape

@@ -21,7 +21,7 @@ from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, ne
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.batches.tokens import global_order, tokenize_captions
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.distributed import world_size

@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,9 @@ from mm_utils.data.images import MOST_PIXELS, decode, encode, open_image, psnr, 
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
-from mm_utils.data.prepare.timed import MOST_BYTES, Medium, TimedArguments, store_medium
+from mm_utils.data.prepare.timed import TimedArguments, store_medium
 from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.data.rows.records import (
-    BadRow,
-    FileImage,
-    FramesImage,
-    ImageRef,
-    Record,
-)
+from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, ImageRef, Record
 from mm_utils.doors import entries, load
 from mm_utils.files import write_atomic
 from mm_utils.stored import stamp, version_of
@@ -306,22 +299,9 @@ class Worker:
             else:
                 side = _USUAL_SIDE if self.storage == IN_PLACE else self.storage.short_side
                 said: list[str] = []
-                most = self.checks.max_image_pixels
-                self.last = key, store_medium(self._medium(record), self.storage.timed, side, most, said)
+                self.last = key, store_medium(record, self.checks, self.storage.timed, side, said)
                 notes.update(set(said))
         return self.last[1]
-
-    def _medium(self, record: Record) -> Medium:
-        """Read the file of a clip or sound, or the files of its frames."""
-        limits, ref = Limits(max_bytes=max(MOST_BYTES, self.checks.max_image_bytes)), record.image
-        try:
-            contents = ref.contents(limits) if isinstance(ref, FramesImage) else [ref.read(limits)]
-        except Fault as fault:
-            raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
-        if not isinstance(ref, FramesImage):
-            return Medium(record.medium, contents, record.cut)
-        pictures = [partial(check_image, content, self.checks) for content in contents]
-        return Medium(record.medium, contents, record.cut, pictures, ref.times)
 
     def _part(self, name: str, record: Record, image: dict[str, Any], notes: Counter[str]) -> Any:
         """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""

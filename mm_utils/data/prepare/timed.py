@@ -1,7 +1,6 @@
 """Store clips and sounds: the arguments, and the columns of a row."""
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,15 +8,17 @@ from typing import Any
 from PIL import Image
 
 from mm_utils.arguments import arg
+from mm_utils.data.faults import Fault
 from mm_utils.data.media.clip_files import clip_of_frames, read_clip, strip
 from mm_utils.data.media.containers import seconds_of
 from mm_utils.data.media.riff import MOST_RATE, write_avi, write_wav
 from mm_utils.data.media.sound_files import LEAST_RATE, loudness_picture, read_sound
-from mm_utils.data.paths import MEDIA_LIMITS
+from mm_utils.data.paths import MEDIA_LIMITS, Limits
+from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
+from mm_utils.data.rows.records import FramesImage, ImageRef, Record
 from mm_utils.model.reading import CLIP_FPS
 
-MOST_BYTES = MEDIA_LIMITS.max_bytes  # --max_image_bytes raises it, too
 _MOST_FPS, _MOST_SECONDS = 60, 3600
 
 
@@ -42,55 +43,38 @@ class TimedArguments:
             )
 
 
-@dataclass(frozen=True)
-class Medium:
-    """A clip or sound as a row describes it.
-
-    Attributes:
-        kind: clip or sound.
-        contents: its file, or the picture files of its frames.
-        cut: unchecked start and end, in seconds.
-        pictures: what checks and decodes the frames, if it is a list of them; returns something with an `image`.
-        times: unchecked seconds at which the frames are shown.
-    """
-
-    kind: str
-    contents: list[bytes]
-    cut: tuple[Any, Any] = (None, None)
-    pictures: Sequence[Callable[[], Any]] | None = None
-    times: tuple[Any, ...] | None = None
-
-
 def store_medium(
-    medium: Medium, args: TimedArguments, short_side: int | None, max_pixels: int, notes: list[str]
+    record: Record, checks: CheckArguments, args: TimedArguments, short_side: int | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Decode and store a clip or sound; return its columns of a part.
+    """Decode and store the clip or sound of a record; return its columns of a part.
 
     Args:
         short_side: larger frames are shrunk to it, in pixels; None keeps their size.
-        max_pixels: of a frame.
         notes: keys of `NOTES` are added.
 
     Raises:
         Fault: if it cannot be used.
     """
-    start, end = (None if time is None else seconds_of(time) for time in medium.cut)
+    contents = _contents(record.image, checks)
+    times = record.image.times if isinstance(record.image, FramesImage) else None
+    start, end = (None if time is None else seconds_of(time) for time in record.cut)
     options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds, "notes": notes}
-    if medium.kind == "sound":
-        samples, rate = read_sound(medium.contents[0], args.sound_rate, **options)
+    if record.medium == "sound":
+        samples, rate = read_sound(contents[0], args.sound_rate, **options)
         stored, picture = write_wav(samples, args.sound_rate), loudness_picture(samples, args.sound_rate)
         row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate, "rate": float(rate)}
     else:
-        if medium.pictures is not None:
-            pictures = [partial(_image_of, picture) for picture in medium.pictures]
-            clip = clip_of_frames(pictures, medium.times, args.clip_fps, short_side, **options)
+        if isinstance(record.image, FramesImage):
+            pictures = [partial(_checked, content, checks) for content in contents]
+            clip = clip_of_frames(pictures, times, args.clip_fps, short_side, **options)
         else:
-            clip = read_clip(medium.contents[0], args.clip_fps, short_side, max_pixels=max_pixels, **options)
+            most = checks.max_image_pixels
+            clip = read_clip(contents[0], args.clip_fps, short_side, max_pixels=most, **options)
         stored, picture = write_avi(clip.jpegs, args.clip_fps, clip.size), strip(clip.jpegs)
         row = {"seconds": clip.seconds, "rate": clip.original_fps}
         row |= dict(zip(("width", "height"), clip.size, strict=True))
         row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
-    file_hash = _hash_of(medium.contents, medium.times)
+    file_hash = _hash_of(contents, times)
     is_whole = not start and end is None
     return row | {
         "image": {"bytes": stored, "path": None},
@@ -98,15 +82,23 @@ def store_medium(
         "file_hash": file_hash,
         "stored_hash": hashlib.blake2b(stored, digest_size=16).hexdigest(),
         "stored_bytes": len(stored),
-        "original_bytes": sum(map(len, medium.contents)),
+        "original_bytes": sum(map(len, contents)),
         "fingerprint": fingerprint(picture),
         "psnr": None,
     }
 
 
-def _image_of(picture: Callable[[], Any]) -> Image.Image:
-    image: Image.Image = picture().image
-    return image
+def _contents(ref: ImageRef, checks: CheckArguments) -> list[bytes]:
+    """Return a clip's or sound's file, or the files of its frames."""
+    limits = Limits(max_bytes=max(MEDIA_LIMITS.max_bytes, checks.max_image_bytes))
+    try:
+        return ref.contents(limits) if isinstance(ref, FramesImage) else [ref.read(limits)]
+    except Fault as fault:
+        raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
+
+
+def _checked(content: bytes, checks: CheckArguments) -> Image.Image:
+    return check_image(content, checks).image
 
 
 def _hash_of(contents: list[bytes], times: Any) -> str:

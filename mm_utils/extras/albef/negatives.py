@@ -13,9 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
-from mm_utils.data.batches.language_codes import own_codes
 from mm_utils.data.batches.order import choose_captions
-from mm_utils.data.batches.tokens import caption_key, encode_captions, languages_of, pad_captions, tokenizer_content
+from mm_utils.data.batches.tokens import (
+    caption_key,
+    encode_captions,
+    languages_of,
+    own_codes,
+    pad_captions,
+    tokenizer_content,
+)
 from mm_utils.data.rows.columns import NEGATIVES
 
 NEGATIVE_IDS = "negative_input_ids"  # a column, and with `negative_attention_mask` a tensor of a batch, `[b, L]`

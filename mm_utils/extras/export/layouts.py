@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
 from mm_utils.files import atomic_folder, is_about
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
-from mm_utils.data.batches.machine_limits import check_loading
+from mm_utils.data.batches.loaders import check_loading
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
 from mm_utils.objectives import Objective
 from mm_utils.objectives.terms import Batch

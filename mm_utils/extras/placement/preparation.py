@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from mm_utils import distributed
-from mm_utils.data.batches.machine_limits import check_loading
+from mm_utils.data.batches.loaders import check_loading
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.placement.apart import ApartObjective

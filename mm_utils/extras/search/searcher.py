@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from mm_utils.data.images import UnreadableImageError, open_image
-from mm_utils.data.media.of_processor import read_by
+from mm_utils.data.media.medium import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
 from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
 from mm_utils.model.build import load_model

@@ -20,8 +20,7 @@ from transformers import ProcessorMixin
 from mm_utils.arguments import arg
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch
-from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.batches.machine_limits import check_loading
+from mm_utils.data.batches.loaders import LoaderArguments, check_loading
 from mm_utils.data.media import MEDIA, kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments

@@ -10,8 +10,7 @@ import torch
 
 from mm_utils import distributed
 from mm_utils.data import media
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.machine_limits import check_loading
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders, check_loading
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
 
 CPU = torch.device("cpu")

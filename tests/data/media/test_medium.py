@@ -20,8 +20,7 @@ from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.log_mel import LogMel
-from mm_utils.data.media.medium import Clip, Sound
-from mm_utils.data.media.of_processor import default_seconds, kind_of_processor, settle_window
+from mm_utils.data.media.medium import Clip, Sound, default_seconds, kind_of_processor, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
 from tests.kit.media_files import jpeg
 

@@ -15,7 +15,7 @@ from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize_captions
-from mm_utils.data.media.of_processor import read_by
+from mm_utils.data.media.medium import read_by
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.extras.frozen.feature_cache import Source, cache_features

@@ -8,7 +8,7 @@ import pytest
 from accelerate import Accelerator
 from PIL import Image
 
-from mm_utils.data.media.of_processor import read_by
+from mm_utils.data.media.medium import read_by
 from mm_utils.extras.search.listing import folder_listing, list_folder
 from mm_utils.extras.search.updating import Embedder, Outcome, update_index
 from mm_utils.model.build import load_model

@@ -16,7 +16,7 @@ from PIL import Image
 
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.images import open_image
-from mm_utils.data.media.of_processor import image_geometry
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
 from mm_utils.extras.search import first_pass
 from mm_utils.extras.search.searcher import Searcher

@@ -122,7 +122,7 @@ def reconcile(
         raise ValueError(
             "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
         )
-    state = _State(found.facts, args.near_duplicate_distance)
+    state = _State(found.facts, args.near_duplicate_distance, seeks_mirrored=not own_ids)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, found.facts, (args.validation_fraction, args.test_fraction))
@@ -146,15 +146,15 @@ class _State:
     `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
     """
 
-    def __init__(self, facts: pa.Table, distance: int):
+    def __init__(self, facts: pa.Table, distance: int, seeks_mirrored: bool):
         self.image_N = _codes(facts["image_hash"])
         # With the source: files of two sources may have the same name, and rows the same number, by chance.
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         _, self.first_U = np.unique(self.image_N, return_index=True)
         prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(self.first_U).to_pylist()), FINGERPRINT)
         self.near_P = near_pairs(prints_U, distance)
-        is_image = facts["medium"][0].as_py() == "image"
-        self.mirrored = len(mirror_pairs(prints_U, distance)) if is_image else 0
+        seeks_mirrored &= facts["medium"][0].as_py() == "image"  # which a report counts, and nothing else asks
+        self.mirrored = len(mirror_pairs(prints_U, distance)) if seeks_mirrored else 0
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
         given = [SPLITS.index(name) if name in SPLITS else -1 for name in facts["split"].to_pylist()]
         self.split_N = np.array(given, dtype=np.int8)

@@ -12,13 +12,12 @@ column                meaning
 ``captions``          one or more, none empty, none twice
 ``languages``         one code per caption, "" where unknown; if any source has them
 ``regions``           boxes (x, y, width, height in stored pixels) with phrases; if any source has them
-``negatives``         captions that are wrong for the image; if any source has them
+``negatives``         captions that are wrong for the image; if any source has them, or scripts/mine_negatives.py found some
 ``seconds``           of the stored clip or sound
 ``moments``           spans of seconds from its beginning, with phrases; if any source has them
 ``source``            name of the source
 ``image_hash``        SHA-256 of the original bytes, hexadecimal
 ``content_id``        BLAKE2b-128 over stored bytes and captions, hexadecimal: proof that they belong together
-``negatives``         captions of other images that resemble this one, if scripts/mine_negatives.py has looked for them
 ====================  ================================================================================================
 
 It is an ordinary `datasets` folder with the splits train, validation and test, if they have rows; beside them lie
@@ -49,14 +48,8 @@ from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
 VERSION = 2
-_DECIDING = (
-    "id",
-    "content_id",
-    "languages",
-    "regions",
-    NEGATIVES,
-    "moments",
-)  # `content_id` stands for images and captions
+# `content_id` stands for images and captions.
+_DECIDING = ("id", "content_id", "languages", "regions", NEGATIVES, "moments")
 SHARD_BYTES = 500 << 20
 _STORED = ("image", "width", "height", "original_width", "original_height")
 _TEXT = ("captions", "languages", "regions", NEGATIVES, "moments")

@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -49,24 +50,30 @@ def test_few_open_files(
         check_loading(with_workers("2"), 64, 64)
 
 
-def test_little_shared_memory_is_an_error(free: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
-    free(64 * 2**20)
-    check_loading(with_workers("0"), 256, 256)
-    check_loading(with_workers("1", size=32), 64, 64)
-    assert not caplog.text
-    with pytest.raises(
-        ValueError, match=r"^/dev/shm has 64.0 MiB free; 4 data workers .* --dataloader_num_workers 0.$"
-    ):
-        check_loading(with_workers("4"), 256, 256)
+STREAMED = {"streaming": True}
+MEMORY: list[tuple[int, str, tuple[int, int], dict[str, bool], int, str, str]] = [
+    # bytes that are free, workers, pairs of a step and of an evaluation, more, processes, error, warning
+    (64 * 2**20, "0", (256, 256), {}, 1, "", ""),
+    (64 * 2**20, "4", (256, 256), {}, 1, r"^/dev/shm has 64.0 MiB free; 4 data workers .* --dataloader_num_workers 0.$", ""),
+    (9 * BATCH, "2", (64, 64), {}, 1, "", "--shm-size=1g, or pass --dataloader_num_workers 1."),
+    (24 * BATCH, "2", (64, 64), {}, 1, "", ""),
+    (24 * BATCH, "2", (64, 64), {}, 8, "2 data workers in each of 8 processes", ""),
+    (320 * BATCH, "8", (1024, 1), {}, 1, "/dev/shm", ""),
+    (320 * BATCH, "8", (1024, 1), STREAMED, 1, "", ""),  # all workers make one batch together
+]  # fmt: skip
 
 
-def test_shared_memory_for_training_alone_is_a_warning(
-    free: Callable[[int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    free(9 * BATCH)
-    check_loading(with_workers("2"), 64, 64)
-    assert "or pass --dataloader_num_workers 1." in caplog.text
-    assert "--shm-size=1g" in caplog.text
+@pytest.mark.parametrize(("room", "workers", "sizes", "more", "processes", "error", "warning"), MEMORY)
+def test_shared_memory(
+    room: int, workers: str, sizes: tuple[int, int], more: dict[str, bool], processes: int, error: str, warning: str,
+    free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    free(room)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        check_loading(with_workers(workers), *sizes, **more)
+    assert warning in caplog.text
+    assert bool(caplog.text) == bool(warning)
 
 
 def test_auto_takes_the_workers_that_find_room(
@@ -79,23 +86,6 @@ def test_auto_takes_the_workers_that_find_room(
     check_loading(made, 64, 64)
     assert made.workers == 3
     assert "so there will be 3." in caplog.text
-
-
-def test_the_processes_of_a_machine_share_its_memory(
-    free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free(24 * BATCH)
-    check_loading(with_workers("2"), 64, 64)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match="2 data workers in each of 8 processes"):
-        check_loading(with_workers("2"), 64, 64)
-
-
-def test_a_streamed_batch_is_made_by_all_workers_together(free: Callable[[int], None]) -> None:
-    free(20 * 3 * 224**2 * 1024)
-    with pytest.raises(ValueError, match="/dev/shm"):
-        check_loading(with_workers("8"), 1024, 1)
-    check_loading(with_workers("8"), 1024, 1, streaming=True)
 
 
 def test_batches_of_all_media_wait_at_the_same_time(

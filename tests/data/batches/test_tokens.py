@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, List, Value, disable_progress_bars
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     BertTokenizer,
@@ -185,6 +185,7 @@ def keyed(rows: Sequence[tuple[int, list[int]]]) -> Dataset:
 
 
 @given(KEYS, KEYS, st.randoms())
+@settings(max_examples=25)
 def test_fingerprint_depends_on_content_only(rows: list, other: list, random: Any) -> None:
     base = fingerprint(keyed(rows))
     assert (base == fingerprint(keyed(other))) == (rows == other)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, Features, concatenate_datasets
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import ClapFeatureExtractor
@@ -68,6 +68,7 @@ def rows_of(kind: str, media: list[dict[str, Any]], seconds: list[float]) -> Dat
 
 
 @given(st.integers(1, 6000), st.integers(0, 99))
+@settings(max_examples=30)
 def test_a_sound_begins_where_its_window_says(count: int, seed: int) -> None:
     for rng in (None, random.Random(seed)):
         shown, size, window = sounds(2.0).read(counting(count), rng)
@@ -84,6 +85,7 @@ def test_a_sound_begins_where_its_window_says(count: int, seed: int) -> None:
 
 
 @given(st.integers(20, 6000), st.integers(0, 99), st.floats(0.1, 1.0))
+@settings(max_examples=30)
 def test_training_windows_may_leave_a_sound_by_a_share_of_it(count: int, seed: int, share: float) -> None:
     shown, _, window = sounds(2.0, min_share=share).read(counting(count), random.Random(seed))
     first = round(window.left * count)
@@ -119,6 +121,7 @@ def test_sounds_are_resampled_onto_the_towers_clock() -> None:
 
 
 @given(st.integers(1, 24), st.integers(1, 12), st.sampled_from([None, 0.6, 2.0, 9.0]), st.integers(0, 99))
+@settings(max_examples=30)
 def test_frames_lie_on_the_clips_clock(count: int, frames: int, seconds: float | None, seed: int) -> None:
     for rng in (None, random.Random(seed)):
         shown, (length, _), window = Clip(16, frames=frames, seconds=seconds).read(brightening(count), rng)

@@ -88,19 +88,6 @@ def test_originals_are_kept_on_request(tmp_path: Path) -> None:
     assert (row["image"]["bytes"], row["width"], row["height"]) == (data, 300, 200)
 
 
-def test_boxes_follow_the_image(tmp_path: Path) -> None:
-    regions = [{"box": [20, 30, 100, 60], "phrase": "a corner"}]
-    [row], _ = stored(tmp_path, record(save(picture(200, 128), "JPEG"), regions=regions))
-    assert row["regions"] == [{"box": [10, 15, 50, 30], "phrase": "a corner"}]
-
-
-@pytest.mark.parametrize("regions", ["left", [{"box": [1, 2, 3], "phrase": "x"}], [{"box": [1, 2, 3, 4]}], [3]])
-def test_regions_that_are_none(regions: Any, tmp_path: Path) -> None:
-    rows, result = stored(tmp_path, record(save(picture(), "JPEG"), regions=regions))
-    assert not rows
-    assert [fault["reason"] for fault in result.faults] == ["bad_regions"]
-
-
 def test_a_row_survives_bad_negatives(tmp_path: Path) -> None:
     given = [["a  dog", None, "a dog", ""], "a cat", [], None, 5]
     rows, result = stored(tmp_path, *(record(save(picture(), "JPEG"), negatives=each) for each in given))

@@ -60,8 +60,7 @@ def test_the_same_captions_give_the_same_arrangement() -> None:
     assert np.array_equal(group_similar(chunks, 2), group_similar(table(rows), 2))
 
 
-@pytest.mark.parametrize("num_rows", [64, 67, 2**16 + 3])
-@pytest.mark.parametrize("block", [2, 4])
+@pytest.mark.parametrize(("num_rows", "block"), [(64, 2), (67, 2), (64, 4), (67, 4), (2**16 + 3, 4)])
 def test_blocks_stay_together_and_nothing_is_lost(num_rows: int, block: int) -> None:
     """Except where a batch ends, and where rows move at the end of an epoch."""
     arrangement = np.random.default_rng(0).permutation(num_rows)

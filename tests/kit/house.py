@@ -40,8 +40,8 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 28_700,
-    "data": 11_400,
+    "core": 28_600,
+    "data": 11_300,
     "model": 3_900,
     "objectives": 2_000,
     "training": 2_100,

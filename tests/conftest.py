@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the long tests out, and begin with the files that take longest, so that no process waits for one at the end."""
     leave_long_tests_out(config, items)
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking through all that was imported; wait for no disk."""
+    gc.collect()
+    gc.freeze()
+    os.fsync = lambda _: None  # tests of what reaches the disk, and when, set their own
+
+
+def pytest_unconfigure() -> None:
+    """Let what was frozen end before the interpreter does, which some libraries complain of otherwise."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

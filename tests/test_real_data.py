@@ -16,7 +16,13 @@ DATA = Path(os.environ.get("TANDEM_REAL_DATA", "no such folder"))
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="TANDEM_REAL_DATA is not set")
 
 
-@pytest.mark.parametrize(("name", "captions", "bad"), [("photos_en", 1, 0), ("photos_vi", 5, 2), ("aerial_en", 5, 0)])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "captions", "bad"), [slow("photos_en", 1, 0), ("photos_vi", 5, 2), slow("aerial_en", 5, 0)]
+)
 def test_every_good_row_is_loaded_with_its_captions(name, captions, bad):
     """The bad ones have a full stop as their only caption."""
     pairs = load_pairs(DataArguments(train_file=str(DATA / name / "captions.jsonl")))
@@ -27,7 +33,9 @@ def test_every_good_row_is_loaded_with_its_captions(name, captions, bad):
     assert not set(pairs["train"]["id"]) & set(pairs["validation"]["id"])
 
 
-@pytest.mark.parametrize(("name", "near", "bad"), [("photos_en", 2, 0), ("photos_vi", 1, 2), ("aerial_en", 0, 0)])
+@pytest.mark.parametrize(
+    ("name", "near", "bad"), [slow("photos_en", 2, 0), slow("photos_vi", 1, 2), ("aerial_en", 0, 0)]
+)
 def test_preparing_finds_what_is_known_of_it(name, near, bad, tmp_path):
     """The leaks are real, and were looked at; the faults are captions that are a full stop."""
     source, output = str(DATA / name / "captions.jsonl"), tmp_path / "out"

@@ -35,6 +35,7 @@ def start(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 def test_a_machine_joins_and_is_killed(tmp_path: Path, agents: list[subprocess.Popen[bytes]]) -> None:
     port = free_port()
     (tmp_path / "hold").touch()

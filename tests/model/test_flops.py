@@ -93,7 +93,7 @@ def test_every_text_tower_is_quadratic_in_the_length(text):
         assert counts.text.at(length) == totals[1] - totals[0]
 
 
-@pytest.mark.parametrize("max_seq_length", [3, 4, 8, 77])
+@pytest.mark.parametrize("max_seq_length", [3, 8])
 def test_no_measured_text_is_longer_than_the_limit(max_seq_length, monkeypatch):
     model = build()
     encode, lengths = model.encode_text, set()
@@ -121,8 +121,15 @@ def test_a_tower_whose_features_are_cached_costs_nothing():
     assert trained.training_step(4, [3]) == cached.training_step(4, [3]) + 3 * 4 * 1000
 
 
-@pytest.mark.parametrize("frozen", [(), ("vision",), ("text",), ("vision", "text")])
-@pytest.mark.parametrize("objectives", ["contrastive:1", "contrastive:1,matching:1"])
+@pytest.mark.parametrize(
+    ("objectives", "frozen"),
+    [
+        ("contrastive:1", ()),
+        ("contrastive:1", ("text",)),
+        ("contrastive:1,matching:1", ("vision",)),
+        ("contrastive:1,matching:1", ("vision", "text")),
+    ],
+)
 def test_a_step_costs_what_forward_and_backward_compute(objectives, frozen):
     model, rows = build(), 8
     for tower in frozen:
@@ -178,9 +185,8 @@ def test_modes_are_restored_after_an_error():
     assert model.training
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_any_precision_counts_the_same(dtype):
-    assert measure_flops(build().to(dtype), 32, 64) == measure_flops(build(), 32, 64)
+def test_any_precision_counts_the_same():
+    assert measure_flops(build().to(torch.bfloat16), 32, 64) == measure_flops(build(), 32, 64)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,8 +13,12 @@ from scripts import eval_retrieval, finetune, pretrain
 from tests.kit.corpora import draw
 from tests.kit.stock_folders import KINDS, TEXTS, close, our_logits, stock_logits, write_stock
 
+QUICK = ("clip", "siglip2")
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize(
+    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in QUICK)]
+)
 def test_a_stock_model_is_trained_resumed_and_written_as_it_came(kind, tiny_flags, corpus, tmp_path):
     start, whole, resumed = (str(tmp_path / name) for name in ("start", "whole", "resumed"))
     write_stock(Path(start), kind)
@@ -102,7 +106,10 @@ def test_clip_is_finetuned_and_rehearsed(tiny_flags, tmp_path):
     assert metrics
 
 
-@pytest.mark.parametrize(("kind", "objective"), [("clip", "contrastive,matching"), ("siglip", "sigmoid,matching")])
+@pytest.mark.parametrize(
+    ("kind", "objective"),
+    [pytest.param("clip", "contrastive,matching", marks=pytest.mark.slow), ("siglip", "sigmoid,matching")],
+)
 def test_adapters_of_a_stock_model_are_trained_resumed_and_merged(kind, objective, tiny_flags, tmp_path):
     """The vision tower by adapters, the text tower not at all; the head and the scalars as ever."""
     pytest.importorskip("peft")

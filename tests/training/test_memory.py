@@ -185,7 +185,7 @@ class StoredBytes(TorchDispatchMode):
 AVAILABLE = 2**27
 
 
-@pytest.mark.parametrize("vocabulary", [100, 20_000])
+@pytest.mark.parametrize("vocabulary", [pytest.param(100, marks=pytest.mark.slow), 20_000])
 def test_what_is_found_fits_whatever_the_vocabulary(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose weights and gradients weigh more than the activations of a small trial; no tensor has memory here."""
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}

@@ -27,22 +27,31 @@ from transformers import TrainerCallback
 
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.labels import TaskArguments
 from mm_utils.data.training_data import open_task
-from mm_utils.evaluation.classification import ClassificationEvaluator
 from mm_utils.evaluation.retrieval import Evaluate
-from mm_utils.model.classifier import build_classifier
+from mm_utils.extras.classes.classifier import ClassifierArguments, build_classifier
+from mm_utils.extras.classes.evaluator import ClassificationEvaluator
+from mm_utils.extras.classes.finish import finish_finetuning
+from mm_utils.extras.classes.objective import ClassificationObjective, weigh_classes
+from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
-from mm_utils.objectives.classification import ClassificationObjective, weigh_classes
-from mm_utils.run import flags
 from mm_utils.run.callbacks import default_callbacks
 from mm_utils.run.doors import Doors, RunContext
-from mm_utils.run.finish import finish_finetuning
-from mm_utils.run.start import run_script, start_run
-from mm_utils.training.optim import build_optimizer
+from mm_utils.run.flags import check_flags
+from mm_utils.run.start import RunArguments, run_script, start_run
+from mm_utils.training.arguments import FinetuningArguments
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+FLAGS = (
+    *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments, FinetuningArguments),
+    RunArguments,
+)
 
 
 def main(
@@ -51,9 +60,9 @@ def main(
     """Run the script and return its metrics; the arguments are those of scripts/pretrain.py's."""
     # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
     doors = Doors("finetune", callbacks)
-    given = parse_args(*flags.FINETUNING, *doors.arguments, argv=argv, doc=__doc__)
-    classifier_args, args = given[flags.ClassifierArguments], given[flags.FinetuningArguments]
-    flags.check_flags(given)
+    given = parse_args(*FLAGS, *doors.arguments, argv=argv, doc=__doc__)
+    classifier_args, args = given[ClassifierArguments], given[FinetuningArguments]
+    check_flags(given)
     doors.open(given)
     if (forecast := doors.instead(main, argv)) is not None:
         return forecast
@@ -61,7 +70,7 @@ def main(
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)
-    task, data = open_task(run.accelerator, given[flags.TaskArguments], given[flags.LoaderArguments], args, processor)
+    task, data = open_task(run.accelerator, given[TaskArguments], given[LoaderArguments], args, processor)
     rows, classes = data.splits["train"], len(task.classes)
     logger.info("%s classes", f"{classes:,}")
 
@@ -69,7 +78,7 @@ def main(
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_classifier(
         classifier_args,
-        given[flags.LoraArguments],
+        given[LoraArguments],
         task.classes,
         has_images=task.has_images,
         has_texts=task.has_texts,
@@ -77,7 +86,7 @@ def main(
     labels = torch.tensor(rows["label"][:])
     weights = weigh_classes(labels, classes, classifier_args.class_weights)
     objective = ClassificationObjective(model, labels, weights)
-    optimizer_args = given[flags.OptimizerArguments]
+    optimizer_args = given[OptimizerArguments]
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
 
     # 4. Train.
@@ -103,7 +112,7 @@ def main(
         evaluator = ClassificationEvaluator(data.splits["test"], classes)
         found = evaluator(saved, data.evaluation("test"), run.accelerator)
         context.metrics |= {f"test_{name}": value for name, value in found.items()}
-    finish_finetuning(run, saved, task, data.fingerprint, evaluator, context.metrics, argv)
+    finish_finetuning(doors, context, saved, task, evaluator, argv)
     return context.metrics
 
 

@@ -39,8 +39,9 @@ from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, wor
 from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, Source, resolved
-from mm_utils.reports.data_card import DatasetHubArguments, push_data_set, write_data_card
-from mm_utils.reports.data_report import write_report
+from mm_utils.extras.data_reports.card import write_data_card
+from mm_utils.extras.data_reports.report import write_report
+from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
 from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)

@@ -93,6 +93,7 @@ def main(
     of_terms = objective.evaluators(data.medium)
     measures = list_evaluators(retrieval, data, args.seed, [*of_terms, *evaluators])
     context = RunContext(run, given, data, model, objective, optimizer, measures, resume_from, has_baseline)
+    context.retrieval = retrieval
     watchers = default_callbacks(run, objective, data, objective_args.highest_scale(model))
     doors.start(context)
     args.settle_eval_steps(args.total_steps(data.num_rows), has_baseline)
@@ -112,7 +113,7 @@ def main(
     doors.finish(context)
     for evaluator in of_terms:
         evaluator.report(run.accelerator, data.splits["validation"], data.loaders, run.output_dir)
-    finish_run(run, context.model, data, retrieval, context.metrics, argv)
+    finish_run(doors, context, argv)
     return context.metrics
 
 

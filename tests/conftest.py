@@ -72,7 +72,7 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
-        "evaluation.recall_over_bytes": ("draw_sizes",),
+        "extras.measured.sizes": ("draw_sizes",),
     }
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():

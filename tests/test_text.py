@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.faults import Fault, excerpt
+from mm_utils.extras.classes.finish import report_predictions
 from mm_utils.reports.model_card import CardInfo, write_model_card
-from mm_utils.run.finish import report_predictions
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import (
     markdown_table,

@@ -6,7 +6,7 @@ If captions are in several languages, recalls of the ten most frequent ones are 
 `text_to_image_recall_de@1` and so on. Text to image, the queries are the captions of that language, among all images. Image to
 text, the items are the captions of that language, and images without one are not queries.
 
-Probes ask whether a true caption scores above a false one: `mm_utils.extras.altered.probes`.
+Probes ask whether a true caption scores above a false one: `mm_utils.evaluation.probes`.
 """
 
 import logging
@@ -14,17 +14,15 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import datasets
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
-from mm_utils.data.media import kind_of
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics
+from mm_utils.evaluation.probes import Probes, probe_cosines
 from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (
     FOLDS,
@@ -38,8 +36,6 @@ from mm_utils.evaluation.reranking import (
     score_pairs,
     stored_weights,
 )
-from mm_utils.extras.altered.captions import altered_captions, event_order
-from mm_utils.extras.altered.probes import Probes, probe_cosines, tokenize_probes, word_order
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 logger = logging.getLogger(__name__)
@@ -98,7 +94,7 @@ class RetrievalEvaluator:
     candidates of each query.
 
     Args:
-        probes: of `caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
+        probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
         fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.rerank_weights`), and write
             them into the model's config, unless the arguments give them.
         own_captions: count only an image's own captions as right, as published figures of benchmarks do; else also captions
@@ -207,16 +203,3 @@ def in_turn(*evaluators: Evaluate) -> Evaluate:
         return found
 
     return measure
-
-
-def order_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Return the tokenised probes of order: of words in scenes, of events in clips and sounds."""
-    probes = word_order(rows)
-    if kind_of(rows.features) != "image":
-        probes += altered_captions(rows, {"event_order": event_order})
-    return tokenize_probes(probes, tokenizer, max_seq_length)
-
-
-def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Return the probes of word order and those of altered captions, tokenised."""
-    return tokenize_probes([*word_order(rows), *altered_captions(rows)], tokenizer, max_seq_length)

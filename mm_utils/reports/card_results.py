@@ -2,19 +2,15 @@
 
 import logging
 import re
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import EvalResult, ModelCard
-from yaml import YAMLError
+from huggingface_hub import EvalResult
 
 from mm_utils.data.media import COLUMNS
-from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.source import is_embedded
-from mm_utils.files import write_atomic
-from mm_utils.text import one_line, printable, publishable
+from mm_utils.text import printable, publishable
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +18,6 @@ RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
 STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
 MEASURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10")
-ACCURACIES = {"accuracy@1": "accuracy", "macro_accuracy@1": "mean accuracy of the classes", "accuracy@5": "accuracy@5"}
-_CLASSIFIER_TASKS = {  # of the Hub
-    "fused": "visual-question-answering",
-    "pair": "visual-question-answering",
-    "image": "image-classification",
-    "text": "text-classification",
-}
 
 
 class EvaluatedData(NamedTuple):
@@ -103,44 +92,3 @@ def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix:
         for measure in MEASURES
         if (name := f"{prefix}{stage}{direction}_{measure}") in metrics
     ]
-
-
-def zero_shot_results(metrics: Mapping[str, float], data: EvaluatedData) -> list[EvalResult]:
-    """Return the accuracies of zero-shot classification; the titles of those of a split for training say so."""
-    task = f"zero-shot-{COLUMNS[data.medium]}-classification"
-    note = ", on a split for training" if SPLIT_NAMES.get(data.split.lower()) == "train" else ""
-    return [
-        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}{note}")
-        for stage in STAGES
-        for measure, title in ACCURACIES.items()
-        if (name := f"{stage}{measure}") in metrics
-    ]
-
-
-def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
-    """Replace a card's results on the same data; return whether that was done.
-
-    A folder without a card stays as it is, and so does a card that is read-only or that no run of this project wrote.
-    """
-    path = folder / "README.md"
-    try:
-        if not path.is_file() or not path.stat().st_mode & stat.S_IWUSR:
-            return False
-        card = ModelCard.load(path)
-        if not set(RETRIEVAL_TAGS) <= set(card.data.tags or ()):
-            return False
-        measured = {result.unique_identifier for result in results}
-        others = [each for each in card.data.eval_results or [] if each.unique_identifier not in measured]
-        card.data.model_name = card.data.model_name or folder.resolve().name
-        card.data.eval_results = [*others, *results]
-        write_atomic(path, str(card))
-    except (OSError, ValueError, YAMLError) as error:
-        logger.warning("The card %s was left as it is: %s", path, one_line(error))
-        return False
-    return True
-
-
-def classifier_task(inputs: str, medium: str) -> str:
-    """Return the Hub's name of what a classifier of these inputs does."""
-    found = _CLASSIFIER_TASKS[inputs]
-    return found if medium == "image" else found.replace("visual", COLUMNS[medium]).replace("image", COLUMNS[medium])

@@ -41,8 +41,6 @@ def default_callbacks(
         StragglerDetection(),
         SkippedSamples(),
         RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
-        run.tracking,
-        run.pusher,
         ProgressBar(),
     ]
     if highest_scale is not None:

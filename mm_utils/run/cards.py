@@ -7,26 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from huggingface_hub import EvalResult
 from transformers import AutoConfig
 
 from mm_utils.data.batches.tokens import iso_languages, languages_of
-from mm_utils.data.labels import LabelledTask
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, count_right
 from mm_utils.evaluation.metrics import CUTOFFS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.card_results import (
     DIRECTIONS,
     EvaluatedData,
-    classifier_task,
     data_names,
     is_on_hub,
     retrieval_results,
-    update_results,
-    zero_shot_results,
 )
 from mm_utils.reports.model_card import CardInfo, an
 from mm_utils.run.commands import SOURCES, own_command
@@ -37,12 +31,6 @@ logger = logging.getLogger(__name__)
 
 EMBEDDED = "The embedded scenes"
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
-CLASSIFIER_INPUTS = {
-    "fused": "the fusion head's [CLS] on an image and a text",
-    "pair": "the embeddings of an image and a text, side by side",
-    "image": "the embedding of an image",
-    "text": "the embedding of a text",
-}
 
 
 def retrieval_card(
@@ -64,7 +52,7 @@ def retrieval_card(
     # A head of weight 0 reorders nothing: there is no second figure to show.
     shown = {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
     codes = {code for rows in data.splits.values() for code in languages_of(rows)}
-    return _card(
+    return run_card(
         run,
         model,
         metrics,
@@ -157,44 +145,6 @@ def _retrieval_glance(
     return rows
 
 
-def record_retrieval(
-    accelerator: Accelerator,
-    folder: str,
-    settings: Mapping[str, Any],
-    split_name: str,
-    split: Embeddings | None,
-    metrics: Mapping[str, float],
-    medium: str = "image",
-) -> None:
-    """On the main process, put an evaluation into the card of a folder that a run wrote.
-
-    Args:
-        settings: the arguments that name the data.
-        medium: the kind of media.
-    """
-    if not accelerator.is_main_process or split is None:
-        return
-    counts = {f"{medium}s": len(split.image_key_M), "captions": len(split.caption_key_T)}
-    data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts, medium)
-    _record(folder, data, retrieval_results(metrics, data))
-
-
-def record_zero_shot(accelerator: Accelerator, folder: str, data: EvaluatedData, metrics: Mapping[str, float]) -> None:
-    """On the main process, put zero-shot accuracies into the card of a folder that a run wrote."""
-    if accelerator.is_main_process:
-        _record(folder, data, zero_shot_results(metrics, data))
-
-
-def _record(folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> None:
-    if update_results(Path(folder), results):
-        logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, data.split)
-
-
-def classifier_input(model: FusionDualEncoderForClassification) -> str:
-    """Return in words what the classifier reads."""
-    return CLASSIFIER_INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
-
-
 def _class_in(folder: Path) -> str:
     """Return the name of the class whose model a folder holds; empty if there is no such folder."""
     return AutoConfig.from_pretrained(folder).architectures[0] if folder.is_dir() else ""
@@ -217,66 +167,14 @@ def chance(split: Embeddings, direction: str, k: int) -> float:
     )
 
 
-def classification_card(
-    run: Run,
-    model: FusionDualEncoderForClassification,
-    task: LabelledTask,
-    fingerprint: str,
-    metrics: dict[str, float],
-    argv: Sequence[str] | None,
-) -> CardInfo:
-    """Return the card of a fine-tuned model."""
-    inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
-    medium = model.config.medium
-    name = task.title.rpartition(" is ")[2]
-    rows, results, glance = [], [], []
-    for split, prefix in (("validation", "eval_"), ("test", "test_")):
-        if f"{prefix}accuracy" in metrics:
-            data = EvaluatedData(
-                *data_names({"dataset_name": name}, EMBEDDED), split, {"rows": len(task.splits[split])}
-            )
-            for measure in ("accuracy", "macro_f1"):
-                results.append(
-                    data.result(classifier_task(inputs, medium), measure, metrics[prefix + measure], measure)
-                )
-            accuracy, low, high, f1, majority = (
-                f"{metrics[prefix + name]:.3f}"
-                for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
-            )
-            rows.append([split, accuracy, f"{low} to {high}", f1, majority])
-            always = f"always the most frequent class: {majority}"
-            glance.append((f"accuracy, {split}", f"{accuracy} ({low} to {high}); {always}"))
-    return _card(
-        run,
-        model,
-        metrics,
-        argv,
-        table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
-        table_note=chosen_on_validation(run, metrics).rstrip(),
-        vision_model=model.vision_model.config.model_type,
-        text_model=model.text_model.config.model_type,
-        glance=glance,
-        results=results,
-        dataset_name=name,
-        dataset_rows={name: len(split) for name, split in task.splits.items()},
-        dataset_fingerprint=fingerprint,
-        base_models=[start] if not Path(start).exists() else [],
-        # The other inputs have no pipeline that reads them with this class.
-        pipeline_tag="text-classification" if inputs == "text" else None,
-        tags=("classification", "dual-encoder"),
-        medium=medium,
-        summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
-        classifier_inputs=inputs,
-    )
-
-
-def _card(
+def run_card(
     run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], argv: Sequence[str] | None, **values: Any
 ) -> CardInfo:
+    """Return a card with what the cards of all runs have, and `values`."""
     trained_on = run.settings.get("dataset_name")
     return CardInfo(
         name=run.output_dir.resolve().name,
-        model=run.pusher.repo_id if run.pusher.args.push_to_hub else str(run.output_dir.resolve()),
+        model=run.repository or str(run.output_dir.resolve()),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         command=own_command(run.name, argv),
         metrics=metrics,

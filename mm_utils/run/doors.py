@@ -2,11 +2,11 @@
 
 A script asks for the flags of the extras before it parses (`arguments`), and for their callbacks after that (`open`). Then
 `start` calls `on_start`, when data, model, objective and optimizer exist, and `finish` calls `on_finish`, when the model is
-saved. Starts go by the names of the extras, finishes the other way round.
+saved, and when its card is written `on_publish`. Starts go by the names of the extras, finishes the other way round.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from mm_utils.arguments import Parsed
 from mm_utils.data.training_data import TrainingData
 from mm_utils.doors import entries, load, load_own
-from mm_utils.evaluation.retrieval import Evaluate, in_turn
+from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
 from mm_utils.objectives import Objective
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import RunCallback
@@ -36,7 +36,9 @@ class RunContext:
         resume_from: the checkpoint that training goes on from.
         has_baseline: whether the weights before the first step are a model already.
         evaluates_start: whether they are evaluated, and kept if no later ones are better.
+        retrieval: in pre-training, the evaluator of each medium's validation split, which is among `evaluators`.
         metrics: after training, those of the saved model.
+        published: lines of the summary: where callbacks have published the output folder.
         passes: passes over training rows at the start: name, seconds, rows, and the most rows that a whole run takes.
     """
 
@@ -50,7 +52,9 @@ class RunContext:
     resume_from: Path | None = None
     has_baseline: bool = False
     evaluates_start: bool = False
+    retrieval: Mapping[str, RetrievalEvaluator] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    published: list[str] = field(default_factory=list)
     passes: list[tuple[str, float, int, int]] = field(default_factory=list)
 
     def evaluate(self, model: Any, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
@@ -119,6 +123,10 @@ class Doors:
         """Call `on_finish` of the callbacks, the last first; return the metrics."""
         _call("on_finish", self.callbacks[::-1], context)
         return context.metrics
+
+    def publish(self, context: RunContext) -> None:
+        """Call `on_publish` of the callbacks, the last first, on all ranks."""
+        _call("on_publish", self.callbacks[::-1], context)
 
 
 def _call(event: str, callbacks: Sequence[TrainerCallback], context: RunContext) -> None:

@@ -1,61 +1,52 @@
-"""Finish a run: pictures, model card, push to the Hub, and a summary with the next commands."""
+"""Finish a run: pictures, model card, what callbacks publish, and a summary with the next commands."""
 
-import csv
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import datasets
+from PIL import Image
 
 from mm_utils.checkpointing.state import write_model
-from mm_utils.data.labels import LabelledTask
-from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.classification import ClassificationEvaluator
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media import kind_of
+from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.reranking import describe_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.evaluation.retrieval_report import draw_examples, report_sizes
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.model_card import write_model_card
-from mm_utils.reports.plots import draw_confusion, plot_training
+from mm_utils.reports.pictures import picture
+from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.run.cards import (
     DIRECTIONS,
     MEASURED,
     chosen_on_validation,
-    classification_card,
-    classifier_input,
     retrieval_card,
 )
-from mm_utils.run.commands import commands_after_training, evaluation_command, longer_command, search_commands
+from mm_utils.run.commands import commands_after_training, evaluation_command, search_commands
+from mm_utils.run.doors import Doors, RunContext
 from mm_utils.run.start import Run
-from mm_utils.text import no_formula, printable
+from mm_utils.text import printable
 
 logger = logging.getLogger(__name__)
 
+_QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 
 
-def finish_run(
-    run: Run,
-    model: FusionDualEncoderModel,
-    data: TrainingData,
-    evaluators: Mapping[str, RetrievalEvaluator],
-    metrics: dict[str, float],
-    argv: Sequence[str] | None,
-) -> None:
-    """Draw `training.png` and `retrieval.png`, write the card, push if asked, log a summary.
+def finish_run(doors: Doors, context: RunContext, argv: Sequence[str] | None) -> None:
+    """Draw `training.png` and `retrieval.png`, write the card, let callbacks publish the folder, log a summary.
 
     The model of each medium but the first is written to `media/`, as a whole one with a card of its own.
 
     Args:
-        run: the run.
-        model: the trained model.
-        data: the data of the run.
-        evaluators: the evaluator of each medium, after the last evaluation.
-        metrics: the metrics of the last evaluation.
+        doors: the callbacks of the run.
+        context: the run, after its last evaluation.
         argv: the arguments that `main` was called with, None for those of the command line.
     """
-    folder = run.output_dir
+    run, model, data, metrics = context.run, context.model, context.data, context.metrics
+    folder, evaluators = run.output_dir, context.retrieval
     if run.accelerator.is_main_process:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         saved = FusionDualEncoderModel.from_pretrained(folder) if model.media else model
@@ -65,90 +56,63 @@ def finish_run(
                 write_model(own.output_dir, of_medium, part.processor)
             if split is not None:
                 draw_examples(part.splits["validation"], evaluators[part.medium], own.output_dir / "retrieval.png")
-            report_sizes(run.accelerator, split, own.output_dir)
             card = retrieval_card(own, of_medium, part, split, found, argv)
             card.table_note += remark
             write_model_card(own.output_dir, card)
-    pushed = _push(run)
+    doors.publish(context)
     if run.accelerator.is_main_process:
-        logger.info("%s", "\n".join(_retrieval_summary(run, model, metrics, data, pushed)))
-    run.tracking.finish()
-
-
-def finish_finetuning(
-    run: Run,
-    model: FusionDualEncoderForClassification,
-    task: LabelledTask,
-    fingerprint: str,
-    evaluator: ClassificationEvaluator,
-    metrics: dict[str, float],
-    argv: Sequence[str] | None,
-) -> None:
-    """Draw `training.png` and `confusion.png`, write results and card, push if asked to.
-
-    Args:
-        run: the run.
-        model: the saved model.
-        task: the labelled data.
-        fingerprint: the hash of the training data.
-        evaluator: holds the predictions that are shown, those on the last split that was measured.
-        metrics: the metrics of all measured splits.
-        argv: the arguments that `main` was called with, None for those of the command line.
-    """
-    folder = run.output_dir
-    if run.accelerator.is_main_process:
-        plot_training(folder / "metrics.jsonl", folder / "training.png")
-        report_predictions(evaluator.guesses, task.classes, folder)
-        (folder / "results.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-        write_model_card(folder, classification_card(run, model, task, fingerprint, metrics, argv))
-    pushed = _push(run)
-    if run.accelerator.is_main_process:
-        logger.info("%s", "\n".join(_classification_summary(run, model, task, metrics, pushed)))
-    run.tracking.finish()
-
-
-def report_predictions(predictions: Tensor, classes: list[str], folder: Path) -> None:
-    """Write `classes.csv`, recall and precision of every class, and `confusion.png`.
-
-    Args:
-        predictions: label and predicted class of every row, `[M, 2]`; rows with a label of -1 are left out.
-        classes: the names of the classes.
-        folder: the folder to write to.
-    """
-    known = predictions[predictions[:, 0] >= 0]
-    correct_C = known[known[:, 0] == known[:, 1], 0].bincount(minlength=len(classes)).tolist()
-    label_C, predicted_C = (
-        predictions[predictions[:, at] >= 0, at].bincount(minlength=len(classes)).tolist() for at in (0, 1)
-    )
-    with open(folder / "classes.csv", "w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(("class", "rows", "recall", "precision"))
-        for name, correct, rows, predicted in zip(classes, correct_C, label_C, predicted_C, strict=True):
-            recall, precision = correct / rows if rows else None, correct / predicted if predicted else None
-            table.writerow((no_formula(name), rows, recall, precision))
-    pairs, times = known.unique(dim=0, return_counts=True)
-    counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
-    draw_confusion(counts, classes, folder / "confusion.png")
-
-
-def _push(run: Run) -> str | None:
-    """Push the model if asked to; return the repository if all is there. On all ranks.
-
-    The process group ends first: other ranks would wait for the Hub in a collective, whose timeout ends a run.
-    """
-    run.accelerator.wait_for_everyone()
-    if not run.pusher.args.push_to_hub:
-        return None
+        logger.info("%s", "\n".join(_retrieval_summary(context)))
     run.accelerator.end_training()
-    return run.pusher.repo_id if run.accelerator.is_main_process and run.pusher.push_model() else None
+
+
+def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path) -> None:
+    """Draw what captions spread over the last split find, re-ranked if the head re-ranks.
+
+    Args:
+        rows: the split that was evaluated.
+        evaluator: its last evaluation.
+        out_path: the PNG to write.
+    """
+    split, ranks = evaluator.split, evaluator.directions["text_to_image"]
+    assert split is not None
+    (texts, images), examples = split.directions["text_to_image"], []
+    count, kind = len(split.text_TE), kind_of(rows.features)
+    for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
+        own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
+        if ranks.reranked_items is not None and ranks.reranked_scores is not None:
+            found, scores = ranks.reranked_items[query, :_HITS], ranks.reranked_scores[query, :_HITS]
+            note = f"right {kind}: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
+        else:
+            scores, found = (split.text_TE[query] @ split.image_ME.T).topk(min(_HITS, len(split.image_ME)))
+            note = f"right {kind}: place {towers:,}"
+        first = int((split.caption_key_T == own).nonzero()[0])
+        row = rows[int(split.rows_M[int((split.image_key_M == own).nonzero()[0])])]
+        examples.append(
+            RetrievalExample(
+                row["captions"][query - first],
+                [_picture(rows[int(split.rows_M[place])]["image"], kind) for place in found.tolist()],
+                scores.tolist(),
+                right_items(texts.take(slice(query, query + 1)), images, found[None])[0].tolist(),
+                f"{note} of {len(split.image_ME):,}",
+            )
+        )
+    draw_retrieval(examples, out_path)
+
+
+def _picture(value: dict[str, Any], kind: str) -> Image.Image:
+    """Return a medium's picture, grey if the part that it draws is damaged."""
+    try:
+        return picture(value, kind, 256)
+    except UnreadableImageError as error:
+        logger.warning("%s, so retrieval.png shows it grey", error)
+        return Image.new("RGB", (256, 256), "lightgrey")
 
 
 # -- summaries ----------------------------------------------------------------------------------------------------------
 
 
-def _retrieval_summary(
-    run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], data: TrainingData, pushed: str | None
-) -> list[str]:
+def _retrieval_summary(context: RunContext) -> list[str]:
+    run, model, data, metrics = context.run, context.model, context.data, context.metrics
     folder, lines = run.output_dir, []
     for share in data.shares(run, metrics):
         medium = share.data.medium
@@ -159,7 +123,7 @@ def _retrieval_summary(
     if "eval_moment_iou0.5" in metrics:
         found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
         lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{found:.3f}   the best fixed span: {fixed:.3f}")
-    lines += _choices(run, metrics, model)
+    lines += choices(run, metrics, model)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "dual_encoder": "the two towers for stock transformers",
@@ -184,7 +148,13 @@ def _retrieval_summary(
         else:
             command = evaluation_command(own.output_dir, own.settings, "test" if has_test else "validation")
             commands += [*filter(None, [command]), *search_commands(own.output_dir, own.settings, query)]
-    return [*lines, *_listing(folder, contents, pushed), "", "Next:", *(f"  {command}" for command in commands)]
+    return [
+        *lines,
+        *listing(folder, contents, context.published),
+        "",
+        "Next:",
+        *(f"  {command}" for command in commands),
+    ]
 
 
 def _recalls(metrics: dict[str, float], medium: str) -> list[str]:
@@ -200,45 +170,15 @@ def _recalls(metrics: dict[str, float], medium: str) -> list[str]:
     return lines
 
 
-def _classification_summary(
-    run: Run,
-    model: FusionDualEncoderForClassification,
-    task: LabelledTask,
-    metrics: dict[str, float],
-    pushed: str | None,
-) -> list[str]:
-    lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
-    for split, prefix in (("validation", "eval_"), ("test", "test_")):
-        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-        if "accuracy" in found:
-            line = f"  {split:<12}accuracy {found['accuracy']:.3f} ({found['accuracy_low']:.3f} to "
-            line += f"{found['accuracy_high']:.3f})   macro F1 {found['macro_f1']:.3f}"
-            if "roc_auc" in found:
-                line += f"   ROC AUC {found['roc_auc']:.3f}"
-            lines.append(f"{line}   most frequent class {found['majority']:.3f}")
-    lines += _choices(run, metrics)
-    contents = {
-        "model.safetensors": "the model, with config.json and its processor",
-        "README.md": "the model card, with code to use the model",
-        "training.png": "curves",
-        "confusion.png": "which classes are mistaken for which",
-        "classes.csv": "recall and precision of every class",
-        "wise_ft.png": "weights between the start and the end",
-        "results.json": "the metrics above",
-        "config.yaml": "the arguments, to run it again",
-    }
-    longer = longer_command(run.name, run.output_dir, run.settings)
-    return [*lines, *_listing(run.output_dir, contents, pushed), "", "Next:", f"  {longer}"]
-
-
-def _choices(run: Run, metrics: dict[str, float], model: FusionDualEncoderModel | None = None) -> list[str]:
+def choices(run: Run, metrics: dict[str, float], model: FusionDualEncoderModel | None = None) -> list[str]:
+    """Return what the validation split has chosen, as lines of a summary."""
     alpha, sentence = metrics.get("eval_wise_ft_alpha"), chosen_on_validation(run, metrics, model)
     lines = [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
     return [*lines, f"  {sentence.rstrip()}"] if sentence else lines
 
 
-def _listing(folder: Path, contents: dict[str, str], pushed: str | None) -> list[str]:
-    """Return lines that name the folder, what exists in it, and the Hub's repository."""
+def listing(folder: Path, contents: dict[str, str], published: Sequence[str]) -> list[str]:
+    """Return lines that name the folder, what exists in it, and where callbacks have published it."""
     lines = ["", f"Everything is in {folder}:"]
     lines += [f"  {name:<20}{text}" for name, text in contents.items() if (folder / name).exists()]
-    return [*lines, f"  pushed to {pushed}"] if pushed else lines
+    return [*lines, *(f"  {place}" for place in published)]

@@ -5,30 +5,26 @@ from pathlib import Path
 from mm_utils.arguments import Parsed, read_flat_yaml
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.labels import TaskArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments
-from mm_utils.model.classifier import ClassifierArguments
 from mm_utils.objectives import ObjectiveArguments
-from mm_utils.reports.hub import HubArguments
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import RunArguments
-from mm_utils.training.arguments import FinetuningArguments, TrainingArguments
+from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 
 __all__ = [
-    *("ClassifierArguments", "DataArguments", "EvaluationArguments", "FinetuningArguments", "HubArguments"),
     *(
+        "DataArguments",
+        "EvaluationArguments",
         "LoaderArguments",
         "LoraArguments",
         "ModelArguments",
         "ObjectiveArguments",
-        "OptimizerArguments",
-        "RunArguments",
     ),
-    *("TaskArguments", "TrainingArguments"),
+    *("OptimizerArguments", "RunArguments", "TrainingArguments"),
 ]
 
 OF_NEW_MODELS = (
@@ -45,11 +41,7 @@ OF_NEW_MODELS = (
 
 PRETRAINING = (
     *(DataArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
-    *(OptimizerArguments, TrainingArguments, EvaluationArguments, HubArguments, RunArguments),
-)
-FINETUNING = (
-    *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments, FinetuningArguments),
-    *(HubArguments, RunArguments),
+    *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments),
 )
 
 

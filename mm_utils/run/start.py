@@ -1,4 +1,4 @@
-"""Start a run: processes, logging, output folder, seed, trackers."""
+"""Start a run: processes, logging, output folder, seed."""
 
 import json
 import logging
@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, set_seed
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg, to_dict
 from mm_utils.distributed import RunError
 from mm_utils.reliability import rendezvous
-from mm_utils.reports.hub import HubArguments, HubPusher
-from mm_utils.reports.tracking import Tracking
 from mm_utils.run import checks
 from mm_utils.run.output_folder import claim_folder, save_config
 from mm_utils.run.restarts import describe_start, launcher_names, record_start
@@ -31,21 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunArguments:
-    """Trackers and callbacks."""
+    """Callbacks of your own."""
 
-    report_to: str | None = arg(
-        None, "A tracker that accelerate knows and that is installed, e.g. tensorboard or wandb; 'none' for none."
-    )
     callbacks: str | None = arg(
         None, "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/training.md."
     )
-
-    def __post_init__(self) -> None:
-        installed = [tracker.value for tracker in get_available_trackers()]
-        if self.report_to not in (None, "none", "all", *installed):
-            raise ValueError(
-                f"--report_to is {self.report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
-            )
 
 
 @dataclass
@@ -58,7 +45,7 @@ class Run:
         output_dir: the output folder.
         settings: all arguments, by name.
         args: the training arguments.
-        tracking, pusher: the trackers, and the connection to the Hub.
+        repository: the repository on the Hub that the model is pushed to, if it is.
     """
 
     name: str
@@ -66,12 +53,11 @@ class Run:
     output_dir: Path
     settings: dict[str, Any]
     args: TrainingArguments
-    tracking: Tracking
-    pusher: HubPusher
+    repository: str | None = None
 
 
 def start_run(name: str, given: Parsed) -> Run:
-    """Set up processes, logging, trackers and the output folder.
+    """Set up processes, logging and the output folder.
 
     Device, precision and number of processes come from `accelerate launch`, everything else from the arguments.
     `args.output_dir` is set to the folder, and after a restart by the launcher `args.resume_from_checkpoint` to `latest`.
@@ -84,14 +70,9 @@ def start_run(name: str, given: Parsed) -> Run:
         RunError: if the processes do not see each other, or the output folder cannot be used.
         ValueError: if the processes have different arguments or code, or the device does not support the precision.
     """
-    args, run_args, hub_args, settings = (
-        given[TrainingArguments],
-        given[RunArguments],
-        given[HubArguments],
-        given.settings,
-    )
+    args, settings = given[TrainingArguments], given.settings
     args.script, args.settings = name, settings
-    accelerator = make_accelerator(run_args.report_to, args.output_dir)
+    accelerator = make_accelerator()
     checks.check_devices(accelerator, bool(given["balance"]))
     checks.check_equal_start(settings)
     launch, description = launcher_names(), describe_start(accelerator)
@@ -114,11 +95,10 @@ def start_run(name: str, given: Parsed) -> Run:
     if problem:
         raise RunError(problem)
     set_seed(args.seed)
-    tracking = Tracking(accelerator, name, settings, claim.folder)
-    return Run(name, accelerator, Path(claim.folder), settings, args, tracking, HubPusher(hub_args, claim.folder))
+    return Run(name, accelerator, Path(claim.folder), settings, args)
 
 
-def make_accelerator(report_to: str | None = None, project_dir: str | None = None) -> Accelerator:
+def make_accelerator() -> Accelerator:
     """Return the accelerator as `accelerate launch` set it up; set up logging.
 
     Raises:
@@ -129,7 +109,6 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
     checks.end_with_launcher()
     checks.fork_without_tokenizer_threads()
     checks.check_precision()
-    report_to = None if report_to == "none" else report_to
     # Otherwise transformers would load a model in one process, and leave its weights empty in the others for FSDP to fill.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     handlers = [
@@ -139,7 +118,7 @@ def make_accelerator(report_to: str | None = None, project_dir: str | None = Non
         ),
     ]
     try:
-        accelerator = Accelerator(log_with=report_to, project_dir=project_dir, kwargs_handlers=handlers)
+        accelerator = Accelerator(kwargs_handlers=handlers)
     except TimeoutError as error:
         raise RunError(str(error)) from error
     distributed.any_rank(False, accelerator.device)  # NCCL connects at the first collective: let all connect now

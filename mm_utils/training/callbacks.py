@@ -154,6 +154,9 @@ class RunCallback(TrainerCallback):
     def on_finish(self, run: Any) -> None:
         """Change or add to what is saved in the output folder; `run.metrics` are those of the saved model."""
 
+    def on_publish(self, run: Any) -> None:
+        """Publish the output folder, which is complete, or end what was open during the run; called on all ranks."""
+
 
 class ProgressBar(TrainerCallback):
     """A bar over the steps: loss, pairs a second, share of time spent waiting for data."""

@@ -14,7 +14,6 @@ import torch
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import find_checkpoint
-from mm_utils.reports.hub import HubArguments
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import TrainingArguments
@@ -27,7 +26,7 @@ def main() -> None:
     folder, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     args = TrainingArguments(output_dir=str(folder))
-    start_run("tiny", Parsed([args, RunArguments(), HubArguments()]))
+    start_run("tiny", Parsed([args, RunArguments()]))
     begun = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     faults = [Fault(Sleep(0.1), "end", 0, None, times=STEPS)]  # for checkpoints to be complete a step later
     if begun < kills:

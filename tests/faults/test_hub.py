@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.reports.hub import STAGING
+from mm_utils.extras.hub.pusher import STAGING
 from scripts import pretrain
 from tests.faults.conftest import Record
 from tests.kit.corpora import write_corpus
@@ -80,7 +80,7 @@ def test_a_hub_that_never_answers_lets_the_job_end(
         import sys, time
         from pathlib import Path
         from transformers import TrainerControl, TrainerState
-        from mm_utils.reports.hub import HubArguments, HubPusher
+        from mm_utils.extras.hub.pusher import HubArguments, HubPusher
 
         args = HubArguments(push_to_hub=True, hub_strategy="all_checkpoints")
         hub = HubPusher(args, sys.argv[1], timeout=3.0)

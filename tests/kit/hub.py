@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 if TYPE_CHECKING:
-    from mm_utils.reports.hub import HubPusher
+    from mm_utils.extras.hub.pusher import HubPusher
 
 CUT = 0  # in place of a status: close the connection after half of the request
 
@@ -250,7 +250,7 @@ MadePushers = Callable[..., "HubPusher"]
 @pytest.fixture
 def pusher() -> Iterator[MadePushers]:
     """Makes pushers of an output folder, whose threads end with the test."""
-    from mm_utils.reports.hub import HubArguments, HubPusher
+    from mm_utils.extras.hub.pusher import HubArguments, HubPusher
 
     made = []
 

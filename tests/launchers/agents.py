@@ -20,7 +20,6 @@ import torch
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import find_checkpoint
-from mm_utils.reports.hub import HubArguments
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import TrainingArguments
@@ -63,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     output = given.folder / "run"
     args = TrainingArguments(output_dir=str(output), resume_from_checkpoint=given.resume_from_checkpoint)
-    start_run("tiny", Parsed([args, RunArguments(), HubArguments()]))
+    start_run("tiny", Parsed([args, RunArguments()]))
 
     taken = 0
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoProcessor, VisionTextDualEncoderModel, pipeline
 
+from mm_utils.extras.classes.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
-from mm_utils.model.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from mm_utils.reports.card_results import EvaluatedData, data_names, retrieval_results, update_results
+from mm_utils.extras.measured.card import update_results
+from mm_utils.reports.card_results import EvaluatedData, data_names, retrieval_results
 from mm_utils.reports.model_card import CardInfo, write_model_card
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"

@@ -14,7 +14,6 @@ import yaml
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.distributed import RunError
-from mm_utils.reports.hub import HubArguments
 from mm_utils.run import output_folder
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
@@ -25,7 +24,7 @@ from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 def start(folder: Path | None, **values: Any) -> TrainingArguments:
     """Start a run; return its training arguments."""
     args = TrainingArguments(output_dir=None if folder is None else str(folder), **values)
-    start_run("pretrain", Parsed([args, RunArguments(), HubArguments()]))
+    start_run("pretrain", Parsed([args, RunArguments()]))
     return args
 
 

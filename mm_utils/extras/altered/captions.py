@@ -15,7 +15,7 @@ most nouns and takes few words that are none. What replaces a word comes from th
 same list, a noun of the same number, each as often as it occurs there, and none that another caption of the image has.
 
 An altered caption may by chance be true, and it may read oddly; so a model that reads the caption alone is not right for
-exactly half of them. What that gains is measured, too: see `mm_utils.extras.altered.probes`. Captions in another language
+exactly half of them. What that gains is measured, too: see `mm_utils.evaluation.probes`. Captions in another language
 than English have no probes. `AlteredTokens` alters the captions of a training batch.
 """
 
@@ -31,6 +31,7 @@ from typing import NamedTuple
 import datasets
 from transformers import PreTrainedTokenizerBase
 
+from mm_utils.evaluation.probes import Probe
 from mm_utils.extras.altered.caption_words import (
     ASYMMETRIC,
     ATTRIBUTES,
@@ -63,16 +64,6 @@ _THEN = re.compile(
 _NOT_THEN = re.compile(r"\b(?:now and|since|by|back|even|until|if .*) then\b", re.IGNORECASE)
 _AND = re.compile(",? and ")
 _PLACE = re.compile(rf"\b(?:{'|'.join(sorted(_OPPOSITES, key=len, reverse=True))})\b")
-
-
-class Probe(NamedTuple):
-    """A true caption and a false one."""
-
-    kind: str
-    row: int  # of the image in the data set
-    true: str
-    false: str
-    language: str = ""  # "" where unknown
 
 
 class Group(NamedTuple):

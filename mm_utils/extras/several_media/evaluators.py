@@ -19,7 +19,8 @@ from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, best_rank
 from mm_utils.evaluation.metrics import CUTOFFS
-from mm_utils.evaluation.retrieval import Evaluate, EvaluationArguments, RetrievalEvaluator, in_turn, order_probes
+from mm_utils.evaluation.probes import caption_probes
+from mm_utils.evaluation.retrieval import Evaluate, EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.evaluation.train_recall import train_recall
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -33,7 +34,8 @@ def make_evaluators(args: EvaluationArguments, data: TrainingData) -> dict[str, 
     """Return an evaluator of the validation split of each medium."""
     tokenizer, length = data.processor.tokenizer, data.max_seq_length
     probes = {
-        medium: order_probes(part.splits["validation"], tokenizer, length) for medium, part in data.media.items()
+        medium: caption_probes(part.splits["validation"], tokenizer, length, "PROBES_IN_TRAINING")
+        for medium, part in data.media.items()
     }
     return {medium: RetrievalEvaluator(args, found, fits=True) for medium, found in probes.items()}
 

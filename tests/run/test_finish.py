@@ -1,0 +1,69 @@
+"""The picture of what captions find."""
+
+import io
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset, Features, Value
+from PIL import Image
+
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.reports.plots import RetrievalExample
+from mm_utils.run import finish
+from tests.kit.media_files import clip, media_rows
+from tests.kit.truthful_model import ACCELERATOR, TruthfulModel
+
+draw_examples = finish.draw_examples  # a fixture leaves the drawing out
+
+
+def evaluated(top_k: int) -> RetrievalEvaluator:
+    model = TruthfulModel.with_noise(0)
+    evaluator = RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k))
+    evaluator(model, model.batches(5), ACCELERATOR)
+    return evaluator
+
+
+@pytest.mark.parametrize("top_k", [6, 0])
+def test_examples_are_in_the_order_that_was_measured(
+    top_k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator = evaluated(top_k)
+    split, ranks = evaluator.split, evaluator.directions["text_to_image"]
+    assert split is not None
+    captions = [int((split.caption_key_T == key).sum()) for key in split.image_key_M]
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    images = [{"bytes": file.getvalue(), "path": None}] * len(captions)
+    features = Features({"image": datasets.Image(decode=False), "captions": datasets.List(Value("string"))})
+    rows = Dataset.from_dict({"image": images, "captions": [["a"] * count for count in captions]}, features)
+    drawn: list[RetrievalExample] = []
+    monkeypatch.setattr(finish, "draw_retrieval", lambda examples, path: drawn.extend(examples))
+    draw_examples(rows, evaluator, tmp_path / "retrieval.png")
+    rank_Q = ranks.reranked_Q if top_k else ranks.cosine_Q
+    queries = [len(split.text_TE) * place // 6 for place in range(6)]
+    assert len(drawn) == 6
+    for query, example in zip(queries, drawn, strict=True):
+        rank = int(rank_Q[query])
+        assert example.correct == [place == rank for place in range(1, 6)]
+        assert example.scores == sorted(example.scores, reverse=True)
+        assert f"right image: place {rank}" in example.note
+        assert example.note.endswith(f"{int(ranks.cosine_Q[query])} of {len(images)}")
+
+
+def test_a_clip_with_a_damaged_frame_is_grey(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tower that reads two frames of a clip has not seen it."""
+    evaluator = evaluated(0)
+    assert evaluator.split is not None
+    content = bytearray(clip(["red"] * 8))
+    second = content.index(b"\xff\xd8", content.index(b"\xff\xd8") + 2)
+    content[second + 2 : second + 200] = bytes(198)
+    captions = [["a"] * int((evaluator.split.caption_key_T == key).sum()) for key in evaluator.split.image_key_M]
+    rows = media_rows("clip", [bytes(content)] * len(captions), captions=captions)
+    drawn: list[RetrievalExample] = []
+    monkeypatch.setattr(finish, "draw_retrieval", lambda examples, path: drawn.extend(examples))
+    draw_examples(rows, evaluator, tmp_path / "retrieval.png")
+    assert {image.getpixel((0, 0)) for example in drawn for image in example.images} == {(211, 211, 211)}
+    assert "shows it grey" in caplog.text

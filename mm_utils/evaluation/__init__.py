@@ -1,1 +1,1 @@
-"""Metrics of a trained model: retrieval, re-ranking, zero-shot, pointing, classification."""
+"""Metrics of a trained model: retrieval, re-ranking, probes of captions."""

@@ -1,1 +1,1 @@
-"""Plots, reports, model card, experiment trackers, the Hub."""
+"""Plots, pictures of media, and the model card."""

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import datasets
 from transformers import PreTrainedTokenizerBase
 
+from mm_utils.data.media import kind_of
 from mm_utils.evaluation.probes import Probe
 from mm_utils.extras.altered.caption_words import (
     ASYMMETRIC,
@@ -282,6 +283,11 @@ def altered_captions(rows: datasets.Dataset, kinds: Mapping[str, Alter] = KINDS)
                     found[kind].append(Probe(kind, row, caption.text, false, language))
                     break
     return [probe for probes in found.values() for probe in _spread(probes, MOST_PROBES)]
+
+
+def event_probes(rows: datasets.Dataset) -> list[Probe]:
+    """Return the probes of the order of events in clips and sounds; of images none."""
+    return [] if kind_of(rows.features) == "image" else altered_captions(rows, {"event_order": event_order})
 
 
 def _english(row: dict[str, list[str]]) -> list[tuple[Caption, str]]:

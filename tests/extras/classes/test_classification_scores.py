@@ -6,9 +6,9 @@ import evaluate
 import numpy as np
 import pytest
 
-import mm_utils
+from mm_utils.extras import classes
 
-PATH = str(Path(mm_utils.__file__).with_name("classification_scores"))
+PATH = str(Path(str(classes.__file__)).with_name("classification_scores"))
 
 
 @pytest.fixture(scope="module")

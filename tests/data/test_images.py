@@ -250,7 +250,7 @@ VALUES = {
 @needs_simplejpeg
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("min_side", [None, 5, 20, 100, 251])
-def test_pixels_are_what_pillow_gives(name: str, min_side: int | None) -> None:
+def test_pixels_equal_those_of_pillow(name: str, min_side: int | None) -> None:
     array, size = read_pixels(VALUES[name], min_side)
     assert np.array_equal(array, np.asarray(open_image(VALUES[name], min_side)))
     assert size == open_image(VALUES[name]).size  # of the whole image, however much smaller it was decoded

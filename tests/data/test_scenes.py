@@ -180,7 +180,7 @@ def test_schema_and_sizes(scenes: datasets.DatasetDict, rows: list[dict[str, Any
         assert len(row["regions"]) in (2, 3)
 
 
-def test_same_seed_gives_the_same_bytes(scenes: datasets.DatasetDict, tmp_path: Path) -> None:
+def test_the_same_seed_makes_the_same_bytes(scenes: datasets.DatasetDict, tmp_path: Path) -> None:
     again = load_scenes(**SMALL, cache_dir=tmp_path)
     assert all(again[split].to_list() == scenes[split].to_list() for split in scenes)
     other = load_scenes(**TINY, seed=1, cache_dir=tmp_path)

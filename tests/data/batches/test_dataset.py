@@ -78,7 +78,7 @@ def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedToke
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_raw_pixels_give_the_same_examples(mixed: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_raw_pixels_make_the_same_examples(mixed: bool, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = rows_of()
 
     def to_raw(row: dict[str, Any], place: int) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerF
         assert all(key in keys for key, keys in zip(batch["ids"][:, 1].tolist(), drawn["caption_keys"], strict=True))
 
 
-def test_evaluation_gives_every_caption_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_evaluation_has_every_caption_once(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(), tokenizer, 16)
     seen: list[str] = []
     images: list[int] = []

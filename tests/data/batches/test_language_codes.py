@@ -13,7 +13,7 @@ LETTERS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5, "b": 6
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_yet() -> None:
+def no_warning_yet() -> None:
     tokens._warn.cache_clear()
 
 

@@ -108,7 +108,7 @@ def test_batches_of_all_media_wait_at_the_same_time(
         check_loading(with_workers("8"), 64, 64, others=[with_workers("8"), with_workers("8")])
 
 
-def test_the_rows_that_a_division_deals_to_this_machine_count(
+def test_the_rows_that_a_division_assigns_to_this_machine_count(
     free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 processes, 2 on each of 2 machines, of which the first has all images."""

@@ -1,4 +1,4 @@
-"""The number of workers is the smallest that is nearly as fast as the best; they end when told.
+"""The number of workers is the smallest that is nearly as fast as the best; they end on request.
 
 Killed workers: `tests/faults/test_loading.py`.
 """

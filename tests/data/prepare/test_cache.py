@@ -58,7 +58,7 @@ def test_files_stay_files_and_the_second_start_reads_the_result(
     assert len(results(own_cache)) == 1
 
 
-def test_a_changed_image_row_or_option_gives_another_result(folder: Path, own_cache: Path) -> None:
+def test_a_changed_image_row_or_option_leads_to_another_result(folder: Path, own_cache: Path) -> None:
     write(folder, [f"{number}.png" for number in range(7)])
     assert ids(folder) == [f"{number}.png" for number in range(6)]
     draw(6).save(folder / "6.png")  # the image appeared

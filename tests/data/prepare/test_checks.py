@@ -181,7 +181,7 @@ DAMAGED = [case.make(draw(0)) for case in ODD]
 
 @given(st.data())
 @settings(max_examples=300)
-def test_damage_gives_an_image_or_a_fault(data: st.DataObject) -> None:
+def test_damaged_bytes_are_an_image_or_a_fault(data: st.DataObject) -> None:
     content = bytearray(data.draw(st.sampled_from(DAMAGED)))
     for _ in range(data.draw(st.integers(0, 5))):
         content[data.draw(st.integers(0, min(len(content) - 1, 400)))] = data.draw(st.integers(0, 255))
@@ -233,7 +233,7 @@ def test_a_strict_decoder_finds_inner_damage_and_changes_no_pixel(monkeypatch: p
     assert check_image(damaged, LIMITS).image.size == (640, 480), "which is why the strict decoder is there"
 
 
-def test_decoders_that_say_nothing_useful_are_still_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_decoders_without_a_message_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (MemoryError(), KeyError("x"), struct.error("unpack"), RuntimeError(), RecursionError()):
 
         def fail(*_: Any, raised: Exception = error, **__: Any) -> None:

@@ -120,7 +120,7 @@ def test_ids_that_count_rows_are_no_leak(tmp_path: Path, caplog: pytest.LogCaptu
     assert "row numbers" in caplog.text
 
 
-def test_an_id_names_one_image(tmp_path: Path) -> None:
+def test_an_id_is_of_one_image(tmp_path: Path) -> None:
     rows = [row(0, id="x", where=1), row(1, id="x", where=2), row(2, id="y"), row(0, id="x")]
     found = decide(rows, tmp_path, validation_fraction=0.0)
     assert [(fault["where"], fault["reason"]) for fault in found.faults] == [("line 2", "duplicate_id")]
@@ -147,7 +147,7 @@ def test_new_rows_move_no_old_ones(tmp_path: Path) -> None:
     assert set(many.values()) == set(SPLITS)
 
 
-def test_weights_give_shares(tmp_path: Path) -> None:
+def test_sources_have_the_shares_of_their_weights(tmp_path: Path) -> None:
     rows = [row(at, source="a" if at < 24 else "b") for at in range(40)]
     found = decide(rows, tmp_path, {"a": 1.0, "b": 3.0}, validation_fraction=0.0)
     kept = Counter(found.facts["source"].take(found.rows["train"]).to_pylist())

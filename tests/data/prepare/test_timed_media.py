@@ -1,4 +1,4 @@
-"""What is heard and seen at a time is heard and seen then in what is stored, whatever the file."""
+"""Sounds and frames keep their times in what is stored, whatever the file."""
 
 from fractions import Fraction
 from functools import partial
@@ -36,7 +36,7 @@ def test_clicks_stay_where_they_are_at_every_rate(rate: int) -> None:
 
 
 @pytest.mark.parametrize(("channels", "width"), [(1, 1), (2, 2), (1, 3), (2, 4)])
-def test_wav_files_of_all_widths_say_the_same(channels: int, width: int) -> None:
+def test_wav_files_of_all_widths_are_read_alike(channels: int, width: int) -> None:
     wanted = tone(0.5, 16_000, (0.2,))
     found, rate = read_sound(wav(wanted, 16_000, channels, width), 16_000)
     assert rate == 16_000
@@ -54,7 +54,7 @@ def test_wav_files_of_all_widths_say_the_same(channels: int, width: int) -> None
         ("aiff", "pcm_s16be", 22_050, 1),
     ],
 )
-def test_codecs_neither_delay_nor_hurry(form: str, codec: str, rate: int, channels: int) -> None:
+def test_codecs_shift_no_time(form: str, codec: str, rate: int, channels: int) -> None:
     content = encoded(tone(1.2, rate, CLICKS), rate, form, codec, channels)
     samples, own = read_sound(content, 16_000)
     assert own == rate

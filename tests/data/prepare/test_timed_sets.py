@@ -140,7 +140,7 @@ def test_copies_of_a_sound_are_found_and_others_are_not() -> None:
     assert not {pair for pair in found if pair[1] < 40}
 
 
-def test_damaged_bytes_give_a_fault_or_a_medium() -> None:
+def test_damaged_bytes_are_a_fault_or_a_medium() -> None:
     """Cuts and flips at random places; nothing else is raised, and no process ends."""
     rng = np.random.default_rng(0)
     files = [wav(), encoded(tone(), 8000, "flac", "flac"), encoded(tone(rate=16_000), 16_000, "mp3", "libmp3lame")]

@@ -103,7 +103,7 @@ def test_order_pairs_differ_only_in_order(loaded: datasets.DatasetDict) -> None:
         assert false == true.replace(first, "#").replace(second, first).replace("#", second)
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_others(
+def test_the_same_seed_makes_the_same_bytes_and_another_seed_others(
     loaded: datasets.DatasetDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = CLIPS if kind_of(loaded["train"].features) == "clip" else SOUNDS

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_few_open_files(
 
 
 STREAMED = {"streaming": True}
-MEMORY: list[tuple[int, str, tuple[int, int], dict[str, bool], int, str, str]] = [
+MEMORY: list[tuple[int, str, tuple[int, int], dict[str, Any], int, str, str]] = [
     # bytes that are free, workers, pairs of a step and of an evaluation, more, processes, error, warning
     (64 * 2**20, "0", (256, 256), {}, 1, "", ""),
     (64 * 2**20, "4", (256, 256), {}, 1, r"^/dev/shm has 64.0 MiB free; 4 data workers .* --dataloader_num_workers 0.$", ""),
@@ -65,7 +66,7 @@ MEMORY: list[tuple[int, str, tuple[int, int], dict[str, bool], int, str, str]] =
 
 @pytest.mark.parametrize(("room", "workers", "sizes", "more", "processes", "error", "warning"), MEMORY)
 def test_shared_memory(
-    room: int, workers: str, sizes: tuple[int, int], more: dict[str, bool], processes: int, error: str, warning: str,
+    room: int, workers: str, sizes: tuple[int, int], more: dict[str, Any], processes: int, error: str, warning: str,
     free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     free(room)

@@ -47,11 +47,11 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
 sizes = st.integers(2, 24).flatmap(lambda batch: st.tuples(st.integers(batch, 4 * batch + 3), st.just(batch)))
 
 
-@given(sizes, st.integers(0, 2**32), st.lists(st.integers(0, 60), min_size=1, max_size=6))
+@given(sizes, st.integers(0, 2**32), st.lists(st.integers(0, 30), min_size=1, max_size=4))
 @settings(max_examples=30)
 def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps: list[int]) -> None:
     straight = in_order(*size, seed)
-    sequence = [straight.batch(step) for step in range(61)]
+    sequence = [straight.batch(step) for step in range(31)]
     jumping = in_order(*size, seed)
     for step in steps:
         assert jumping.batch(step) == sequence[step]
@@ -59,7 +59,7 @@ def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(2, 40))
-def test_uneven_shares_deal_every_row_once_and_in_proportion(weights: list[int], batch_size: int) -> None:
+def test_uneven_shares_hold_every_row_once_and_in_proportion(weights: list[int], batch_size: int) -> None:
     draws = in_order(batch_size, batch_size, 0).batch(0)
     division, world = Division(tuple(map(float, weights))), len(weights)
     shares = [division.of_rank(draws, rank, world) for rank in range(world)]

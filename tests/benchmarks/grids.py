@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-flags = dict(word[2:].split("=") for word in sys.argv[2:] if "=" in word)
+flags = dict(word.removeprefix("--set=").split("=") for word in sys.argv[2:] if "=" in word)
 folder, seed = Path(flags["output_dir"]), int(flags["seed"])
 with open(folder.parent / "started.txt", "a") as file:
     file.write(folder.name + "\\n")

@@ -25,7 +25,7 @@ def test_a_dry_run_lists_the_commands(tmp_path, capsys):
     )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
-    assert {"--recall=0.75", "--seed=0", "--max_steps=2"} <= set(shlex.split(lines[1]))
+    assert {"--set=recall=0.75", "--set=seed=0", "--set=max_steps=2"} <= set(shlex.split(lines[1]))
     assert not (tmp_path / "out").exists()
 
 

@@ -61,7 +61,9 @@ def test_flags_of_every_run(tmp_path, capsys):
     grid = write_grid(tmp_path, "common: {max_steps: 2}\nvariants: {base: }\n")
     flags = ["--grid", grid, "--target", "0.5", "--seeds", "1", "--flags", "image_size=32 train_file=a.jsonl"]
     assert efficiency.main([*flags, "--dry_run"]) == []
-    assert {"--image_size=32", "--train_file=a.jsonl", "--max_steps=2"} <= set(capsys.readouterr().out.split())
+    assert {"--set=image_size=32", "--set=train_file=a.jsonl", "--set=max_steps=2"} <= set(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.slow

@@ -318,11 +318,11 @@ def test_a_folder_without_a_model_is_named(kind, folders, tmp_path):
         ({"text_config": "no/such.json"}, "--text_config is 'no/such.json'; give tiny, small, base or"),
         (
             {"fusion_direction": "image_to_text"},
-            "--set fusion_direction is 'image_to_text'; choose one of text_to_image, both",
+            "--fusion_direction is 'image_to_text'; choose one of text_to_image, both",
         ),
         (
             {"fusion_text_taps": "last"},
-            "--set fusion_text_taps is 'last'; give indices of the backbone's hidden states",
+            "--fusion_text_taps is 'last'; give indices of the backbone's hidden states",
         ),
         ({"patch_dropout": 1}, "--patch_dropout is 1; give a share"),
     ],

@@ -128,7 +128,7 @@ class HubPusher(RunCallback):
         self.open(run.run.output_dir)
 
     def on_finish(self, run: Any) -> None:
-        """Tell the card the repository, whose namespace is known by now."""
+        """Set the card's repository, whose namespace is known by now."""
         run.run.repository = self.repo_id
 
     def on_publish(self, run: Any) -> None:

@@ -60,8 +60,8 @@ def test_a_command_says_each_flag_as_one_word(tmp_path):
     python, script, *words = Run("a", 7, flags, tmp_path).command("python")
     assert python == sys.executable
     assert Path(script).is_file()
-    expected = ["--taps=-1,-2", "--hierarchy=false", "--rate=0.0001", "--seed=7", f"--output_dir={tmp_path}"]
-    assert words == [*expected, "--overwrite_output_dir"]
+    flags = ["taps=-1,-2", "hierarchy=false", "rate=0.0001", "seed=7", f"output_dir={tmp_path}"]
+    assert words == [*(f"--set={flag}" for flag in flags), "--overwrite_output_dir"]
     assert Run("a", 7, {}, tmp_path).command("accelerate launch --cpu")[:3] == ["accelerate", "launch", "--cpu"]
 
 

@@ -5,9 +5,11 @@ It stands apart from `mm_utils.run.start` because scripts that train nothing loa
 
 import errno
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +30,7 @@ def run_script(main: Callable[[], Any]) -> None:
     With several processes, the first that fails says why and ends the others: see `mm_utils.reliability.failures`.
     """
     monitor = failures.start_monitor()
+    stderr, sys.stderr = sys.stderr, _Log(sys.stderr)  # type: ignore[assignment]
     try:
         main()
         if workers := sys.modules.get("mm_utils.data.batches.workers"):  # only who has loaded it has any
@@ -43,6 +46,37 @@ def run_script(main: Callable[[], Any]) -> None:
         raise
     else:
         monitor.finish()
+    finally:
+        sys.stderr.flush()
+        sys.stderr = stderr
+
+
+class _Log:
+    """The standard error: closed, a broken pipe or a file on a full disk, it costs what is logged and not the run."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        self._do(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def _do(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except OSError:  # what waits in its buffer goes nowhere, so that it fails no later line and no exit
+            with suppress(OSError, ValueError), open(os.devnull, "w", encoding="utf-8") as nowhere:
+                kept, at = os.dup(self._stream.fileno()), self._stream.fileno()
+                os.dup2(nowhere.fileno(), at)
+                self._stream.flush()
+                os.dup2(kept, at)
+                os.close(kept)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _report(monitor: failures.FailureMonitor, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tqdm import tqdm
 
 from mm_utils.arguments import is_rare, parse_args
 from mm_utils.checkpointing.state import FREE_FLAGS, changes, learnt_flags
@@ -17,7 +19,7 @@ from mm_utils.extras.several_media.mixture import MediaArguments
 from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
-from mm_utils.run.script import run_script
+from mm_utils.run.script import run_script, set_up_logging
 from scripts.finetune import FLAGS
 
 OTHER = {
@@ -48,6 +50,37 @@ def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
         found = [field for kind in (*own, *Doors(script).arguments) for field in fields(kind)]
         assert len(found) == len({field.name for field in found})
         assert sum(not is_rare(field) for field in found) <= {"pretrain": 99, "finetune": 76}[script]
+
+
+@pytest.mark.parametrize("stderr", ["closed", "broken pipe", "full disk"])
+def test_no_log_ends_a_run(stderr: str, tmp_path: Path) -> None:
+    def main() -> None:
+        set_up_logging()
+        logging.getLogger("mm_utils").warning("a line")
+        for _ in tqdm(range(3), mininterval=0):
+            sys.stderr.write("x" * 100_000)
+        (tmp_path / "done").touch()
+
+    if (child := os.fork()) == 0:
+        if stderr == "closed":
+            os.close(2)
+        elif stderr == "full disk":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        else:
+            reads, writes = os.pipe()
+            os.dup2(writes, 2)
+            os.close(reads)
+            os.close(writes)
+        sys.stderr = None if stderr == "closed" else os.fdopen(2, "w", closefd=False)  # type: ignore[assignment]
+        flushed = False
+        try:
+            run_script(main)
+            print(end="", file=sys.stderr, flush=True)  # as Python does at its end
+            flushed = True
+        finally:
+            os._exit(0 if flushed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "done").exists()
 
 
 def test_a_full_disk_is_one_line_and_other_errors_keep_their_traceback(

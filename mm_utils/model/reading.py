@@ -315,7 +315,8 @@ def _video(name: str) -> Iterator[_Frame]:
         import av
     except ImportError as error:
         raise ImportError(f"{name} is read by PyAV. pip install av, or pass a list of PIL images.") from error
-    with av.open(name) as container:
+    opened: Any = av.open(name)
+    with opened as container:
         stream = container.streams.best("video")
         if stream is None:
             raise ValueError(f"{name} holds no video. Pass a video, or a list of PIL images.")

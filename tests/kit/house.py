@@ -49,7 +49,7 @@ BUDGETS = {
     "reliability": 1_000,
     "evaluation": 1_400,
     "reports": 900,
-    "run": 1_700,
+    "run": 1_750,
     "extras": 14_600,
     "tests": 48_200,
 }

@@ -274,7 +274,7 @@ def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
     return [pictures[at] for at in places]
 
 
-def _shown(name: str) -> Iterator[_Frame]:
+def _shown(name: str) -> Iterator[tuple[float, float, Callable[[], Image.Image]]]:
     """Yield the frames of a file of a clip: from when and until when each is shown, and what returns it as upright RGB."""
     last, usual = None, 0.1
     for time, lasts, picture in _animation(name) or _video(name):

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.data.labels import LabelledArguments, load_labelled
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.columns import SPLIT_NAMES
+from mm_utils.extras.classes.labels import LabelledArguments, load_labelled
 from mm_utils.extras.classes.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
 from mm_utils.extras.measured.card import record_zero_shot
 from mm_utils.model.build import load_model

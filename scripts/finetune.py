@@ -28,12 +28,11 @@ from transformers import TrainerCallback
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.labels import TaskArguments
-from mm_utils.data.training_data import open_task
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.extras.classes.classifier import ClassifierArguments, build_classifier
 from mm_utils.extras.classes.evaluator import ClassificationEvaluator
 from mm_utils.extras.classes.finish import finish_finetuning
+from mm_utils.extras.classes.labels import TaskArguments, open_task
 from mm_utils.extras.classes.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification

@@ -15,8 +15,7 @@ from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_loading, make_loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
-from mm_utils.data.labels import LabelledTask, TaskArguments, load_task
-from mm_utils.data.media.medium import default_seconds, kind_of, kind_of_processor, settle_window
+from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.doors import entries
@@ -168,21 +167,6 @@ def processor_of(
     processor = make(captions, **timed)
     settle_window(processor, medium, args.medium_seconds, args.clip_frames, default)
     return processor
-
-
-def open_task(
-    accelerator: Accelerator,
-    task_args: TaskArguments,
-    loader_args: LoaderArguments,
-    schedule: Schedule,
-    processor: ProcessorMixin,
-) -> tuple[LabelledTask, TrainingData]:
-    """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
-    with accelerator.main_process_first():
-        task = load_task(task_args, kind_of_processor(processor))
-        length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers
-        task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)
-    return task, make_data(accelerator, task.splits, processor, loader_args, schedule)
 
 
 def make_data(

@@ -7,12 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.labels import TaskArguments, load_task
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.parquet import ParquetRows, check_files
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows.records import ParquetImage
 from mm_utils.data.rows.source import DataArguments, PathArguments
+from mm_utils.extras.classes.labels import TaskArguments, load_task
 from tests.kit.reading import read
 
 DOORS = {

@@ -35,7 +35,7 @@ DATA_FLOORS = [
     {"scenes"},
     {"rows"},
     {"prepare"},
-    {"pairs", "labels"},
+    {"pairs"},
     {"batches"},
     {"training_data"},
 ]

@@ -198,24 +198,6 @@ def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any],
     return texts, ["" if is_null(name) else storable(str(name).strip()) for name in names]
 
 
-def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple[str, ...]]:
-    """Return each row's captions, each once; rows of equal ones are of one class.
-
-    Rows of a class have its captions in the order of its first row.
-
-    Raises:
-        ValueError: if no two rows have the same captions, or all have.
-    """
-    first: dict[frozenset[str], tuple[str, ...]] = {}
-    found = [first.setdefault(frozenset(each), tuple(dict.fromkeys(each))) for each in captions]
-    if not 2 <= len(set(found)) < len(found):
-        raise ValueError(
-            f"{title}; {len(found):,} rows have {len(set(found)):,} different captions, which do not form classes. Give a set that was "
-            "prepared from a folder per class, or whose captions are those of its classes."
-        )
-    return found
-
-
 def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:
     """Return a row's id, None without such a column; raise missing_column if it is empty."""
     if columns.id is None:

@@ -31,7 +31,7 @@ class ClassificationEvaluator:
     answers `soft_accuracy`, the mean share of the answers that equal the prediction. The interval treats rows as independent.
 
     Args:
-        rows: the split to measure, from `mm_utils.data.labels.LabelledTask`.
+        rows: the split to measure, from `mm_utils.extras.classes.labels.LabelledTask`.
         classes: number of classes.
 
     Attributes:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mm_utils.data.labels import LabelledTask
 from mm_utils.data.media import COLUMNS
 from mm_utils.extras.classes.evaluator import ClassificationEvaluator
+from mm_utils.extras.classes.labels import LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.reports.card_results import EvaluatedData, data_names
 from mm_utils.reports.model_card import CardInfo, an, write_model_card

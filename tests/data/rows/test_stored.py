@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 
-from mm_utils.data.labels import LabelledArguments, TaskArguments, load_labelled, load_task
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, PathArguments
+from mm_utils.extras.classes.labels import LabelledArguments, TaskArguments, load_labelled, load_task
 from mm_utils.extras.streams.stream import _find_urls
 from tests.kit.fault_images import draw, png
 from tests.kit.reading import NAMES, lines, read, write, write_tar

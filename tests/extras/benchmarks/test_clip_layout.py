@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
-from mm_utils.data.labels import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.rows.webdataset import holds_shards
 from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, load_benchmark
+from mm_utils.extras.classes.labels import LabelledArguments, LabelledImages, load_labelled
 from tests.kit.fault_images import grey
 from tests.kit.reading import content, read, write_tar
 

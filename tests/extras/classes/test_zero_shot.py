@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils.data.labels import LabelledImages
 from mm_utils.extras.classes import zero_shot
+from mm_utils.extras.classes.labels import LabelledImages
 from mm_utils.extras.classes.zero_shot import (
     ClassFigures,
     Predictions,

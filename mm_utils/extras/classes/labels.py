@@ -25,14 +25,19 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetsError
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from mm_utils.arguments import arg
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault, excerpt, is_hopeless
 from mm_utils.data.images import encode
 from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.media.of_processor import kind_of_processor
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.parquet import cells_of, check_files, features_of_file
 from mm_utils.data.paths import Jail, Limits, check_own_file
@@ -46,9 +51,7 @@ from mm_utils.data.rows.columns import (
     SUFFIXES,
     USUAL_NAMES,
     Columns,
-    caption_classes,
     find_column,
-    first_rows,
     hold_out,
     is_null,
     kind_of_value,
@@ -66,6 +69,7 @@ from mm_utils.data.rows.tables import dataset_rows, text_table, with_raw_images
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, BadLine
 from mm_utils.data.rows.webdataset import holds_shards, read_shard, shard_paths, split_of_folder
 from mm_utils.data.scenes import load_scenes
+from mm_utils.data.training_data import Schedule, TrainingData, make_data
 from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
@@ -404,6 +408,24 @@ def read_class_folder(name: str, wanted: Wanted, title: str, paths: PathArgument
     return found
 
 
+def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple[str, ...]]:
+    """Return each row's captions, each once; rows of equal ones are of one class.
+
+    Rows of a class have its captions in the order of its first row.
+
+    Raises:
+        ValueError: if no two rows have the same captions, or all have.
+    """
+    first: dict[frozenset[str], tuple[str, ...]] = {}
+    found = [first.setdefault(frozenset(each), tuple(dict.fromkeys(each))) for each in captions]
+    if not 2 <= len(set(found)) < len(found):
+        raise ValueError(
+            f"{title}; {len(found):,} rows have {len(set(found)):,} different captions, which do not form classes. Give a set that was "
+            "prepared from a folder per class, or whose captions are those of its classes."
+        )
+    return found
+
+
 def read_prepared(splits: DatasetDict, title: str) -> dict[str, LabelledRows]:
     """Label a prepared set's rows by their first caption, see `caption_classes`."""
     captions = caption_classes([each for rows in splits.values() for each in rows["captions"]], title)
@@ -526,8 +548,10 @@ class TaskArguments:
     num_answers: int | None = arg(
         None, "Only the N most frequent classes of the training data; others are not trained on, and count as wrong."
     )
-    max_train_samples: int | None = arg(None, "Keep the first N training rows.")
-    max_eval_samples: int | None = arg(None, "Keep the first N rows of validation and of test.")
+    max_train_samples: int | None = arg(None, "Keep the first N training rows, of the classes in turn.")
+    max_eval_samples: int | None = arg(
+        None, "Keep the first N rows of validation and of test, of the classes in turn."
+    )
     preprocessing_num_workers: int | None = arg(None, "Processes that read and preprocess data.", rare=True)
 
     def __post_init__(self) -> None:
@@ -598,13 +622,30 @@ def load_task(args: TaskArguments, medium: str = "image") -> LabelledTask:
         parts |= _hold_out(first.rows, title)
     for split, part in parts.items():
         most = args.max_train_samples if split == "train" else args.max_eval_samples
-        parts[split] = first_rows(part, most)
+        parts[split] = part.select(
+            _first_of_classes([_most_frequent(Counter(each)) for each in part["answers"]], most)
+        )
     answers = {split: [Counter(given) for given in part["answers"]] for split, part in parts.items()}
     classes = _classes(first.names, [_most_frequent(given) for given in answers["train"]], args.num_answers, title)
     splits = {
         split: _task_split(parts[split], answers[split], classes, split, medium) for split in SPLITS if split in parts
     }
     return LabelledTask(DatasetDict(splits), classes, first.has("image"), first.has("text"), title)
+
+
+def open_task(
+    accelerator: Accelerator,
+    task_args: TaskArguments,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    processor: ProcessorMixin,
+) -> tuple[LabelledTask, TrainingData]:
+    """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
+    with accelerator.main_process_first():
+        task = load_task(task_args, kind_of_processor(processor))
+        length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers
+        task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)
+    return task, make_data(accelerator, task.splits, processor, loader_args, schedule)
 
 
 def _read(args: TaskArguments, medium: str) -> tuple[dict[str, LabelledRows], str]:
@@ -908,16 +949,20 @@ def _evaluated(rows: Dataset) -> Dataset:
 
 
 def _first(rows: Dataset, label_M: Tensor, most: int | None) -> tuple[Dataset, Tensor]:
-    """Return the first rows of the classes in turn, as folders and tables list one class after the other."""
+    places = _first_of_classes(label_M.tolist(), most)
+    return rows.select(places), label_M[places]
+
+
+def _first_of_classes(labels: Sequence[str | int], most: int | None) -> Sequence[int]:
+    """Return the places of the first rows of the classes in turn, as folders and tables list one class after the other."""
     if most is None:
-        return rows, label_M
-    seen: Counter[int] = Counter()
+        return range(len(labels))
+    seen: Counter[str | int] = Counter()
     turns = []
-    for row, label in enumerate(label_M.tolist()):
+    for row, label in enumerate(labels):
         turns.append((seen[label], row))
         seen[label] += 1
-    places = [row for _, row in heapq.nsmallest(most, turns)]
-    return rows.select(sorted(places)), label_M[sorted(places)]
+    return sorted(row for _, row in heapq.nsmallest(most, turns))
 
 
 def _of_benchmark(known: list[str] | None, benchmark: Any, title: str) -> dict[str, int] | None:

@@ -10,10 +10,11 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
-from mm_utils.data import labels, media
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
-from mm_utils.data.labels import LabelledArguments, LabelledImages, load_labelled
 from mm_utils.data.media import COLUMNS, kind_of
+from mm_utils.extras.classes import labels
+from mm_utils.extras.classes.labels import LabelledArguments, LabelledImages, load_labelled
 from tests.kit.fault_images import grey
 from tests.kit.media_files import media_rows, tone
 from tests.kit.reading import write_tar

@@ -10,13 +10,13 @@ import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from mm_utils.data.labels import LabelledArguments, LabelledTask, TaskArguments, load_labelled, load_task
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.medium import Clip
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare import ingest
 from mm_utils.doors import entries
 from mm_utils.doors import load as load_entry
+from mm_utils.extras.classes.labels import LabelledArguments, LabelledTask, TaskArguments, load_labelled, load_task
 from mm_utils.extras.sets import events
 from mm_utils.extras.sets.events import load_clips
 from tests.kit.media_files import COLOURS, clip, media_rows, tone

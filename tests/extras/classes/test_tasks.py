@@ -10,13 +10,14 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
-from mm_utils.data import labels, media
+from mm_utils.data import media
 from mm_utils.data.batches.dataset import Pairs, TrainingTransform
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.labels import LabelledTask, TaskArguments, load_task
 from mm_utils.data.scenes import COLOURS, load_scenes
 from mm_utils.doors import entries
 from mm_utils.doors import load as load_entry
+from mm_utils.extras.classes import labels
+from mm_utils.extras.classes.labels import LabelledTask, TaskArguments, load_task
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.fault_images import grey
 

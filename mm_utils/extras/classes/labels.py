@@ -37,7 +37,7 @@ from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault, excerpt, is_hopeless
 from mm_utils.data.images import encode
 from mm_utils.data.media import FEATURES, kind_of
-from mm_utils.data.media.of_processor import kind_of_processor
+from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.parquet import cells_of, check_files, features_of_file
 from mm_utils.data.paths import Jail, Limits, check_own_file

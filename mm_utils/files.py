@@ -217,9 +217,10 @@ def truncate_rows(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line, infinity if the line is torn."""
+    """Return the step of a line, infinity if it is torn, or names what was saved, which is chosen again."""
     try:
-        return float(json.loads(line)["step"])
+        row = json.loads(line)
+        return math.inf if "saved_step" in row else float(row["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

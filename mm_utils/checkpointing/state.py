@@ -173,14 +173,18 @@ class TrainingState:
             )
         if changed and self.accelerator.is_main_process:
             logger.warning("--allow_changed_run is set; since %s was written, %s", path, changed)
+        self.load_training(path)
+        if self.accelerator.scaler is not None and run["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(run["scaler"])
+        return TrainerState.load_from_json(str(path / STATE_FILE)), run
+
+    def load_training(self, path: Path) -> None:
+        """Load weights, average and optimizer from a checkpoint, on all ranks."""
         self.load_weights(path)
         if self._has_deepspeed:
             self.accelerator.load_state(str(path / _DEEPSPEED))
         else:
             load_optimizer(self.optimizer, self.objective, path)
-        if self.accelerator.scaler is not None and run["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(run["scaler"])
-        return TrainerState.load_from_json(str(path / STATE_FILE)), run
 
     def load_weights(self, path: Path) -> None:
         """Load only weights, those of re-ranking too, and average from a checkpoint, on all ranks."""

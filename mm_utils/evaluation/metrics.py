@@ -5,7 +5,7 @@ K different images, E embedding width.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -99,7 +99,8 @@ def _gain(place: Tensor) -> Tensor:
 def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) -> dict[str, float]:
     """Return recalls, nDCG, MRR and ranks by the towers, and re-ranked if there are such.
 
-    `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints.
+    `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints of theirs;
+    `rerank_mean_recall` is the same after re-ranking.
     Of single languages, re-ranking is measured from text to image only: a language's captions alone would be other candidates.
     Where captions of different images are equal, `text_to_image_recall_own@1` and so on count only an image's own ones as right,
     as other code does: 1 / n is then the best that a caption of n images can reach.
@@ -107,8 +108,7 @@ def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) 
     metrics: dict[str, float] = {}
     for direction, ranks in directions.items():
         metrics |= summarise_places(ranks.cosine, f"{direction}_")
-    recalls = [metrics[f"{direction}_recall@{k}"] for direction in directions for k in CUTOFFS]
-    metrics["mean_recall"] = sum(recalls) / len(recalls)
+    metrics["mean_recall"] = mean_recall(ranks.cosine for ranks in directions.values())
     right_T = directions["text_to_image"].cosine.right_Q
     metrics["text_to_image_chance@1"] = right_T.double().mean().item() / len(split.image_ME)
     if split.text_key_T is not None:
@@ -121,8 +121,15 @@ def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) 
     for direction, places in reranked.items():
         metrics |= summarise_places(places, f"rerank_{direction}_")
     if reranked:
+        metrics["rerank_mean_recall"] = mean_recall(reranked.values())
         metrics |= _text_recalls_by_language(split, reranked["text_to_image"].rank_Q, "rerank_text_to_image_")
     return metrics
+
+
+def mean_recall(directions: Iterable[Places]) -> float:
+    """Return the mean of the recalls at all cut-offs, in all directions."""
+    recalls = [value for places in directions for value in _recalls(places.rank_Q, "").values()]
+    return sum(recalls) / len(recalls)
 
 
 def summarise_places(places: Places, prefix: str = "") -> dict[str, float]:

@@ -54,6 +54,8 @@ def describe_weights(model: FusionDualEncoderModel) -> str:
     weights = stored_weights(model)
     if model.fusion is None or model.config.rerank_weights is None:
         return ""
+    if not model.config.rerank_weights:
+        return "Re-ranking is off: no fusion head was trained."
     if not weights:
         return "Re-ranking is off: the fusion head did not help beyond noise on the validation split."
     added = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())

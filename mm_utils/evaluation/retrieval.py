@@ -21,7 +21,7 @@ from torch import Tensor
 from mm_utils.arguments import arg
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
-from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics
+from mm_utils.evaluation.metrics import embedding_health, mean_recall, retrieval_metrics
 from mm_utils.evaluation.probes import Probes, probe_cosines
 from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (
@@ -147,12 +147,16 @@ class RetrievalEvaluator:
             voice = list(weights).index("caption")
             scores = scores.minus_priors(voice, candidates["text_to_image"].pair, len(texts))
         self.scores, weight_FV = scores, torch.tensor([list(weights.values())] * FOLDS)
+        of_head: dict[str, DirectionRanks] | None = None
         if self.fits:
-            weight_FV = self._fit(model, split, candidates, scores, scale, list(weights))
-        self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
+            weight_FV, of_head = self._fit(model, split, candidates, scores, scale, list(weights))
+        ranked = self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
         score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.group_M[probes.image_P])
         others |= probes.shares(score_P2, "rerank_{}_accuracy")
-        return retrieval_metrics(split, self.directions) | others | embedding_health(split)
+        # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
+        judged = [each.reranked for each in (of_head or ranked).values() if each.reranked is not None]
+        metrics = retrieval_metrics(split, ranked) | {"head_mean_recall": mean_recall(judged)}
+        return metrics | others | embedding_health(split)
 
     def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
         """Return the voices to score pairs with, and their weights: 1 for those to be fitted."""
@@ -178,19 +182,23 @@ class RetrievalEvaluator:
         scores: PairScores,
         scale: float,
         voices: list[str],
-    ) -> Tensor:
-        """Write the weights fitted on the split into the config; return each fold's, `[F, V]`."""
+    ) -> tuple[Tensor, dict[str, DirectionRanks]]:
+        """Write the weights fitted on the split into the config; return each fold's, `[F, V]`, and the ranks by what was fitted.
+
+        Where the head does not help beyond noise, weights are 0, and the ranks are still those by the head.
+        """
         listed = [
             Listed(scale * found.cosine, scores(found.pair), right_items(queries, items, found.item), queries.group)
             for found, (queries, items) in zip(candidates.values(), split.directions.values(), strict=True)
         ]
         of_fold = [fit_weights([one.of_fold(1 - fold) for one in listed]) for fold in range(FOLDS)]
         weights, weight_FV = fit_weights(listed), torch.tensor(of_fold)
-        if not helps(rank_directions(split, candidates, scores, scale, weight_FV)):
+        ranked = rank_directions(split, candidates, scores, scale, weight_FV)
+        if not helps(ranked):
             weights, weight_FV = [0.0] * len(voices), torch.zeros_like(weight_FV)
         model.config.rerank_weights = dict(zip(voices, weights, strict=True))
         logger.info(describe_weights(model))
-        return weight_FV
+        return weight_FV, ranked
 
 
 def in_turn(*evaluators: Evaluate) -> Evaluate:

@@ -878,7 +878,6 @@ class FusionDualEncoderModel(PreTrainedModel):
     base_model_prefix = "fusion_dual_encoder"
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
-    towers_rest = False  # whether no gradient goes through the towers, though their weights are trained at other times
     processor: Any = None  # of `encode` and `rerank`; by default, that of the folder the model was loaded from
     _subfolder = ""  # of that folder
     _supports_sdpa = True
@@ -1166,8 +1165,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if pixel_values.dim() == 4:
             # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
             pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
-            output = tower(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
+        output = tower(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
         states = () if head is None else [_along_time(state, tower, medium) for state in output.hidden_states]
         return _pool(output, config.vision_pooling), () if head is None else head.pool_taps(states)
 
@@ -1191,13 +1189,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.config.text_padding is not None:
             input_ids, columns = _pad_unmasked(input_ids, attention_mask, **self.config.text_padding)
             mask = None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.towers_rest):
-            output = self.text_model(
-                input_ids=input_ids,
-                attention_mask=mask,
-                output_hidden_states=any(tap != -1 for tap in taps),
-                return_dict=True,
-            )
+        output = self.text_model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            output_hidden_states=any(tap != -1 for tap in taps),
+            return_dict=True,
+        )
         # Some towers normalise their output once more, so that it is not the last of the hidden states.
         found = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
         states = torch.cat(found, -1)

@@ -5,7 +5,7 @@ afterwards, a part of the batch at a time (`part`), together with the rows that 
 `mm_utils.objectives.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,9 @@ class Objective(nn.Module):
         readers: what the terms read of rows besides media and captions.
         needs_teacher: True if a term learns from the weight average.
         medium: the kind of media of the step; None for that of a model with one.
-        tower_steps: the step from which the towers stay as they are and the head's terms are trained, and not before; None for
-            everything at once. The trainer sets it.
+        begin: called with (objective, step) at the beginning of a step, it sets the next two (`mm_utils.training.phases`).
+        scores_pairs: whether this step has the terms that score pairs.
+        idle: parameters that this step does not train; None for those of other media.
     """
 
     groups_texts = True
@@ -66,7 +67,9 @@ class Objective(nn.Module):
     readers: Sequence[ColumnReader] = ()
     needs_teacher = False
     medium: str | None = None
-    tower_steps: int | None = None
+    begin: Callable[["Objective", int], None] | None = None
+    scores_pairs = True
+    idle: Sequence[nn.Parameter] | None = None
     added: frozenset[str] = frozenset()
 
     def __init__(self, model: FusionDualEncoderModel):
@@ -95,7 +98,8 @@ class Objective(nn.Module):
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step: add `row_keys` for dropout by row, a function of seed, step and row."""
         self.medium = batch.get("medium")
-        self.model.towers_rest = self.tower_steps is not None and step >= self.tower_steps
+        if self.begin is not None:
+            self.begin(self, step)
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
 
     def deal(self, batch: Batch) -> Batch:
@@ -113,29 +117,16 @@ class Objective(nn.Module):
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
         return accelerator.clip_grad_norm_(self.parameters(), max_norm)
 
-    @property
-    def trains_head(self) -> bool:
-        """True if this step trains the terms of the fusion head."""
-        return self.tower_steps is None or self.model.towers_rest
-
-    def resting_weights(self) -> list[nn.Parameter]:
-        """Return the parameters of other steps: the run's other part, or other media."""
-        model = self.model
-        if self.tower_steps is None:
-            return [weight for weight in model.idle_weights(self.medium) if weight.requires_grad]
-        parts = (
-            (model.vision_model, model.text_model)
-            if model.towers_rest
-            else (model.fusion, model.token_head, model.caption_adapter)
-        )
-        weights = (weight for part in parts if part is not None for weight in part.parameters())
+    def idle_weights(self) -> list[nn.Parameter]:
+        """Return the parameters that other steps train, and this one does not."""
+        weights = self.model.idle_weights(self.medium) if self.idle is None else self.idle
         return [weight for weight in weights if weight.requires_grad]
 
-    def zero_of_resting(self) -> Tensor | float:
-        """Return 0, with a gradient for frozen weights, where one is waited for."""
+    def zero_of_idle(self) -> Tensor | float:
+        """Return 0, with a gradient for idle weights, where one is waited for."""
         if not self.is_wrapped or self.model.media:
             return 0.0
-        return 0 * sum((weight.sum() for weight in self.resting_weights()), torch.zeros(()))
+        return 0 * sum((weight.sum() for weight in self.idle_weights()), torch.zeros(()))
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
         """Run the model on a part, as far as `plan` (`for_loss`) and `part` (`for_backward`) need."""
@@ -196,7 +187,7 @@ class JointObjective(Objective):
     @property
     def reads_pairs(self) -> bool:
         """True if the fusion head scores pairs in this step."""
-        return super().reads_pairs and self.trains_head
+        return super().reads_pairs and self.scores_pairs
 
     @property
     def reads_taps(self) -> bool:
@@ -288,7 +279,7 @@ class JointObjective(Objective):
         for name, gradient in gradients.items():
             if gradient is not None:
                 surrogate_loss = surrogate_loss + (encoded.embeds[name] * gradient).sum()
-        surrogate_loss = surrogate_loss + self.zero_of_resting()
+        surrogate_loss = surrogate_loss + self.zero_of_idle()
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]
@@ -311,7 +302,7 @@ class JointObjective(Objective):
 
     def _row_terms(self) -> list[RowTerm]:
         terms = [term for term in self.weights if isinstance(term, RowTerm)]
-        return [term for term in terms if self.trains_head or not term.pairs_per_image]
+        return [term for term in terms if self.scores_pairs or not term.pairs_per_image]
 
     @torch.no_grad()
     def _teacher_embeds(self, batch: Batch) -> dict[str, Tensor]:

@@ -89,9 +89,10 @@ def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDu
         *(["alpha"] if "eval_wise_ft_alpha" in metrics and run.settings.get("wise_ft_alpha") is None else []),
     ]
     if not chosen:
-        return ""
+        return f"{run.args.choice} " if run.args.choice else ""
     named = " and ".join([*filter(None, [", ".join(chosen[:-1])]), chosen[-1]])
-    return f"The validation split also chose {named}, so its figures are slightly too high; those of a test split are not. "
+    saved = f"{run.args.choice} " if run.args.choice else ""
+    return f"{saved}The validation split also chose {named}, so its figures are slightly too high; those of a test split are not. "
 
 
 def _retrieval_rows(

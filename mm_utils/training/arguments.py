@@ -80,6 +80,7 @@ class TrainingArguments:
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
     # No flags:
     script = "pretrain"  # `start_run` sets the name of the script that runs
+    choice = ""  # which weights are saved, and what chose them; the trainer sets it
     has_unequal_shares = False  # a callback sets it that may give a process more of a batch than its equal share
 
     def __post_init__(self) -> None:

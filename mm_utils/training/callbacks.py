@@ -87,14 +87,28 @@ class CallbackRunner:
         for callback in self.callbacks:
             for name, value in exported.get(type(callback).__name__, {}).get("attributes", {}).items():
                 setattr(callback, name, value)
-            if isinstance(callback, EarlyStoppingCallback):
-                waited = callback.early_stopping_patience_counter
-                if waited >= callback.early_stopping_patience:
-                    self.control.should_training_stop = True
-                    logger.info(
-                        "The run had stopped early, after %d evaluations without a better metric; to go on, give more than "
-                        "that as --early_stopping_patience", waited,
-                    )  # fmt: skip
+        if patience := self.exhausted():
+            self.control.should_training_stop = True
+            logger.info(
+                "The run had stopped early, after %d evaluations without a better metric; to go on, give more than "
+                "that as --early_stopping_patience", patience,
+            )  # fmt: skip
+
+    def exhausted(self) -> int:
+        """Return after how many evaluations without a better metric early stopping has ended a part of the run; 0 if not."""
+        return max((own.early_stopping_patience_counter for own in self._early_stops() if _has_waited(own)), default=0)
+
+    def wait_anew(self) -> None:
+        """Let early stopping count from 0 again."""
+        for callback in self._early_stops():
+            callback.early_stopping_patience_counter = 0
+
+    def _early_stops(self) -> list[EarlyStoppingCallback]:
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStoppingCallback)]
+
+
+def _has_waited(callback: EarlyStoppingCallback) -> bool:
+    return callback.early_stopping_patience_counter >= callback.early_stopping_patience
 
 
 class RunCallback(TrainerCallback):
@@ -173,8 +187,8 @@ class ProgressBar(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance by one step."""
-        self.bar.update(1)
+        """Advance to the step."""
+        self.bar.update(state.global_step - self.bar.n)
 
     def on_log(
         self,

@@ -6,7 +6,7 @@ last two yields the size. One that turns out too large is halved during training
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,7 +40,12 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def find_micro_batch_size(
-    accelerator: Accelerator, objective: nn.Module, batch: Batch, largest: int, max_seq_length: int
+    accelerator: Accelerator,
+    objective: nn.Module,
+    batch: Batch,
+    largest: int,
+    max_seq_length: int,
+    steps: Collection[int] = (0,),
 ) -> int:
     """Return how many pairs of one process fit into its memory, the same number on all ranks.
 
@@ -50,6 +55,7 @@ def find_micro_batch_size(
         batch: any batch, for its shapes.
         largest: the upper limit, in pairs.
         max_seq_length: the longest possible caption in tokens.
+        steps: a step of each part of the run.
     """
     trials = [min(size, largest) for size in TRIALS]
     if trials[0] == trials[1]:
@@ -58,7 +64,7 @@ def find_micro_batch_size(
 
     def peak(pairs: int) -> int:
         reset_peak(accelerator.device)
-        for step in {0, accelerator.unwrap_model(objective).tower_steps or 0}:  # a step of each part of the run
+        for step in steps:
             tried = synthetic_batch(batch, pairs, max_seq_length, accelerator.unwrap_model(objective).readers)
             backward(accelerator, objective, tried, step, pairs)
             objective.zero_grad(set_to_none=False)  # else gradients make up the peak of a small trial

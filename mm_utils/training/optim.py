@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
 (arXiv 2205.10287)."""
-HEAD_RATE = 2.0  # of the peak rate, in the head's part of a run (docs/log.md)
 TOWERS = ("vision_model.", "text_model.")
 _MEDIUM = re.compile(r"media\.\w+\.")  # a further medium, with a tower of its own
 _JOINTS = ("visual_projection", "text_projection", "logit_scale", "logit_bias")

@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
 from mm_utils.model.adapt import WeightAverage
-from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.reliability.nonfinite_steps import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import find_micro_batch_size, restored_buffers
-from mm_utils.training.optim import HEAD_RATE, LR_RULES, OptimizerArguments, schedule
+from mm_utils.training.optim import LR_RULES, OptimizerArguments
+from mm_utils.training.phases import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class TrainStep:
     Attributes:
         average: the moving average of the weights, with `--ema_decay`.
         micro_batch: the number of pairs that this rank holds at a time.
+        phases: what each step trains.
         nonfinite: the steps that changed nothing because they were not finite; complete after `settle`.
         reads_late: True if the device decides whether a step moves the weights, and its figures are read in the next step.
     """
@@ -63,15 +64,9 @@ class TrainStep:
         self.objective, self.optimizer = objective, optimizer
         self.unwrapped = unwrapped = accelerator.unwrap_model(objective)
         unwrapped.is_wrapped = unwrapped is not objective
-        model, self.tower_steps = unwrapped.model, max_steps
-        if (
-            optimizer_args.head_share
-            and unwrapped.pairs_per_image
-            and (is_trained(model.vision_model) or is_trained(model.text_model))
-        ):
-            self.tower_steps = unwrapped.tower_steps = round((1 - optimizer_args.head_share) * max_steps)
-        self.average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
-        self.max_steps, self.max_seq_length, self.sizes = max_steps, max_seq_length, args.batch_sizes
+        self.phases = Phases(unwrapped, args, optimizer_args, max_steps)
+        self.average = WeightAverage(unwrapped.model, args.ema_decay) if args.ema_decay else None
+        self.max_seq_length, self.sizes = max_seq_length, args.batch_sizes
         size = args.micro_batch_size
         self.micro_batch = MicroBatch(None if size in (None, "auto") else int(size))
         path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
@@ -97,18 +92,13 @@ class TrainStep:
         if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
             self.objective.train()
         growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
-        # Each part of the run has a schedule of its own, the head's at a higher rate.
-        rests, first = step >= self.tower_steps, self.tower_steps
-        part = (step - first, self.max_steps - first) if rests else (step, first)
-        rate = growth * schedule(*part, self.optimizer_args)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * rate * ((0.0 if group.get("backbone") else HEAD_RATE) if rests else 1.0)
+        self.phases.set_rates(self.optimizer.param_groups, step, growth)
         if self._is_first:
             self._is_first = False
             self._prepare(batch, step)
         report = self._backward(batch, step)
         self.settle()  # the step before, while the device computes this one
-        for weight in self.unwrapped.resting_weights():
+        for weight in self.unwrapped.idle_weights():
             weight.grad = None  # with one of 0, momentum and weight decay would still move it
         norm = self.unwrapped.clip_gradients(self.accelerator, self.optimizer_args.max_grad_norm or math.inf)
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
@@ -148,7 +138,12 @@ class TrainStep:
         if self.args.micro_batch_size == "auto":
             largest = -(-self.sizes.sizes[-1] // (1 if self.args.has_unequal_shares else distributed.world_size()))
             self.micro_batch.size = find_micro_batch_size(
-                self.accelerator, self.objective, batch, largest, self.max_seq_length
+                self.accelerator,
+                self.objective,
+                batch,
+                largest,
+                self.max_seq_length,
+                {0, self.phases.head_from} if self.phases.is_split else {0},
             )
             logger.info(
                 "--micro_batch_size auto: %d of %d pairs per process at a time", self.micro_batch.size, largest

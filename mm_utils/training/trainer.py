@@ -13,9 +13,10 @@ And two events of ours, called on callbacks that have them: on_evaluate_begin, o
 manager is entered around training, and one that is `ExportableState` is stored in checkpoints and restored.
 """
 
+import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingAr
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.fsdp_deepspeed import prepare, unsharded
 from mm_utils.training.optim import OptimizerArguments
+from mm_utils.training.phases import same_head
 from mm_utils.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -80,10 +82,6 @@ class Trainer:
             is_local_process_zero=accelerator.is_local_main_process,
         )
         self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // data.num_rows)
-        self.callbacks, self.signals = (
-            CallbackRunner(prepared.callbacks, self._context, accelerator.device),
-            Interruption(),
-        )
         self.step = TrainStep(
             args,
             optimizer_args,
@@ -93,7 +91,10 @@ class Trainer:
             self.state.max_steps,
             data.max_seq_length,
         )
-        self.average = objective.teacher = self.step.average
+        self.phases, self.average = self.step.phases, self.step.average
+        objective.teacher = self.average
+        self.callbacks = CallbackRunner(prepared.callbacks, self._context, accelerator.device)
+        self.signals = Interruption()
         objective.seed = args.seed
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
         self.flags = learnt_flags(args.settings)
@@ -102,6 +103,7 @@ class Trainer:
         )
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
         self._evaluated_step, self._saved_step, self._saved_at = -1, 0, time.monotonic()
+        self._resumed_from: Path | None = None
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -124,14 +126,15 @@ class Trainer:
                 metrics = self._evaluate_if_due(evaluate_start)
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics
-                    self.step.settle()
+                if self._goes_on_with_head():
+                    metrics = self._take_steps() or metrics
+                self.step.settle()
                 if self.evaluators and self._evaluated_step != self.state.global_step:
                     metrics = self.evaluate()
                 if self.saves and self._saved_step != self.state.global_step:
                     self.save_checkpoint()
                 complete = self._finish_writing()
-                if self.args.keeps_best and self.state.best_model_checkpoint:
-                    metrics = self._load_best(metrics)
+                metrics = self._choose(metrics)
             except _StopRequested as stop:
                 self._save_and_exit(stop.signal)
         self.callbacks.call("on_train_end")
@@ -145,6 +148,8 @@ class Trainer:
         metrics: dict[str, float] = {}
         loader = self.data.train_batches(self.state.global_step, self.state.max_steps)
         for batch in loader:
+            if self.state.global_step == self.phases.head_from:
+                self._begin_head()
             self.callbacks.call("on_step_begin", batch=batch, data_wait=loader.wait)
             report = self.step.run(batch, self.state.global_step)
             self.state.global_step += 1
@@ -180,7 +185,11 @@ class Trainer:
                 truncate_rows(self.output_dir / name, self.state.global_step)
         if self.saves:
             limit = self.args.save_total_limit
-            kept = None if limit is None else limit + max(self.args.save_best_limit, self.args.keeps_best)
+            kept = (
+                None
+                if limit is None
+                else limit + max(self.args.save_best_limit, self.args.keeps_best) + self.phases.keeps_encoders
+            )
             check_room(self.output_dir, self.captured.nbytes, kept)
         self.callbacks.call("on_train_begin")
 
@@ -188,7 +197,7 @@ class Trainer:
         """Set the actions that are due after this step; callbacks may change them."""
         step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
         self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
-        self.callbacks.control.should_evaluate = bool(self.evaluators) and (last or _due(step, self.args.eval_steps))
+        self.callbacks.control.should_evaluate = bool(self.evaluators) and (last or self.phases.evaluates(step))
         waited = time.monotonic() - self._saved_at
         self.callbacks.control.should_save = (
             _due(step, self.args.save_steps) or 0 < 60 * self.args.save_minutes <= waited
@@ -201,9 +210,8 @@ class Trainer:
         to `_save_and_exit` and to the resumed run. On GPUs, ranks agree a step later, unless they wait for this one anyway.
         """
         signal, step = 0, self.state.global_step
-        waits = step >= self.state.max_steps or any(
-            _due(step, every) for every in (self.args.logging_steps, self.args.eval_steps, self.args.save_steps)
-        )
+        waits = step >= self.state.max_steps or self.phases.evaluates(step)
+        waits = waits or _due(step, self.args.logging_steps) or _due(step, self.args.save_steps)
         flags = (self.signals.number, self.writer.saved(), self.writer.failures)
         for asked, saved, failures in self.callbacks.agree(*flags, later=self.step.reads_late and not waits):
             signal = signal or asked
@@ -254,14 +262,15 @@ class Trainer:
         # Callbacks may add metrics, which are logged; they compare with the best so far, so it changes after them.
         self.callbacks.call("on_evaluate", metrics=metrics)
         self.log(metrics)
-        value, best = metrics.get(f"eval_{self.args.metric_for_best_model}"), self.state.best_metric
-        if value is None:
+        step, history = self.state.global_step, self.state.log_history
+        value = metrics.get(f"eval_{self.phases.metric(step)}")
+        if value is None and self.phases.needs_metric(step):
             raise ValueError(
                 f"--metric_for_best_model is {self.args.metric_for_best_model}; measured were {', '.join(found)}."
             )
-        if best is None or (value > best if self.args.greater_is_better else value < best):
-            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-        self.callbacks.control.should_save |= self.state.global_step in self._best_steps()
+        if self.phases.best_of_part(history, step) == step:
+            self.state.best_metric, self.state.best_global_step = value, step
+        self.callbacks.control.should_save |= step in self.phases.kept(history)
         return metrics
 
     def measure(self) -> dict[str, float]:
@@ -284,7 +293,7 @@ class Trainer:
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation due before the first step, or when a resumed run was stopped."""
         step = self.state.global_step
-        due = bool(self.evaluators) and _due(step, self.args.eval_steps) and (at_start or step > 0)
+        due = bool(self.evaluators) and self.phases.evaluates(step) and (at_start or step > 0)
         if not due or self._is_evaluated():
             return {}
         metrics = self.evaluate()
@@ -297,14 +306,30 @@ class Trainer:
         step = self.state.global_step
         return any(row["step"] == step and "loss" not in row for row in self.state.log_history)
 
-    def _best_steps(self) -> list[int]:
-        """Return the steps whose checkpoints are kept because their evaluations are the best."""
-        return self._best_of(max(self.args.save_best_limit, int(self.args.keeps_best)))
+    def _goes_on_with_head(self) -> bool:
+        """Return whether early stopping has ended the encoders' part alone; the next step is then the first of the head's."""
+        step, first, control = self.state.global_step, self.phases.head_from, self.callbacks.control
+        waited = self.callbacks.exhausted() if control.should_training_stop else 0
+        if not (self.phases.is_split and step <= first < self.state.max_steps and waited):
+            return False
+        logger.info(
+            "The encoders' part ends early, at step %d, after %d evaluations without a better metric; the head's part begins, with "
+            "step %d", step, waited, first,
+        )  # fmt: skip
+        control.should_training_stop, self.state.global_step = False, first
+        self.state.epoch = self.sizes.before(first) / self.data.num_rows
+        return True
 
-    def _best_of(self, limit: int) -> list[int]:
-        name, sign = f"eval_{self.args.metric_for_best_model}", 1 if self.args.greater_is_better else -1
-        evaluated = {int(row["step"]): sign * row[name] for row in self.state.log_history if name in row}
-        return sorted(evaluated, key=lambda step: (-evaluated[step], step))[:limit]
+    def _begin_head(self) -> None:
+        """Begin the head's part of the run, with the best encoders of the part before it, and their optimizer's state."""
+        state, best = self.state, self.phases.best_encoders(self.state.log_history)
+        if self.phases.is_split and self.args.keeps_best and best and best[0] != state.global_step:
+            self._finish_writing()
+            if (path := self._folder_of(best[0])) is not None:
+                self.captured.load_training(path)
+                logger.info("The head's part begins with the encoders of step %d, the best of theirs", best[0])
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        self.callbacks.wait_anew()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -324,7 +349,7 @@ class Trainer:
         run = {"identity": self.identity, "flags": self.flags, "nonfinite_steps": self.step.nonfinite.count}
         snapshot = self.captured.capture(self.state, run)
         if self.accelerator.is_main_process:
-            self.writer.start(self.state.global_step, snapshot, self._best_steps())
+            self.writer.start(self.state.global_step, snapshot, self.phases.kept(self.state.log_history))
         self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
 
     def load_checkpoint(self, path: Path) -> TrainerState:
@@ -335,6 +360,7 @@ class Trainer:
         """
         state, run = self.captured.restore(path, self.identity, self.flags, self.args.allow_changed_run)
         self.step.nonfinite.count = run["nonfinite_steps"]
+        self._forget_other_metric(path, state, run.get("flags") or {})
         return state
 
     def _resume(self, path: Path) -> None:
@@ -343,31 +369,26 @@ class Trainer:
                 f"--resume_from_checkpoint is {path}, of step {step}; the run has {self.state.max_steps} steps. Raise --max_steps "
                 "or --num_train_epochs."
             )
-        state = self.load_checkpoint(path)
+        state, self._resumed_from = self.load_checkpoint(path), path.absolute()
         state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
         state.is_world_process_zero = self.state.is_world_process_zero
         state.is_local_process_zero = self.state.is_local_process_zero
         self.state, self._saved_step = state, state.global_step
-        self._forget_other_metric(path)
         self.callbacks.restore(state.stateful_callbacks or {})  # type: ignore[arg-type]
         if self.accelerator.is_main_process:
             self.writer.set_newer_aside(state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
 
-    def _forget_other_metric(self, path: Path) -> None:
+    def _forget_other_metric(self, path: Path, state: TrainerState, flags: Mapping[str, Any]) -> None:
         """Let the best be sought from the resumed step on if another metric has chosen it so far."""
-        state, metric = self.state, f"eval_{self.args.metric_for_best_model}"
-        best: dict[float | None, float | None] = {
-            row["step"]: row.get(metric) for row in state.log_history if "loss" not in row
-        }
-        chosen = self._best_of(1)
-        if state.best_global_step in (None, *chosen) and best.get(state.best_global_step) == state.best_metric:
+        if all(flags.get(name, now) == now for name, now in self.flags.items() if name in _CHOOSING):
             return
-        state.log_history = [row for row in state.log_history if "loss" in row or row["step"] == state.global_step]
-        state.best_metric = best.get(state.global_step)
-        known = state.best_metric is not None
-        state.best_global_step = state.global_step if known else None
-        state.best_model_checkpoint = str(path) if known else None
+        step, metric = state.global_step, f"eval_{self.phases.metric(state.global_step)}"
+        state.log_history = [row for row in state.log_history if "loss" in row or row["step"] == step]
+        values = [row[metric] for row in state.log_history if "loss" not in row and metric in row]
+        state.best_metric, state.best_global_step, state.best_model_checkpoint = (
+            (values[0], step, str(path)) if values else (None, None, None)
+        )
 
     def _finish_writing(self) -> bool:
         """Wait for the last checkpoint and call the callbacks; return whether it could be written."""
@@ -380,26 +401,68 @@ class Trainer:
                 break
             self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
         if self.accelerator.is_main_process:
-            self.writer.remove_old(self._best_steps())
+            self.writer.remove_old(self.phases.kept(self.state.log_history))
         return not failures
 
-    def _load_best(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _choose(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Load the best weights, where they are kept, and note what chose them; return the metrics of what is saved."""
+        step, first = self.state.global_step, self.phases.head_from
+        if self.args.keeps_best and (best := self.phases.best(self.state.log_history)):
+            metrics = self._load_best(best, metrics)
+        if self.phases.has_head and self.phases.is_new and step <= first:
+            self.model.config.rerank_weights = {}
+            self.args.choice += (
+                f" No head was trained: the run ended at step {step}, and its head learns from step {first} on."
+            )
+        self.args.choice = self.args.choice.strip()
+        if self.args.choice and self.accelerator.is_main_process:
+            logger.info("%s", self.args.choice)
+        return metrics
+
+    def _load_best(self, best: list[int], metrics: dict[str, float]) -> dict[str, float]:
         """Load the best checkpoint's weights; return the metrics of its evaluation."""
-        best = self.writer.path(int(self.state.best_global_step or 0))
-        if not best.is_dir():  # a run that goes on in another folder than it began
-            best = Path(self.state.best_model_checkpoint or best)
-        if not best.is_dir():
-            logger.warning("%s could not be written, so the last weights are kept in place of the best", best)
+        history = self.state.log_history
+        step, path = next(((step, path) for step in best if (path := self._folder_of(step))), (best[0], None))
+        if path is None:
+            lost = self.writer.path(step)
+            logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
             return metrics
-        self.captured.load_weights(best)
-        if self.state.best_global_step != self._evaluated_step:
-            self._measure_saved()  # the pictures are of what is saved
-        evaluated = [
-            {name: value for name, value in row.items() if name.startswith("eval_")}
-            for row in self.state.log_history
-            if row["step"] == self.state.best_global_step
-        ]
-        return next((row for row in evaluated if row), metrics)
+        self.captured.load_weights(path)
+        choice = self.phases.choice(history, step)
+        row = {
+            "step": self.state.global_step,
+            "saved_step": step,
+            "saved_part": choice.part,
+            "saved_by": choice.figure,
+        }
+        self.args.choice = str(choice)
+        reranks = any((self.model.config.rerank_weights or {}).values())
+        earlier = self.phases.lost_recall(history, step, reranks)
+        if earlier is not None and (path := self._folder_of(earlier)) is not None:
+            with same_head(self.model, self.average):
+                self.captured.load_weights(path)
+            metrics = {f"eval_{name}": value for name, value in self._measure_saved().items()}
+            self.args.choice += (
+                f" Its projections are those of step {earlier}: later ones cost more recall than the head adds."
+            )
+            row["saved_projections_step"] = earlier
+        else:
+            if step != self._evaluated_step:
+                self._measure_saved()  # the pictures are of what is saved
+            found = next(row for row in history if row["step"] == step and "loss" not in row)
+            metrics = {name: value for name, value in found.items() if name.startswith("eval_")}
+        if self.accelerator.is_main_process:
+            append_rows(self.output_dir / METRICS_FILE, [row])
+        return metrics
+
+    def _folder_of(self, step: int) -> Path | None:
+        """Return the checkpoint of a step, maybe in the folder that the run was begun in; None if it is lost."""
+        stored = self.state.best_model_checkpoint
+        earlier = (
+            {self._resumed_from.parent, *([Path(stored).parent] if stored else [])} if self._resumed_from else set()
+        )
+        places = [self.writer.path(step), *(folder / self.writer.path(step).name for folder in earlier)]
+        return next((path for path in places if path.is_dir()), None)
 
     def _save_and_exit(self, signal: int) -> NoReturn:
         """Save and stop, as a signal asked."""
@@ -438,7 +501,11 @@ class Trainer:
         """Return the arguments of every event."""
         shared = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
         shared |= {"processing_class": self.data.processor, "eval_dataloader": self.data.eval_loader}
-        return self.args, self.state, shared
+        args, judge = self.args, self.phases.metric(self.state.global_step)
+        if judge != args.metric_for_best_model:  # early stopping reads it
+            args = copy.copy(args)
+            args.metric_for_best_model = judge
+        return args, self.state, shared
 
 
 class _StopRequested(Exception):
@@ -447,6 +514,9 @@ class _StopRequested(Exception):
     def __init__(self, signal: int):
         super().__init__(signal)
         self.signal = signal
+
+
+_CHOOSING = ("metric_for_best_model", "greater_is_better")
 
 
 def _due(step: int, every: int) -> bool:

@@ -18,6 +18,9 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import GlobalBatch
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.optim import OptimizerArguments
+from mm_utils.training.phases import Phases
 
 
 def other_positives_of(ids: Tensor) -> Tensor:
@@ -111,7 +114,8 @@ def tiny_objective(kind: str) -> JointObjective:
         if isinstance(term, Altered):
             term.alter = altered_tokens
     if kind == "captioning_on_resting_towers":
-        objective.tower_steps, model.towers_rest = 0, True
+        trained = TrainingArguments(max_steps=10), OptimizerArguments(head_share=0.99)
+        Phases(objective, *trained, max_steps=10)  # from step 0 on, the head alone
     if objective.needs_teacher:
         objective.teacher = WeightAverage(model, 0.9)
         for value in objective.teacher.values.values():

@@ -6,7 +6,7 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +49,9 @@ class TinyRun:
         strike: called wherever a fault may be injected.
         dropout: of the text tower; it depends on the number of processes.
         exact: 64-bit numbers.
+        patience: of early stopping.
+        new_head: the head was not trained before this run.
+        figures: what an evaluation after a step measures, besides the score.
     """
 
     folder: Path
@@ -59,6 +62,9 @@ class TinyRun:
     exact: bool = False
     kind: str = "contrastive_matching"
     arguments: dict[str, Any] = field(default_factory=dict)
+    patience: int = 100
+    new_head: bool = False
+    figures: Mapping[int, dict[str, float]] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=lambda: {"data": "rows"})
 
 
@@ -143,6 +149,7 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
     objective = tiny_objective(run.kind)
     assert isinstance(objective, JointObjective)
     objective.to(torch.double if run.exact else torch.float)
+    objective.added = frozenset(["fusion."] if run.new_head else [])
     for name, parameter in objective.named_parameters():
         parameter.requires_grad_("pooler" not in name)  # which takes no part
     for module in objective.modules():
@@ -172,7 +179,7 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
         optimizer,
         data,
         evaluators=[lambda model, loader, _: _score(run, trainer, model, loader)],
-        callbacks=[*watching, TemperatureClamp(100.0), _Places(run.strike), EarlyStoppingCallback(100)],
+        callbacks=[*watching, TemperatureClamp(100.0), _Places(run.strike), EarlyStoppingCallback(run.patience)],
     )
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))
     return trainer
@@ -186,7 +193,7 @@ def _score(run: TinyRun, trainer: Trainer, model: Any, loader: Any) -> dict[str,
     with torch.no_grad():
         for parameter in model.parameters():
             score = score + parameter.detach().double().sum()
-    return {"score": float(score)}
+    return {"score": float(score), **run.figures.get(trainer.state.global_step, {})}
 
 
 def train(run: TinyRun) -> tuple[int, int, list[list[int]]]:

@@ -18,6 +18,9 @@ from mm_utils.objectives import EmbeddingTerm, JointObjective, ObjectiveArgument
 from mm_utils.objectives.contrastive import InfoNCE
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.terms import LossInputs
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.optim import OptimizerArguments
+from mm_utils.training.phases import Phases
 from tests.kit.objectives import (
     KINDS,
     PAIRS,
@@ -444,27 +447,28 @@ def test_all_captions_of_an_image_are_targets() -> None:
     assert step(objective, batch, 0)["report"]["captioning_loss"] == pytest.approx(total / targets, rel=1e-5)
 
 
-def test_the_head_waits_for_its_part_of_the_run_and_the_towers_rest_in_it() -> None:
+def test_the_head_waits_for_its_part_of_the_run_in_which_the_towers_are_frozen() -> None:
     objective, whole, batch = tiny_objective("captioning"), tiny_objective("captioning"), global_batch()
-    objective.tower_steps = 3
+    trained = TrainingArguments(max_steps=6), OptimizerArguments(head_share=0.5)
+    Phases(objective, *trained, max_steps=6)
     towers, head = ("vision_model", "text_model"), ("fusion", "token_head", "caption_adapter")
     parts = {2: (head, towers, "contrastive"), 3: (towers, head, "captioning")}
-    for number, (frozen, trained, kind) in parts.items():
+    for number, (idle, trained, kind) in parts.items():
         found = step(objective, batch, number)
         moved = {name: value for name, value in found["gradients"].items() if torch.tensor(value).any()}
         # The trainer drops gradients of weights that are frozen for this step, as of the word embeddings that captions are made of.
         assert not [
-            name for name in moved if name.removeprefix("model.").startswith(frozen) and "word_embeddings" not in name
+            name for name in moved if name.removeprefix("model.").startswith(idle) and "word_embeddings" not in name
         ]
         assert {part for part in trained for name in moved if name.removeprefix("model.").startswith(part)} == {
             *trained
         }
         assert ("captioning_loss" in found["report"]) == (kind == "captioning")
-        names = {id(weight) for weight in objective.frozen_weights()}
+        names = {id(weight) for weight in objective.idle_weights()}
         assert names == {
             id(weight)
             for name, weight in objective.model.named_parameters()
-            if weight.requires_grad and name.startswith(frozen)
+            if weight.requires_grad and name.startswith(idle)
         }
     expected = step(whole, batch, 3)["gradients"]
     for name, value in found["gradients"].items():

@@ -38,6 +38,7 @@ from mm_utils.run.output_folder import holds_run, misplaced
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import available_bytes
+from mm_utils.training.phases import head_start
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def dry_run(
         if not probe.is_main_process:
             return {}
         probe.check_saved(scratch)
-        figures = _forecast(args, probe, scratch)
+        figures = _forecast(args, settings.get("head_share") or 0.0, probe, scratch)
     start = command_without_dry_run(name, argv)
     logger.info("%s", "\n".join([*_describe(figures, args, probe), f"Start it: {start}"]))
     _warn(figures, probe, existing)
@@ -262,7 +263,7 @@ class _Probe(TrainerCallback):
         return self.last - before
 
 
-def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str, float]:
+def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path) -> dict[str, float]:
     """Return what the whole run will take; memory is NaN if the largest batch was not tried."""
     total, data = probe.data.total_rows, probe.data
     largest, last = args.batch_sizes.sizes[-1], probe.steps[-1]
@@ -274,6 +275,8 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     args.settle_eval_steps(steps, probe.context.has_baseline)
     first = 0 if probe.context.evaluates_start else args.eval_steps
     evaluated_steps = {steps, *(range(first, steps, args.eval_steps) if args.eval_steps > 0 else ())}
+    if args.eval_steps > 0 and (head := head_start(probe.context.objective, share, steps)):
+        evaluated_steps.add(head)  # the end of the encoders' part
     saved_steps = {steps, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
     if args.keeps_best or args.save_best_limit:  # each may be the best so far
         saved_steps |= evaluated_steps

@@ -83,7 +83,7 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
 def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
     """Return the trials, best first and failed ones last, and the metric that decides.
 
-    It is `--metric_for_best_model` of the runs, as their config.yaml says.
+    It is `--metric_for_best_model` of the runs, as their config.yaml says, after re-ranking where all trials measured that.
     """
     metric, sign = "mean_recall", 1
     for trial in trials:
@@ -91,7 +91,9 @@ def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
             settings = yaml.safe_load((trial.folder / CONFIG_FILE).read_text(encoding="utf-8"))
             metric, sign = settings["metric_for_best_model"], 1 if settings["greater_is_better"] else -1
             break
-    metric = f"eval_{metric}"
+    measured = [trial.metrics for trial in trials if trial.metrics]
+    reranked = f"eval_rerank_{metric}"  # of encoders and head together, where all trials have one
+    metric = reranked if measured and all(reranked in metrics for metrics in measured) else f"eval_{metric}"
 
     def place(trial: Trial) -> tuple[bool, bool, float]:
         value = trial.metrics.get(metric, math.nan)

@@ -127,9 +127,10 @@ class WiseFT(RunCallback):
             run.evaluate,
             data.evaluation("validation"),
             accelerator,
-            "mean_recall" if retrieves else run.run.args.metric_for_best_model,
+            run.run.args.metric_for_best_model,
             place,
             QUARTERS if retrieves else TENTHS,
             partial(write_model, model=run.model, processor=data.processor) if retrieves else None,
+            run.run.args.greater_is_better,
         )
         run.metrics = {f"eval_{name}": value for name, value in found.items()}

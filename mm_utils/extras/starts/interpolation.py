@@ -57,10 +57,11 @@ def choose_between(
     evaluate: Evaluate,
     loader: Iterable,
     accelerator: Accelerator,
-    metric: str,
+    name: str,
     folder: Path,
     alphas: Sequence[float] = QUARTERS,
     save: Callable[[Path], Any] | None = None,
+    greater_is_better: bool = True,
 ) -> dict[str, float]:
     """Measure weights between `start` and those in `model`; load and save the chosen ones.
 
@@ -70,8 +71,9 @@ def choose_between(
     Args:
         wanted: the alpha to save; None for the best.
         start: the weights before training, of `weights_of_start`.
-        metric: the metric of `evaluate` to maximise; among equals, the highest alpha wins.
+        name: the metric of `evaluate` that chooses, after re-ranking where that is measured; among equals, the highest alpha wins.
         alphas: the places to measure, besides `wanted`.
+        greater_is_better: a higher value of it is better.
         save: writes the model, on the main process; default: `model.save_pretrained`.
     """
     end = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -80,8 +82,10 @@ def choose_between(
     for alpha in alphas:
         model.load_state_dict(interpolate(start, end, alpha))
         measured[alpha] = evaluate(model, loader, accelerator)
+        metric = f"rerank_{name}" if f"rerank_{name}" in measured[alpha] else name
         logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
-    best = max(alphas, key=lambda alpha: (measured[alpha][metric], alpha))
+    sign = 1 if greater_is_better else -1
+    best = max(alphas, key=lambda alpha: (sign * measured[alpha][metric], alpha))
     chosen = best if wanted is None else wanted
     model.load_state_dict(interpolate(start, end, chosen))
     evaluate(model, loader, accelerator)  # so that the evaluator holds the predictions of the chosen weights

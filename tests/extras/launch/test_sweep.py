@@ -31,6 +31,12 @@ def test_the_best_comes_first(metric: str, greater: bool, order: str, tmp_path: 
     assert [trial.values["seed"] for trial in found] == [*order, "=2"]
 
 
+def test_runs_with_a_head_are_compared_after_re_ranking(tmp_path: Path) -> None:
+    found = trials(tmp_path)
+    found[0].metrics["eval_rerank_mean_recall"], found[2].metrics["eval_rerank_mean_recall"] = 0.7, 0.6
+    assert ranked(found) == ([found[0], found[2], found[1]], "eval_rerank_mean_recall")
+
+
 def test_no_number_does_not_come_before_the_best(tmp_path: Path) -> None:
     found = trials(tmp_path)
     found.insert(1, Trial({"seed": "4"}, tmp_path / "seed-4", {"eval_mean_recall": float("nan")}))

@@ -95,6 +95,25 @@ def test_a_given_alpha_is_saved_even_if_another_is_better(tmp_path: Path) -> Non
     assert (report["best_alpha"], report["saved_alpha"], len(report["measured"])) == (1.0, 0.55, 12)
 
 
+@pytest.mark.parametrize(
+    ("measured", "greater_is_better", "alpha"),
+    [
+        ({"loss": [3, 2, 1]}, False, 1.0),
+        ({"recall": [1, 2, 3], "rerank_recall": [2, 3, 1]}, True, 0.5),  # after re-ranking, as the model is used
+    ],
+)
+def test_what_chooses_alpha(
+    measured: dict[str, list[float]], greater_is_better: bool, alpha: float, tmp_path: Path
+) -> None:
+    def evaluate(model: Any, *rest: Any) -> dict[str, float]:
+        place = round(2 * float(model.weights["vision.weight"][0]))
+        return {name: values[place] for name, values in measured.items()}
+
+    name, model, alphas = next(iter(measured)), Model(), (0.0, 0.5, 1.0)
+    found = choose_between(None, START, model, evaluate, [], ALONE, name, tmp_path, alphas, None, greater_is_better)  # type: ignore[arg-type]
+    assert found["wise_ft_alpha"] == alpha
+
+
 def test_errors_name_the_flag() -> None:
     with pytest.raises(ValueError, match=r"--wise_ft_alpha is 2.0; give a number in \[0, 1\]"):
         InterpolationArguments(wise_ft=True, wise_ft_alpha=2.0)

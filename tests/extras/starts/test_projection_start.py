@@ -160,29 +160,38 @@ def evaluations(folder: Path) -> dict[int, float]:
     return {row["step"]: row["eval_mean_recall"] for row in rows if "eval_mean_recall" in row}
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
-    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path
+    frozen: bool, towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The learning rate destroys the towers, and what is saved is the start."""
-    metrics = pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run"))
+    """The learning rate destroys towers and projections, and those of the start are saved, with a head that was trained."""
+    more = ["--freeze_vision", "--freeze_text"] if frozen else []
+    metrics = pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run", *more))
     found = evaluations(tmp_path / "run")
     assert list(found) == [0, 1, 2, 3, 4]
     assert metrics["eval_mean_recall"] == max(found.values()) == found[0]
     saved = FusionDualEncoderModel.from_pretrained(tmp_path / "run").state_dict()
     first = FusionDualEncoderModel.from_pretrained(tmp_path / "run" / "checkpoint-0").state_dict()
-    assert all(torch.equal(saved[name], first[name]) for name in first)
-    shown = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert shown["step"] == 4  # the evaluation behind the pictures is not logged twice
+    head = {name for name in first if name.startswith(("fusion.", "token_head.", "caption_adapter."))}
+    assert all(torch.equal(saved[name], first[name]) for name in first.keys() - head)
+    assert not all(torch.equal(saved[name], first[name]) for name in head)
+    *_, evaluated, chosen = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert evaluated["step"] == 4  # the evaluation behind the pictures is not logged twice
+    assert (chosen["saved_part"], chosen["saved_projections_step"]) == ("head", 0)
+    sentence = f"Saved is the model with the fusion head of step {chosen['saved_step']}, the best of"
+    assert sentence in caplog.text
+    assert sentence in (tmp_path / "run" / "README.md").read_text()
+    assert ("--head_share 0.5 plays no part" in caplog.text) == frozen
 
 
 def test_a_dry_run_counts_the_closed_form_and_all_evaluations(
     towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = pretrain.main([*flags_of(towers, tiny_flags, tmp_path / "run"), "--max_steps", "10", "--dry_run"])
-    assert found["dry_run_evaluations"] == 6  # before the first step and five times
-    assert found["dry_run_checkpoints"] == 6  # each may be the best
+    assert found["dry_run_evaluations"] == 7  # before the first step, five times, and where the encoders' part ends
+    assert found["dry_run_checkpoints"] == 7  # each may be the best
     assert found["dry_run_start_hours"] > 0
-    assert re.search(r"time .*: the closed form [\d.]+ \w+, training .* \(6 times\), checkpoints", caplog.text)
+    assert re.search(r"time .*: the closed form [\d.]+ \w+, training .* \(7 times\), checkpoints", caplog.text)
 
 
 def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:

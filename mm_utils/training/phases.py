@@ -221,7 +221,9 @@ class Phases:
 def same_head(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
     """Put the head's weights back at the end of a `with` block that loads others."""
     names = [name for name, _ in model.named_parameters() if name.startswith(_HEAD)]
-    places = [dict(model.named_parameters()), *([average.values] if average is not None else [])]
+    places: list[Mapping[str, torch.Tensor]] = [dict(model.named_parameters())]
+    if average is not None:
+        places.append(average.values)
     held = [{name: place[name].detach().clone() for name in names} for place in places]
     yield
     with torch.no_grad():

@@ -40,18 +40,18 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_300,
+    "core": 25_600,
     "data": 10_200,
     "model": 3_800,
     "objectives": 1_700,
-    "training": 2_100,
+    "training": 2_350,
     "checkpointing": 900,
     "reliability": 1_000,
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_750,
     "extras": 15_500,
-    "tests": 48_200,
+    "tests": 48_450,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -175,7 +175,18 @@ def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path):
     """Besides the newest; ties go to the earlier one."""
     values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0])
 
-    flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "0", "--save_best_limit", "2", "--head_share", "0"]
+    flags = [
+        "--max_steps",
+        "6",
+        "--eval_steps",
+        "1",
+        "--save_steps",
+        "0",
+        "--save_best_limit",
+        "2",
+        "--head_share",
+        "0",
+    ]
     kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
     pretrain.main([*tiny_flags, *flags, *kept], evaluators=[lambda *_: {"quality": next(values)}])
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]

@@ -114,7 +114,7 @@ def test_a_killed_worker_changes_nothing(make: Make, fault: Record, caplog: pyte
     assert len(found) == len(expected) >= STEPS
     assert all(equal(*both) for both in zip(found, expected, strict=True))
     warnings = [record.message for record in caplog.records if "New workers make the same batches" in record.message]
-    assert len(warnings) == 3
+    assert 2 <= len(warnings) <= 3  # two that are killed shortly after each other may be replaced together
     assert all(re.search("(killed by signal: Killed|exited unexpectedly), when ", warning) for warning in warnings)
     assert "pass --dataloader_num_workers lower than 2, or 0." in warnings[0]
 

@@ -8,10 +8,11 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
@@ -21,6 +22,7 @@ from transformers import HfArgumentParser
 from mm_utils.text import printable, redact
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
 
@@ -91,11 +93,11 @@ def is_rare(field: dataclasses.Field) -> bool:
 class Parsed:
     """What was parsed: an instance of each dataclass, found by its class, or the value of a flag, by its name.
 
-    `config` is the file of `--config`.
+    `config` is the file of `--config`, and `named` has the names of the flags on the command line.
     """
 
-    def __init__(self, parsed: Sequence[Any], config: str | None = None):
-        self._parsed, self.config = list(parsed), config
+    def __init__(self, parsed: Sequence[Any], config: str | None = None, named: Collection[str] = ()):
+        self._parsed, self.config, self.named = list(parsed), config, frozenset(named)
 
     @overload
     def __getitem__(self, key: type[T]) -> T: ...
@@ -118,6 +120,33 @@ class Parsed:
     def settings(self) -> dict[str, Any]:
         """All values by name, as ``--config`` reads them back."""
         return to_dict(*self._parsed)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether these are a run's flags with those of its dry run behind them."""
+        return "dry_run" in self.named and not self["dry_run"]
+
+    def refuse(self, names: str, reason: str) -> None:
+        """Refuse flags that would have no effect, and that ask for something: those above 0 and unlike their default.
+
+        One that only the file of ``--config`` has is logged, since the command line may have made it needless.
+
+        Args:
+            names: their names, separated by spaces; the script may lack some.
+            reason: why, such as "--lora_rank is 0".
+
+        Raises:
+            ValueError: if the command line has one of them.
+        """
+        known = {field.name: field for each in self._parsed for field in dataclasses.fields(each)}
+        for field in (known[name] for name in names.split() if name in known):
+            value = self[field.name]
+            if not value or value == field.default:
+                continue
+            problem = f"--{'set ' * is_rare(field)}{field.name} is {value}; {reason}, and it would have no effect"
+            if field.name in self.named or self.config is None:
+                raise ValueError(f"{problem}. Drop it.")
+            logger.warning("%s, in %s: %s", "A flag is not read", self.config, problem)
 
 
 def _names(parsed: Any) -> set[str]:
@@ -156,21 +185,26 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
     path = _take_config(parser, argv)
     if path is not None:
         _set_defaults(parser, path)
+    words = _explicit(parser, argv)
+    actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
+    named = {action.dest for action in actions if action is not None}
     try:
         *parsed, unknown = parser.parse_args_into_dataclasses(
-            _explicit(parser, argv), return_remaining_strings=True, look_for_args_file=False
+            words, return_remaining_strings=True, look_for_args_file=False
         )
     except ValueError as error:
         parser.error(str(error))
     parsed = parsed[: len(arg_classes)]
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         given = {rest: " ".join(unknown)}
-        return Parsed([dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed], path)
+        return Parsed(
+            [dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed], path, named
+        )
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
-    return Parsed(parsed, path)
+    return Parsed(parsed, path, named)
 
 
 def to_dict(*parsed: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     DIRECTIONS,
     DUAL_ENCODERS,
     POOLINGS,
+    FusionDualEncoderConfig,
     FusionDualEncoderModel,
     input_name,
     input_shape,
@@ -147,7 +148,7 @@ class ModelArguments:
             taps = getattr(self, name)
             if taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", taps):
                 raise ValueError(
-                    f"--{name} is {taps!r}; give indices of the backbone's hidden states, e.g. -1,-2, or auto."
+                    f"--set {name} is {taps!r}; give indices of the backbone's hidden states, e.g. -1,-2, or auto."
                 )
         for name, choices in (
             ("fusion_direction", DIRECTIONS),
@@ -156,7 +157,8 @@ class ModelArguments:
             ("backbone_dropout", DROPOUTS),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+                rare = "set " if name == "fusion_direction" else ""
+                raise ValueError(f"--{rare}{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
             value = getattr(self, name)
             names = [value] if Path(value).is_file() else value.split(",")  # of several media
@@ -206,6 +208,7 @@ def build_model(
     """
     if args.model_name_or_path:
         model = load_model(args.model_name_or_path, medium=medium, **_head(args)).float()
+        _check_head(args, model)
         reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
         check_reads(args.model_name_or_path, reads, medium)
     else:
@@ -258,6 +261,16 @@ def _head(args: ModelArguments) -> dict[str, Any]:
     return given | {name: getattr(args, name) for name in ("fusion_layers", "fusion_hierarchy", "fusion_direction")}
 
 
+def _check_head(args: ModelArguments, model: FusionDualEncoderModel) -> None:
+    """Raise ValueError for flags of another head than that of a whole model of ours, which stays as it is."""
+    for flag, value in _head(args).items():
+        if getattr(args, flag) != getattr(ModelArguments, flag) and value != (has := getattr(model.config, flag)):
+            raise ValueError(
+                f"{flag} is {getattr(args, flag)}; the head of {args.model_name_or_path} has {flag} {has} and stays as it is. "
+                "Drop the flag."
+            )
+
+
 def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
     """Raise ValueError for adapters on a backbone from scratch, which would stay random."""
     for tower in lora_args.towers if lora_args.lora_rank and not args.model_name_or_path else ():
@@ -282,6 +295,12 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
         config = load_config(title, name)
         if config.model_type in DUAL_ENCODERS:
             return load_stock(name, config, **head)
+        if config.model_type != FusionDualEncoderConfig.model_type:
+            raise ValueError(
+                f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "
+                f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}. Choose one of these, or give it as "
+                "--vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
+            )
         with explained(title, name):
             model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
             model.check_repeatable()

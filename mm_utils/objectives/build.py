@@ -129,9 +129,10 @@ class ObjectiveArguments:
         """Raise ValueError if a term cannot be trained with the other flags, given by name, or a flag has no term."""
         for flag, terms in _READ_BY.items():
             if getattr(self, flag) != getattr(ObjectiveArguments, flag) and not set(terms) & self.weights.keys():
+                rare = "" if flag == "matryoshka_dims" else "set "
                 raise ValueError(
-                    f"--{flag} is {getattr(self, flag)}; it is for {' and '.join(terms)}, which --objectives does not have. "
-                    "Drop it."
+                    f"--{rare}{flag} is {getattr(self, flag)}; it is for {' and '.join(terms)}, which --objectives does not "
+                    "have. Drop it."
                 )
         for name in self.weights:
             term = term_class(name)

@@ -300,10 +300,35 @@ def test_a_folder_without_a_model_is_named(kind, folders, tmp_path):
     folder = {"missing": str(tmp_path / "nowhere"), "backbone": folders["text"]}.get(kind, str(tmp_path))
     if kind == "broken":
         (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="holds no model; ") as caught:
+    with pytest.raises(
+        ValueError, match=r"holds no model(; | that can be taken as a whole; its type is bert,)"
+    ) as caught:
         load_model(folder)
     assert str(caught.value).startswith(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["metaclip_2", "altclip", "align", "aimv2", "flava", "bert"])
+def test_a_model_of_another_type_is_refused_by_its_name(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"holds no model that can be taken as a whole; its type is {kind}, .* clip, "
+    ):
+        load_model(str(tmp_path))
+
+
+def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
+    build_model(ModelArguments(image_size=32, fusion_layers=1, fusion_dim=64), tokenizer).save_pretrained(tmp_path)
+    for same in ({}, {"fusion_layers": 1}, {"fusion_dim": 64}):
+        assert build_model(ModelArguments(str(tmp_path), **same), tokenizer).config.fusion_layers == 1
+    for field, value in {
+        "fusion_layers": 3,
+        "fusion_dim": 32,
+        "fusion_direction": "both",
+        "fusion_text_taps": "0",
+    }.items():
+        with pytest.raises(ValueError, match=f"{field} is {value}; the head of .* and stays as it is"):
+            build_model(ModelArguments(str(tmp_path), **{field: value}), tokenizer)
 
 
 @pytest.mark.parametrize(

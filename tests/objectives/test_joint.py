@@ -662,5 +662,5 @@ def test_objectives_that_are_refused(objectives: str, message: str) -> None:
 def test_a_flag_without_its_term_is_refused(flags: dict[str, Any]) -> None:
     [name] = flags
     args = ObjectiveArguments(f"{__name__}.OwnInfoNCE:1", **flags)
-    with pytest.raises(ValueError, match=f"--{name} is .*; it is for .*, which --objectives does not have"):
+    with pytest.raises(ValueError, match=f"{name} is .*; it is for .*, which --objectives does not have"):
         args.check({})

@@ -31,6 +31,9 @@ class CacheFeatures(RunCallback):
         """Return the callback with --cache_features."""
         if given["cache_features"] and given["streaming"]:
             raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")
+        if given["cache_features"] and given["freeze_vision"]:
+            unread = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter patch_dropout"
+            given.refuse(unread, "--cache_features keeps what the vision tower makes of centre squares")
         return cls() if given["cache_features"] else None
 
     def on_start(self, run: Any) -> None:

@@ -115,6 +115,8 @@ class HubPusher(RunCallback):
     @classmethod
     def attach(cls, given: Parsed) -> "HubPusher | None":
         """Return the callback with --push_to_hub."""
+        if not given["push_to_hub"] and not given.is_trial:
+            given.refuse("hub_model_id hub_private_repo hub_strategy", "there is no --push_to_hub")
         return cls(given[HubArguments]) if given["push_to_hub"] else None
 
     def open(self, output_dir: Path) -> None:

@@ -41,6 +41,9 @@ class ClosedFormStart(RunCallback):
         """Return the callback where new projections join two pretrained towers."""
         towers = [given[f"{tower}_model_name_or_path"] for tower in ("vision", "text")]
         joins = given["model_name_or_path"] is None and all(towers)
+        if not joins or given["streaming"]:
+            why = "a stream has no rows at hand" if joins else "the run does not join two pretrained towers"
+            given.refuse("closed_form_images", why)
         return cls(given["closed_form_images"], towers[0]) if joins and given["closed_form_images"] else None
 
     def has_baseline(self, data: TrainingData) -> bool:

@@ -20,6 +20,7 @@ class Streaming(RunCallback):
     def attach(cls, given: Parsed) -> "Streaming | None":
         """Return the callback with --streaming."""
         if not given["streaming"]:
+            given.refuse("stream_interleave shuffle_block_size", "there is no --streaming")
             return None
         if given["similar_captions_per_batch"] > 1:
             raise ValueError(

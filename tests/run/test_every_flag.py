@@ -1,0 +1,214 @@
+"""What is given is done or refused: every flag of a script, for every kind of start.
+
+`test_unread_flags_are_refused` goes over the rules of `mm_utils.run.flags`. The long one finds flags that a rule lacks: it trains
+a step from every kind of start, notes which fields of which dataclass are read outside of checks, and sets each of the others.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_utils.arguments import is_rare, parse_args
+from mm_utils.extras.several_media.mixture import MediaArguments
+from mm_utils.run import flags
+from mm_utils.run.doors import Doors
+from scripts import finetune, pretrain
+from tests.kit.numbered_shards import write_shards
+from tests.kit.stock_folders import write_stock
+
+TOWERS = "--vision_model_name_or_path a --text_model_name_or_path b"
+RULES = [
+    # what leaves them unread, the flags, what lets them be read
+    ("--vision_model_name_or_path a", "vision_config=base", ""),
+    ("--text_model_name_or_path a", "text_config=base vocab_size=100", ""),
+    ("--tokenizer_name_or_path a", "vocab_size=100", ""),
+    (
+        "--fusion_layers 0 --objectives contrastive",
+        "fusion_dim=32 fusion_heads=2 fusion_vision_taps=-1 fusion_text_taps=-1 fusion_direction=both rerank_top_k=3 "
+        "rerank_weights=match:1 rerank_cache_gb=2",
+        "",
+    ),
+    ("--rerank_top_k 0", "rerank_weights=match:1 rerank_cache_gb=2", ""),
+    ("--objectives contrastive", "head_share=0.3", ""),
+    ("", "lora_towers=text", "--lora_rank 2"),
+    ("--freeze_vision --freeze_text", "layerwise_lr_decay=0.5", "--freeze_text"),
+    ("", "cooldown_ratio=0.3", "--lr_scheduler_type constant_with_cooldown"),
+    ("", "batch_size_lr_rule=linear", "--batch_size_schedule 0:8"),
+    ("", "stream_interleave=2 shuffle_block_size=2", "--streaming --train_file x"),
+    (
+        "",
+        "image_column=a caption_column=a id_column=a language_column=a image_root=. allow_outside_root=true",
+        "--train_file x",
+    ),
+    ("--dataset_name sounds", "image_column=a caption_column=a dataset_config_name=a", "--dataset_name x"),
+    ("", "closed_form_images=100", TOWERS),
+    (f"{TOWERS} --streaming --train_file x", "closed_form_images=100", TOWERS),
+    ("", "trust_remote_code=true", "--tokenizer_name_or_path a"),
+    ("", "allow_changed_run=true", "--resume_from_checkpoint latest"),
+    ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
+    ("--save_steps 0", "save_total_limit=4", "--save_steps 2"),
+    ("", "hub_model_id=a/b hub_private_repo=true hub_strategy=every_save", "--push_to_hub"),
+    (f"{TOWERS} --freeze_vision --cache_features", "min_crop_area=0.5 color_jitter=0.1 horizontal_flip=true", TOWERS),
+    (f"{TOWERS} --freeze_vision --cache_features", "fixed_crop=true sound_jitter=2 patch_dropout=0.5", TOWERS),
+]
+
+
+def kinds_of(script: str) -> list[Any]:
+    own = (*flags.PRETRAINING, MediaArguments) if script == "pretrain" else finetune.FLAGS
+    return [*own, *Doors(script).arguments]
+
+
+def check(words: list[str]) -> None:
+    doors = Doors("pretrain")
+    given = parse_args(*flags.PRETRAINING, MediaArguments, *doors.arguments, argv=words)
+    flags.check_flags(given)
+    doors.open(given)
+
+
+@pytest.mark.parametrize(("unread", "settings", "read"), RULES)
+def test_unread_flags_are_refused(
+    unread: str,
+    settings: str,
+    read: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for each in ("mm_utils.run.flags.check_model", "mm_utils.extras.frozen.callbacks.check_model"):
+        monkeypatch.setattr(each, lambda *_: None)
+    check(unread.split())
+    for setting in settings.split():
+        name, _, value = setting.partition("=")
+        with pytest.raises(ValueError, match=rf"^--(set )?{name} is .*, and it would have no effect\. Drop it\.$"):
+            check([*unread.split(), "--set", setting])
+        check([*read.split(), "--set", setting])
+        (tmp_path / "run.yaml").write_text(f'{name}: "{value}"\n')
+        check([*unread.split(), "--config", str(tmp_path / "run.yaml")])  # what a file has may be overruled
+        assert f"{name} is " in caplog.messages[-1]
+
+
+def test_every_rule_has_its_row() -> None:
+    told = {setting.partition("=")[0] for _, settings, _ in RULES for setting in settings.split()}
+    rules = flags.unread(parse_args(*flags.PRETRAINING, *Doors("pretrain").arguments, argv=[]))
+    ruled = {name for names, _, _ in rules for name in names.split()}
+    off = {"fusion_hierarchy", "greater_is_better"}  # asked for by false, as which they are harmless
+    assert ruled - off - {"peak_tflops"} <= told  # which `finetune` alone does not read
+
+
+# -- observed, for every kind of start -----------------------------------------------------------------------------------
+
+STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "finetune")
+_CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt_flags"}
+OTHERS = {
+    "dataset_config_name": "other", "dataset_dir": ".", "dataset_name": "sounds", "task": "scenes:count", "train_file": "x.jsonl",
+    "validation_file": "x.jsonl", "test_file": "x.jsonl", "medium": "sound", "fusion_vision_taps": "-1", "image_root": ".",
+    "fusion_text_taps": "-1", "fusion_direction": "both", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
+    "vision_pooling": "mean", "text_pooling": "cls", "backbone_dropout": "keep", "lora_towers": "text", "matryoshka_dims": "8",
+    "lr_scheduler_type": "constant_with_cooldown", "batch_size_lr_rule": "linear", "batch_size_schedule": "0:4,2:8",
+    "micro_batch_size": "2", "placement": "apart", "media_share": "1,1", "hub_strategy": "every_save", "license": "mit",
+    "report_to": "none", "rerank_weights": "match:1", "dataloader_num_workers": "1", "class_weights": "balanced",
+    "classifier_inputs": "image", "wise_ft_alpha": "0.5", "max_steps": "3", "hub_model_id": "a/b",
+}  # fmt: skip
+ALLOWED = {
+    "num_train_epochs": "--max_steps is instead of it, as --help says",
+    "max_corrupt_share": "it is read once a row cannot be, see tests/reliability/test_skipped_samples.py",
+    "license": "the model card reads it among the settings, see tests/reports",
+    "callbacks": "it is read before the run",
+    "dry_run": "it is read before the run",
+}
+
+
+def other(field: Field) -> str:
+    """Return a value that is neither the default nor off."""
+    if field.name in OTHERS:
+        return OTHERS[field.name]
+    if isinstance(field.default, bool):
+        return str(not field.default)
+    if isinstance(field.default, (int, float)):
+        return str(field.default / 2 if isinstance(field.default, float) and field.default else field.default + 2)
+    return "1" if "int" in str(field.type) or "float" in str(field.type) else "other"
+
+
+@contextmanager
+def reads(script: str) -> Iterator[set[str]]:
+    """Yield the names of the fields that are read meanwhile, apart from checks and copies."""
+    found: set[str] = set()
+
+    def watched(names: set[str]) -> Callable[[Any, str], Any]:
+        def get(self: Any, name: str) -> Any:
+            if name in names and name not in found:
+                frame = sys._getframe(1)
+                while frame is not None and frame.f_code.co_filename.endswith(("mm_utils/arguments.py",)):
+                    frame = frame.f_back
+                inside = frame
+                while inside is not None and inside.f_code.co_name not in _CHECKS:
+                    inside = inside.f_back
+                if inside is None and not frame.f_code.co_filename.endswith(("dataclasses.py", "copy.py")):
+                    found.add(name)
+            return object.__getattribute__(self, name)
+
+        return get
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in kinds_of(script):
+            patch.setattr(kind, "__getattribute__", watched({each.name for each in fields(kind)}), raising=False)
+        yield found
+
+
+class StartedError(Exception):
+    """The flags have passed all checks."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", STARTS)
+def test_every_flag_is_read_or_refused(
+    start: str,
+    tiny_flags: list[str],
+    finetuning_flags: list[str],
+    pretrained: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock = write_stock(tmp_path / "clip", "clip")
+    short = [*tiny_flags[:2], *tiny_flags[4:], "--max_steps", "2"]
+    towers = ["--vision_model_name_or_path", stock, "--text_model_name_or_path", stock]
+    words = {
+        "scratch": [*tiny_flags, "--max_steps", "2"],
+        "backbones": [*short, *towers],
+        "whole": [*short, "--model_name_or_path", stock],
+        "own": [*short, "--model_name_or_path", pretrained],
+        "resume": [*tiny_flags, "--save_steps", "2", "--resume_from_checkpoint", "latest"],
+        "stream": ["--streaming", "--train_file", write_shards(tmp_path, "tar", [11, 9, 12]), *tiny_flags[2:]],
+        "cached": [*short, *towers, "--freeze_vision", "--freeze_text", "--cache_features"],
+        "finetune": finetuning_flags,
+    }[start]
+    script: Any = finetune if start == "finetune" else pretrain
+    name = script.__name__.rpartition(".")[2]
+    if start == "resume":
+        script.main([*tiny_flags, "--save_steps", "2", "--output_dir", str(tmp_path / "run")])
+        shutil.rmtree(tmp_path / "run/checkpoint-4")
+    with reads(name) as found:
+        script.main([*words, "--output_dir", str(tmp_path / "run")])
+
+    def started(*_: Any) -> None:
+        raise StartedError
+
+    monkeypatch.setattr(script, "start_run", started)
+    silent = {}
+    for field in (field for kind in kinds_of(name) for field in fields(kind)):
+        if field.name in found or field.name in ALLOWED:
+            continue
+        given = [*words, "--set", f"{field.name}={other(field)}"]
+        try:
+            script.main(given)
+        except (ValueError, SystemExit):
+            continue
+        except StartedError:
+            silent[field.name] = f"{'rare, ' * is_rare(field)}{other(field)}"
+    assert not silent, silent

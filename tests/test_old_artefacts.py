@@ -1,0 +1,77 @@
+"""What an earlier version wrote still opens: a prepared set, a model folder, a search index, a run to be gone on with.
+
+`tests/kit/old/8b0f1f5.tar.xz` was written by that commit's `prepare_data`, `pretrain` (4 steps, a checkpoint after 2), `embed` and
+`search`, from 24 drawings of 32 pixels; what they found then is what is expected now.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import VisionTextDualEncoderModel
+
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from scripts import pretrain, search, verify_checkpoints
+
+OLD = sorted((Path(__file__).parent / "kit/old").glob("*.tar.xz"))
+
+
+@pytest.fixture(scope="module", params=OLD, ids=lambda path: path.name.partition(".")[0])
+def old(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("old")
+    with tarfile.open(request.param) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_a_prepared_set(old: Path) -> None:
+    pairs = load_pairs(DataArguments(dataset_name=str(old / "prepared")))
+    given = [json.loads(line) for line in (old / "pairs.jsonl").read_text().splitlines()]
+    for split, rows in pairs.items():
+        expected = sorted(row["caption"] for row in given if row["split"] == split)
+        assert sorted(rows["captions"]) == expected
+
+
+def test_a_model_and_an_index(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Embeddings of the photographs are those that the index has, by our model and by the stock class."""
+    index = datasets.load_from_disk(str(old / "index")).with_format("numpy")
+    images = [Image.open(old / "photos" / Path(path).name).convert("RGB") for path in index["path"]]
+    stored = np.stack(index["embedding"]).astype(np.float32)
+    processor = load_processor_of(str(old / "run"))
+    pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        ours = load_model(str(old / "run")).eval().encode(images)
+        stock = VisionTextDualEncoderModel.from_pretrained(old / "run/dual_encoder").eval().get_image_features(pixels)
+    stock = getattr(stock, "pooler_output", stock)
+    for found in (ours, stock / stock.norm(dim=1, keepdim=True)):
+        np.testing.assert_allclose(np.asarray(found), stored, atol=2e-3)
+    place = ["--index_dir", str(old / "index"), "--model_name_or_path", str(old / "run")]
+    search.main([*place, "--json", "--query", "a red circle"])
+    hits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split() for line in (old / "search.txt").read_text().splitlines()[1:]]
+    assert [(hit["rank"], f"{hit['score']:.3f}", hit["path"]) for hit in hits] == [
+        (int(rank), score, path) for rank, score, path in lines
+    ]
+
+
+def test_a_run_goes_on_to_the_same_weights(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `config.yaml` is read, its checkpoint is undamaged, and the steps that were left lead where they led."""
+    monkeypatch.chdir(old)
+    expected = load_file("run/model.safetensors")
+    verify_checkpoints.main(["--output_dir", "run"])
+    pretrain.main(["--config", "run/config.yaml", "--resume_from_checkpoint", "latest"])
+    found = load_file("run/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-5, msg=name)
+    steps = [json.loads(line).get("step") for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert max(step for step in steps if step) == 4

@@ -18,28 +18,18 @@ from mm_utils.run.start import RunArguments
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 
-__all__ = [
-    *(
-        "DataArguments",
-        "EvaluationArguments",
-        "LoaderArguments",
-        "LoraArguments",
-        "ModelArguments",
-        "ObjectiveArguments",
-    ),
-    *("OptimizerArguments", "RunArguments", "TrainingArguments"),
+OF_NEW_MODELS = [
+    "vision_model_name_or_path",
+    "text_model_name_or_path",
+    "vision_config",
+    "text_config",
+    "tokenizer_name_or_path",
+    "vocab_size",
+    "image_size",
+    "projection_dim",
+    "vision_pooling",
+    "text_pooling",
 ]
-
-OF_NEW_MODELS = (
-    *(
-        "vision_model_name_or_path",
-        "text_model_name_or_path",
-        "vision_config",
-        "text_config",
-        "tokenizer_name_or_path",
-    ),
-    *("vocab_size", "image_size", "projection_dim", "vision_pooling", "text_pooling"),
-)
 """Flags of a model that is built: a whole one has them in its configuration."""
 
 PRETRAINING = (

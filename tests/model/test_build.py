@@ -343,11 +343,11 @@ def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
         ({"text_config": "no/such.json"}, "--text_config is 'no/such.json'; give tiny, small, base or"),
         (
             {"fusion_direction": "image_to_text"},
-            "--fusion_direction is 'image_to_text'; choose one of text_to_image, both",
+            "--set fusion_direction is 'image_to_text'; choose one of text_to_image, both",
         ),
         (
             {"fusion_text_taps": "last"},
-            "--fusion_text_taps is 'last'; give indices of the backbone's hidden states",
+            "--set fusion_text_taps is 'last'; give indices of the backbone's hidden states",
         ),
         ({"patch_dropout": 1}, "--patch_dropout is 1; give a share"),
     ],

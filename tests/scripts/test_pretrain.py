@@ -274,7 +274,7 @@ def test_a_stream_has_not_all_rows_at_hand(flags, message, stream_flags, tmp_pat
 
 
 def test_contrastive_alone(tiny_flags, tmp_path):
-    towers = "--objectives contrastive --fusion_layers 0 --rerank_top_k 0".split()
+    towers = ["--objectives", "contrastive", "--fusion_layers", "0", "--rerank_top_k", "0"]
     pretrain.main([*tiny_flags, *towers, "--output_dir", str(tmp_path)])
     assert "matching_loss" not in rows_of(tmp_path)[0]
 

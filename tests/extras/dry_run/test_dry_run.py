@@ -103,12 +103,15 @@ def test_memory_is_unknown_where_the_largest_batch_was_too_slow_to_try(tiny_flag
     assert found["dry_run_training_hours"] * 3600 == pytest.approx(4 * 16 / found["dry_run_pairs_per_second"])
 
 
+TOWERS = ["--objectives", "sigmoid", "--fusion_layers", "0", "--rerank_top_k", "0"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ["--freeze_vision", "--freeze_text", "--cache_features"],
         ["--micro_batch_size", "auto", "--ema_decay", "0.5"],
-        "--objectives sigmoid --fusion_layers 0 --rerank_top_k 0 --batch_size_schedule 0:4,2:16".split(),
+        [*TOWERS, "--batch_size_schedule", "0:4,2:16"],
         ["--eval_steps", "1", "--early_stopping_patience", "1", "--load_best_model_at_end", "--max_steps", "1"],
     ],
     ids=["cached", "parts", "schedule", "early-stopping"],

@@ -138,7 +138,7 @@ def test_a_second_run_does_not_run_the_teacher(teacher: str, monkeypatch: pytest
 def test_two_processes_share_the_work_and_learn_what_one_learns(
     teacher: str, tiny_flags: list[str], tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    towers = "--objectives contrastive:1 --fusion_layers 0 --rerank_top_k 0".split()
+    towers = ["--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0"]
     run = [*tiny_flags, *towers, "--teacher_name_or_path", teacher]
     flags = [*run, "--max_train_samples", "15", "--global_batch_size", "7"]
     on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
@@ -151,7 +151,10 @@ def test_two_processes_share_the_work_and_learn_what_one_learns(
 def test_a_run_learns_from_its_teacher_and_goes_on_with_no_other(
     teacher: str, tiny_flags: list[str], tmp_path: Path
 ) -> None:
-    run = [*tiny_flags, *"--objectives contrastive:1 --fusion_layers 0 --rerank_top_k 0 --save_steps 2".split()]
+    run = [
+        *tiny_flags,
+        *["--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0", "--save_steps", "2"],
+    ]
     flags = [*run, "--teacher_name_or_path", teacher]
     pretrain.main([*flags, "--output_dir", str(tmp_path / "out")])
     rows = (tmp_path / "out/metrics.jsonl").read_text()

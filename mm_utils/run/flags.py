@@ -80,7 +80,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ),
         (
             "save_total_limit",
-            not (given["save_steps"] or given["save_minutes"] or trial),
+            not (given["save_steps"] or given["save_minutes"] or given["eval_steps"] or trial),
             "no checkpoints are saved",
         ),
     ]

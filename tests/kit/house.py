@@ -40,7 +40,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_600,
+    "core": 25_700,
     "data": 10_200,
     "model": 3_800,
     "objectives": 1_700,
@@ -49,9 +49,9 @@ BUDGETS = {
     "reliability": 1_000,
     "evaluation": 1_400,
     "reports": 900,
-    "run": 1_750,
+    "run": 1_770,
     "extras": 15_500,
-    "tests": 48_450,
+    "tests": 48_800,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

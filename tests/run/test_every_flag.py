@@ -52,7 +52,7 @@ RULES = [
     ("", "trust_remote_code=true", "--tokenizer_name_or_path a"),
     ("", "allow_changed_run=true", "--resume_from_checkpoint latest"),
     ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
-    ("--save_steps 0", "save_total_limit=4", "--save_steps 2"),
+    ("--save_steps 0 --eval_steps 0", "save_total_limit=4", "--save_steps 2"),
     ("", "hub_model_id=a/b hub_private_repo=true hub_strategy=every_save", "--push_to_hub"),
     (f"{TOWERS} --freeze_vision --cache_features", "min_crop_area=0.5 color_jitter=0.1 horizontal_flip=true", TOWERS),
     (f"{TOWERS} --freeze_vision --cache_features", "fixed_crop=true sound_jitter=2 patch_dropout=0.5", TOWERS),

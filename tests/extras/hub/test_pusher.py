@@ -85,7 +85,7 @@ def test_a_push_uploads_exact_bytes_and_nothing_unfinished(
 
 
 def test_nothing_is_sent_unless_asked(server: HubServer, run_dir: Path, pusher: MadePushers) -> None:
-    assert HubPusher.attach(Parsed([HubArguments(hub_strategy="every_save")])) is None
+    assert HubPusher.attach(Parsed([HubArguments()])) is None
     other_rank = pusher(run_dir, hub_strategy="every_save")
     begin(other_rank, is_main=False)
     save(other_rank, 10, is_main=False)

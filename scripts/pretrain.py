@@ -78,7 +78,7 @@ def main(
     model = build_media(
         model_args, data.processor.tokenizer, given[flags.LoraArguments], list(data.media), resume_from
     )
-    objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer)
+    objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, data.training_rows)
     has_baseline = doors.has_baseline(given, data)
     optimizer = build_optimizer(
         model,

@@ -87,6 +87,11 @@ class TrainingData:
         return [Share(run, self, metrics)]
 
     @property
+    def training_rows(self) -> list[datasets.Dataset]:
+        """The tokenised training rows of each medium; none of a stream."""
+        return [data.splits["train"] for data in self.media.values() if "train" in data.splits]
+
+    @property
     def medium(self) -> str:
         """The kind of media: `image`, `clip` or `sound`."""
         return self.loaders.medium.kind

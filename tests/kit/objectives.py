@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 from mm_utils.extras.altered.term import Altered
 from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.model.adapt import WeightAverage
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import GlobalBatch
@@ -55,6 +55,7 @@ TERMS = {
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
+    "captioning_of_few_words": "contrastive:1,captioning:0.5",
     "regions": "contrastive:1,regions:0.5",
     "moments": "contrastive:1,moments:0.5",
     "self_distillation": "contrastive:0.6,self_distillation:0.4",
@@ -108,11 +109,11 @@ def tiny_objective(kind: str) -> JointObjective:
         for name, parameter in model.named_parameters():
             if name.startswith(("token_head", "caption_adapter", "region_head")):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    given: dict[type, dict[str, Any]] = {Distillation: {"scale": 4.0}, Altered: {"alter": altered_tokens}}
     for term in objective.weights:
-        if isinstance(term, Distillation):
-            term.scale = 4.0
-        if isinstance(term, Altered):
-            term.alter = altered_tokens
+        vars(term).update(given.get(type(term), {}))
+    if kind == "captioning_of_few_words":
+        model.token_head.bias.data[40:] = TokenHead.ABSENT
     if kind == "captioning_on_resting_towers":
         trained = TrainingArguments(max_steps=10), OptimizerArguments(head_share=0.99)
         Phases(objective, *trained, max_steps=10)  # from step 0 on, the head alone

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
@@ -13,8 +14,9 @@ from mm_utils import distributed
 from mm_utils.extras.albef.masked_language import MaskedLanguageModelling, continuations
 from mm_utils.extras.albef.matching import Matching, Pairs
 from mm_utils.extras.altered.term import Altered
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, target_mask
 from mm_utils.objectives import EmbeddingTerm, JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.captioning import Captioning, token_cross_entropy
 from mm_utils.objectives.contrastive import InfoNCE
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.terms import LossInputs
@@ -445,6 +447,52 @@ def test_all_captions_of_an_image_are_targets() -> None:
         total -= objective.model.caption_scores(own, ids[rows], mask[rows]).sum().item()
     targets = batch["all_attention_mask"][..., 1:].sum().item()
     assert step(objective, batch, 0)["report"]["captioning_loss"] == pytest.approx(total / targets, rel=1e-5)
+
+
+def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients are those of a softmax over these words, written out; others have the probability of chance."""
+    monkeypatch.setattr("mm_utils.objectives.captioning._LARGE", 50)
+    model, batch = tiny_model(), global_batch()
+    head_of, rows = Captioning(), [[[2, *range(5, 15)], [20, 3]], [[21, 20]]]
+    head_of.prepare(model)
+    model.double()
+    assert model.token_head is not None
+    first, second = (Dataset.from_dict({"input_ids": rows[start:]}) for start in (0, 1))
+    head_of.read_captions(model, [second, first])
+    known = [2, 3, *range(5, 15), 20, 21]
+    assert model.token_head.known().nonzero()[:, 0].tolist() == known
+
+    mask = batch["attention_mask"]
+    ids = torch.tensor(known)[batch["input_ids"] % len(known)]
+    _, keys_values = model.encode_image(batch["pixel_values"])
+    is_target, before = target_mask(mask)
+    logits = model.caption_logits(keys_values, ids, mask, before)
+    assert not logits.softmax(-1).sum(0)[~model.token_head.known()].any()
+    target = [known.index(word) for word in ids[is_target].tolist()]
+    right = torch.nn.functional.cross_entropy(logits[:, known].float(), torch.tensor(target), reduction="sum")
+    found, _ = token_cross_entropy(*model.target_logits(keys_values, ids, mask))
+    weights = [*model.token_head.parameters(), model.text_model.get_input_embeddings().weight]
+    torch.testing.assert_close(found, right)
+    gradients = (torch.autograd.grad(value, weights, retain_graph=True) for value in (found, right))
+    for value, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(value, expected)
+
+    scores = model.caption_scores(keys_values, ids, mask)
+    unknown = ids.clone()
+    unknown[:, 2] = 33
+    last = mask.clone()
+    last[:, 3:] = 0  # the unknown word is the last
+    gone = model.caption_scores(keys_values, ids, mask * (torch.arange(16) < 2))
+    with_unknown = model.caption_scores(keys_values, unknown, last)
+    torch.testing.assert_close(with_unknown, gone - math.log(len(known)))
+    assert scores.isfinite().all()
+
+    more = Captioning()
+    more.prepare(model)
+    more.read_captions(model, [Dataset.from_dict({"input_ids": [[[30]]]})])
+    assert model.token_head.known().nonzero()[:, 0].tolist() == sorted([*known, 30])
+    more.read_captions(model, [Dataset.from_dict({"input_ids": [[[*range(26)]]]})])
+    assert model.token_head.known().all()
 
 
 def test_the_head_waits_for_its_part_of_the_run_in_which_the_towers_are_frozen() -> None:

@@ -176,13 +176,12 @@ class Head(nn.Module):
     def _caption_scores(self, keys_values: tuple[Tensor, ...], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return what `FusionDualEncoderModel.caption_scores` does, without choosing rows by a mask."""
         model = self.model
-        assert model.fusion is not None
         assert model.token_head is not None
-        assert model.caption_adapter is not None
         words = model.text_model.get_input_embeddings()
-        fused = model.fusion.decode(keys_values, model.caption_adapter(words(input_ids)), attention_mask)
-        log_probs = model.token_head(fused[:, :-1], words.weight).log_softmax(-1)
-        of_next = log_probs.gather(-1, input_ids[:, 1:, None])[..., 0]
+        states = model.caption_states(keys_values, input_ids, attention_mask)[:, :-1]
+        log_probs = model.token_head(states, words.weight).log_softmax(-1)
+        of_next, known = log_probs.gather(-1, input_ids[:, 1:, None])[..., 0], model.token_head.known()
+        of_next = torch.where(known[input_ids[:, 1:]], of_next, -known.sum().log())
         return (of_next * target_mask(attention_mask)[0][:, 1:]).sum(1)
 
 

@@ -201,10 +201,15 @@ def test_parts_of_the_batch_learn_what_the_whole_learns(finished, tiny_flags, tm
         torch.testing.assert_close(weights(tmp_path)[name], value, rtol=1e-4, atol=ROUNDED)
 
 
-def test_towers_are_trained_first_and_then_the_head(tiny_flags, tmp_path):
+def test_towers_are_trained_first_and_then_the_head(tiny_flags, tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr("mm_utils.objectives.captioning._LARGE", 1)
+    monkeypatch.setattr("mm_utils.objectives.captioning.occurring_tokens", lambda *given: counted.append(given))
     flags = [*tiny_flags, "--save_steps", "1", "--save_total_limit", "4", "--max_steps", "4", "--warmup_ratio", "0"]
     pretrain.main([*flags, "--output_dir", str(tmp_path)])
     by_step = [weights(tmp_path / f"checkpoint-{step}") for step in (1, 2, 3, 4)]
+    [([rows], vocabulary)] = counted
+    assert (len(rows) > 8, vocabulary) == (True, len(by_step[0]["token_head.bias"]))
     for name in by_step[0]:
         of_tower = name.startswith(("vision_model", "text_model"))
         of_head = name.startswith(("fusion", "token_head", "caption_adapter"))

@@ -1329,8 +1329,9 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Return logits `[M, W]` of all tokens but the first, over the known words, and their places, see `among_known`."""
         assert self.token_head is not None
         is_target, is_before = target_mask(attention_mask)
+        words: Any = self.text_model.get_input_embeddings()
         states = self.caption_states(keys_values, input_ids, attention_mask)[is_before]
-        return self.token_head.among_known(states, self.text_model.get_input_embeddings().weight, input_ids[is_target])
+        return self.token_head.among_known(states, words.weight, input_ids[is_target])
 
     def caption_scores(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return log probabilities `[P]` of text p, given image p and the text's first token.

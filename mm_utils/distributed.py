@@ -32,6 +32,7 @@ COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw o
 SAME_COMMAND = "Start all machines with one command, in equal environments."
 SAME_DATA = "All processes must read the same data with the same arguments."
 _groups: list[Any] = []  # of `make_groups`
+_host_groups: list[Any] = []  # of all ranks' hosts, where the default one is of devices
 
 
 class RunError(Exception):
@@ -181,6 +182,18 @@ def start_max_over_ranks(numbers: list[int], device: torch.device) -> Tensor:
 def any_rank(here: bool, device: torch.device) -> bool:
     """Return whether `here` is true on any rank."""
     return here if world_size() == 1 else any(max_over_ranks([int(here)], device))
+
+
+def any_host(here: bool, device: torch.device) -> bool:
+    """Return whether `here` is true on any rank; hosts wait for each other, not for what their devices still compute."""
+    if world_size() == 1:
+        return here
+    if device.type != "cpu" and not _host_groups:  # NCCL knows of devices alone
+        _host_groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)))
+        _groups.append(_host_groups[0])
+    flag = torch.tensor([int(here)])
+    _all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
+    return bool(flag.numpy()[0])
 
 
 def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> None:

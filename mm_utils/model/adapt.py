@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mm_utils.arguments import arg
@@ -24,6 +25,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     image_backbone,
     input_shape,
     is_trained,
+    on_gpu,
     probe_input,
 )
 from mm_utils.model.row_noise import PatchDropout
@@ -74,6 +76,30 @@ def use_channels_last(tower: nn.Module) -> None:
     """Lay convolutions out as they run fastest, unless they have five dimensions, over frames."""
     if all(parameter.dim() <= 4 for parameter in tower.parameters()):
         tower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+class PatchProduct(nn.Conv2d):
+    """A convolution that cuts pixels into patches; on a GPU a matrix product, which takes a tenth of the time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the patches' embeddings, `[B, E, h, w]`."""
+        if not on_gpu(input):
+            return super().forward(input)
+        height, width = (side // patch for side, patch in zip(input.shape[2:], self.kernel_size, strict=True))
+        grid = input[:, :, : height * self.kernel_size[0], : width * self.kernel_size[1]]
+        patches = grid.unflatten(3, (width, -1)).unflatten(2, (height, -1)).permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def multiply_patches(tower: nn.Module) -> None:
+    """Make the convolution of pixels, if its patches lie side by side, a `PatchProduct`."""
+    for conv in tower.modules():
+        if (
+            type(conv) is nn.Conv2d
+            and (conv.stride, conv.padding, conv.dilation, conv.groups) == (conv.kernel_size, (0, 0), (1, 1), 1)
+            and conv.in_channels <= 4  # of later ones there are enough channels for a convolution to be fast
+        ):
+            conv.__class__ = PatchProduct
 
 
 def drop_patches(vision_model: PreTrainedModel, share: float) -> None:

@@ -24,6 +24,7 @@ from mm_utils.model.adapt import (
     compile_parts,
     drop_patches,
     freeze_unused,
+    multiply_patches,
     recompute_activations,
     switch_off_dropout,
     use_channels_last,
@@ -235,6 +236,7 @@ def build_model(
         add_adapters(model, lora_args)
     freeze_unreached(model)
     use_channels_last(model.vision_model)
+    multiply_patches(model.vision_model)
     if args.gradient_checkpointing:
         recompute_activations(model)
     if args.patch_dropout:

@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -454,6 +454,31 @@ def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
     return tokens.unflatten(2, (steps, places)).transpose(2, 3)
 
 
+def on_gpu(values: Tensor) -> bool:
+    """Return whether CUDA computes with the values; sums that repeat and products are written otherwise there."""
+    return values.is_cuda
+
+
+def rows_of(values: Tensor, places: Tensor, dim: int = 0) -> Tensor:
+    """Select rows, whose gradients add up in a fixed order: by indexing on CUDA, which sorts, else by `index_select`."""
+    return values[(slice(None),) * dim + (places,)] if on_gpu(values) else values.index_select(dim, places)
+
+
+def average_pool(grid: Tensor, height: int, width: int) -> Tensor:
+    """Average `[B, C, h, w]` to `[B, C, height, width]`, as `F.adaptive_avg_pool2d` does.
+
+    On CUDA its gradients add up in no fixed order where windows overlap; there it is a product with ones and zeros.
+    """
+    if not on_gpu(grid) or (grid.shape[2] % height == 0 and grid.shape[3] % width == 0):
+        return F.adaptive_avg_pool2d(grid, (height, width))
+    windows = []
+    for side, steps in zip(grid.shape[2:], (height, width), strict=True):
+        place, step = torch.arange(side, device=grid.device), torch.arange(steps, device=grid.device)[:, None]
+        windows.append((place >= step * side // steps) & (place * steps < (step + 1) * side))
+    is_in = torch.kron(*windows)
+    return (grid.flatten(2) @ is_in.T.to(grid) / is_in.sum(1)).unflatten(2, (height, width)).to(grid)
+
+
 class LevelAdapter(nn.Module):
     """Projection of a hidden state to at most `max_tokens` tokens `[B, n, D]`.
 
@@ -472,15 +497,15 @@ class LevelAdapter(nn.Module):
         side = int(self.max_tokens**0.5)
         if self.timed:
             steps = min(hidden.shape[3], self.max_tokens)
-            return F.adaptive_avg_pool2d(hidden, (min(hidden.shape[2], self.max_tokens // steps), steps))
+            return average_pool(hidden, min(hidden.shape[2], self.max_tokens // steps), steps)
         if hidden.dim() == 4:
-            return F.adaptive_avg_pool2d(hidden, side) if hidden.shape[-1] * hidden.shape[-2] > side**2 else hidden
+            return average_pool(hidden, side, side) if hidden.shape[-1] * hidden.shape[-2] > side**2 else hidden
         if hidden.shape[1] <= self.max_tokens:
             return hidden
         special, grid = split_grid(hidden)
         if grid is None:
-            return F.adaptive_avg_pool1d(hidden.transpose(1, 2), self.max_tokens).transpose(1, 2)
-        return torch.cat([special, F.adaptive_avg_pool2d(grid, side).flatten(2).transpose(1, 2)], 1)
+            return average_pool(hidden.transpose(1, 2)[:, :, None], 1, self.max_tokens)[:, :, 0].transpose(1, 2)
+        return torch.cat([special, average_pool(grid, side, side).flatten(2).transpose(1, 2)], 1)
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Project a pooled state; add the level's embedding, and to a map the positions."""
@@ -762,6 +787,7 @@ class TokenHead(nn.Module):
         super().__init__()
         self.transform = nn.Sequential(nn.Linear(dim, width), nn.GELU(), nn.LayerNorm(width))
         self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self._places: tuple[Tensor, Tensor] | Literal[False] | None = False
 
     def forward(self, fused: Tensor, embeddings: Tensor) -> Tensor:
         """`[M, D]` and `[V, width]` -> `[M, V]`."""
@@ -771,16 +797,34 @@ class TokenHead(nn.Module):
         """Return which words are predicted, bool `[V]`."""
         return self.bias.detach() > self.ABSENT / 2
 
+    def places(self) -> tuple[Tensor, Tensor] | None:
+        """Return the ids `[W]` of the known words, and where every word is among them, `[V]`; None if all words are known.
+
+        It is found once, as the host waits for it: training leaves the words that are known.
+        """
+        if self._places is False:
+            known = self.known()
+            where = (known.cumsum(0) - 1).masked_fill(~known, -100)
+            self._places = None if known.all() else (known.nonzero()[:, 0], where)
+        return self._places
+
     def among_known(self, fused: Tensor, embeddings: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits `[M, W]` of the W known words, and the places of words `ids`, `[M]`, among these; -100: not known."""
-        known = self.known()
-        chosen = known.nonzero()[:, 0]
-        if len(chosen) == len(known):
+        if (places := self.places()) is None:
             return self(fused, embeddings), ids
-        # index_select, because the backward of indexing adds in no fixed order on CPUs
-        weight, bias = embeddings.index_select(0, chosen), self.bias.index_select(0, chosen)
-        place = (known.cumsum(0) - 1).masked_fill(~known, -100)
-        return F.linear(self.transform(fused), weight, bias), place[ids]
+        chosen, where = (each.to(fused.device) for each in places)
+        return F.linear(self.transform(fused), rows_of(embeddings, chosen), rows_of(self.bias, chosen)), where[ids]
+
+    def predict(self, known: Tensor) -> None:
+        """Let the words be known for which `known`, bool `[V]`, is true; those that were not start without a preference."""
+        was = self.known()
+        self.bias.data[was & ~known] = self.ABSENT
+        self.bias.data[known & ~was] = 0
+        self._places = False
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._places = False
 
 
 class CaptionAdapter(nn.Module):
@@ -843,8 +887,7 @@ def mean_in_boxes(grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
     """Return the area-weighted mean `[R, C]` of the cells under each box; 0 for an empty box."""
     weight = cells_covered(boxes, *grid.shape[-2:])
     weight = weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-6)
-    # index_select, because the backward of indexing adds in no fixed order on CPUs
-    return torch.einsum("rhw,rchw->rc", weight.to(grid), grid.index_select(0, image))
+    return torch.einsum("rhw,rchw->rc", weight.to(grid), rows_of(grid, image))
 
 
 def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
@@ -1324,22 +1367,25 @@ class FusionDualEncoderModel(PreTrainedModel):
         return self.fusion.decode(keys_values, self.caption_adapter(words), attention_mask)
 
     def target_logits(
-        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor
+        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, before: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return logits `[M, W]` of all tokens but the first, over the known words, and their places, see `among_known`."""
+        """Return logits `[M, W]` over the known words of the tokens after those at rows and columns `before`, and their places.
+
+        See `TokenHead.among_known` for the places.
+        """
         assert self.token_head is not None
-        is_target, is_before = target_mask(attention_mask)
         words: Any = self.text_model.get_input_embeddings()
-        states = self.caption_states(keys_values, input_ids, attention_mask)[is_before]
-        return self.token_head.among_known(states, words.weight, input_ids[is_target])
+        states = self.caption_states(keys_values, input_ids, attention_mask)[before]
+        row, column = before
+        return self.token_head.among_known(states, words.weight, input_ids[row, column + 1])
 
     def caption_scores(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return log probabilities `[P]` of text p, given image p and the text's first token.
 
         A word that is not known has the probability of chance, whatever the image.
         """
-        is_target = target_mask(attention_mask)[0]
-        logits, places = self.target_logits(keys_values, input_ids, attention_mask)
+        is_target, is_before = target_mask(attention_mask)
+        logits, places = self.target_logits(keys_values, input_ids, attention_mask, is_before.nonzero(as_tuple=True))
         log_probs = -F.cross_entropy(logits.float(), places, reduction="none")
         log_probs = log_probs.masked_fill(places < 0, -math.log(logits.shape[1]))
         return torch.zeros_like(is_target, dtype=log_probs.dtype).masked_scatter(is_target, log_probs).sum(1)

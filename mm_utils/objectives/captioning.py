@@ -2,20 +2,31 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import datasets
+import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils import distributed
+from mm_utils.copies import HostCopy, to_device
 from mm_utils.data.batches.tokens import occurring_tokens
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, rows_of
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
 
 logger = logging.getLogger(__name__)
 
 _LARGE = 4096  # words of a vocabulary of which one half may be worth leaving out
+
+
+@dataclass
+class CaptionPlan(RowPlan):
+    """The tokens of every caption of this rank's images, `[n, k]`; 0 where there is none."""
+
+    lengths: np.ndarray
 
 
 class Captioning(RowTerm):
@@ -46,40 +57,45 @@ class Captioning(RowTerm):
         if len(known) < _LARGE or (known.all() and not self._is_new):
             return
         occurs = occurring_tokens(rows, len(known))
-        if occurs is not None:
-            occurs = occurs.to(known.device) if self._is_new else occurs.to(known.device) | known
-            head.bias.data[known & ~occurs] = head.ABSENT
-            logger.info("Captioning predicts the %s words that occur, of %s", f"{occurs.sum():,}", f"{len(known):,}")
-        head.bias.data[~known if occurs is None else occurs & ~known] = 0
+        if occurs is None:
+            head.predict(torch.ones_like(known))
+            return
+        occurs = occurs.to(known.device) if self._is_new else occurs.to(known.device) | known
+        logger.info("Captioning predicts the %s words that occur, of %s", f"{occurs.sum():,}", f"{len(known):,}")
+        head.predict(occurs)
+
+    def ask(self, batch: Batch) -> dict[str, HostCopy]:
+        """Ask how long the captions are."""
+        return {"caption_lengths": HostCopy(_all_captions(batch)[1].sum(2))}
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
-    ) -> RowPlan:
+    ) -> CaptionPlan:
         """Count the tokens of all ranks."""
         targets = _all_captions(batch)[1][..., 1:].sum()
-        return RowPlan(distributed.sum_over_ranks(targets).clamp(min=1))
+        return CaptionPlan(distributed.sum_over_ranks(targets).clamp(min=1), batch["caption_lengths"].numpy())
 
     def part(
         self,
         model: FusionDualEncoderModel,
         encoded: EncodedBatch,
         batch: Batch,
-        plan: RowPlan,
+        plan: CaptionPlan,
         shared: GlobalBatch,
         start_row: int,
     ) -> tuple[Tensor, Tensor]:
         """Predict all tokens but the first of the captions of this part's images."""
         input_ids, mask = _all_captions(batch)
-        image, caption = mask.any(2).nonzero().unbind(1)
+        lengths = plan.lengths[start_row : start_row + len(input_ids)]
+        longest, places = max(1, lengths.max(initial=0)), np.nonzero(lengths)
+        before = np.nonzero(np.arange(longest) < lengths[places][:, None] - 1)
+        image, caption, row, column = (to_device(each, mask.device) for each in (*places, *before))
         if len(image):
-            input_ids, mask = input_ids[image, caption], mask[image, caption]
-            longest = int(mask.sum(1).max())
-            input_ids, mask = input_ids[:, :longest], mask[:, :longest]
+            input_ids, mask = input_ids[image, caption, :longest], mask[image, caption, :longest]
         else:  # a rank without images has those of a blank pair
             image, input_ids, mask = image.new_zeros(1), input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
-        # index_select, because the backward of indexing adds in no fixed order on CPUs
-        keys_values = tuple(layer.index_select(1, image) for layer in encoded.keys_values)
-        return token_cross_entropy(*model.target_logits(keys_values, input_ids, mask))
+        keys_values = tuple(rows_of(layer, image, 1) for layer in encoded.keys_values)
+        return token_cross_entropy(*model.target_logits(keys_values, input_ids, mask, (row, column)))
 
 
 def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,16 @@ class OutOfMemoryError(RuntimeError):
         self.here = here
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether memory ran out: in torch's allocator, or in a library that allocates by itself."""
+    libraries = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or should_reduce_batch_size(error)
+        or any(sign in str(error) for sign in libraries)
+    )
+
+
 class TooManyPairsError(ValueError):
     """A batch, or a single pair of it, does not fit into memory."""
 
@@ -105,7 +115,9 @@ def backward_with_retry(
             return backward(accelerator, objective, batch, step, micro_batch.size)
         except OutOfMemoryError as error:
             here = error.here
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise TooManyPairsError(
                 f"memory ran out with {len(batch['rows'])} pairs on this process. Set --micro_batch_size auto, which changes "
                 "nothing that is learnt, or --gradient_checkpointing."
@@ -226,11 +238,11 @@ class _CachedStep:
         try:
             result = work()
         except RuntimeError as error:
-            if self.sharded or not should_reduce_batch_size(error):
+            if self.sharded or not is_out_of_memory(error):
                 raise
         if sends:
             self.average.send_rest(complete=result is not None)
-        if distributed.any_rank(result is None, self.accelerator.device):
+        if distributed.any_host(result is None, self.accelerator.device):
             raise OutOfMemoryError(here=result is None)
         assert result is not None
         return result

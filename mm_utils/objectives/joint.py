@@ -14,7 +14,6 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mm_utils import distributed
-from mm_utils.copies import HostCopy
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.adapt import WeightAverage
@@ -198,8 +197,9 @@ class JointObjective(Objective):
         """Begin a step; ask for what hosts must know, so that they need not wait for the towers."""
         texts = [value for name, value in batch.items() if name.endswith("input_ids")]
         roll = RollCall(batch["ids"], max(ids.shape[1] for ids in texts if ids.dim() == 2), self.most_rows)
-        tokens = {"tokens": HostCopy(batch["input_ids"])} if any(term.reads_tokens for term in self.weights) else {}
-        return super().with_keys(batch, step) | {"roll_call": roll} | tokens
+        batch = super().with_keys(batch, step)
+        asked = {name: copy for term in self._row_terms() for name, copy in term.ask(batch).items()}
+        return batch | {"roll_call": roll} | asked
 
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
         """Run both towers on a part of a batch.

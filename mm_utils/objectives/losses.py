@@ -2,7 +2,8 @@
 
 Every rank holds its n rows against all N columns, one tile of rows and columns at a time, and computes the gradient of its
 rows in the forward pass: memory is that of a tile, no N x N matrix exists at any moment, and the backward pass only
-multiplies. A first sweep over the tiles keeps a running log-sum-exp of every row, a second one adds up the gradient.
+multiplies. A first sweep over the tiles keeps a running log-sum-exp of every row, a second one adds up the gradient; where all is
+one tile, InfoNCE keeps it.
 Returned losses are the mean over the global batch, the same on all ranks; gradients are multiplied by the number of
 ranks because DDP and FSDP average them. After that average every parameter's gradient, the temperature's included,
 is the one a single process with the whole batch would compute.
@@ -26,9 +27,10 @@ from mm_utils.roll_call import RollCall
 Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
 
-TILE_ELEMENTS = 2**24  # 64 MiB of fp32 logits; measured time is flat from 128 to 4096 rows
-LARGE = {"cpu": (2**13, 2**10), "cuda": (2**17, 2**12)}
-"""Columns above which tiles are squares, and their side: on a CPU these fit its cache; on a GPU strips would have under 128 rows."""
+TILE_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
+"""Of a tile: on a CPU 64 MiB of fp32 logits (time is flat from 128 to 4096 rows); on a GPU, which waits for launches, 256 MiB."""
+LARGE = {"cpu": (2**13, 2**10), "cuda": (2**17, 2**13)}
+"""Columns above which tiles are squares, and their side: on a CPU these fit its cache; on a GPU strips would have under 512 rows."""
 
 
 class Tile(NamedTuple):
@@ -174,6 +176,8 @@ def _info_nce(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
     nll_n2 = torch.empty_like(lse_n2)
+    is_one = tile.rows >= len(directions[0][0]) and tile.columns >= total
+    kept: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []  # the logits, where a direction is one tile
     for direction, (rows_nE, columns_NE) in enumerate(directions):
         scaled_nE = scale * rows_nE
         for part in slices(len(rows_nE), tile.rows):
@@ -183,6 +187,8 @@ def _info_nce(
                 positive_T[row] = logits_TC[row, column]
                 logits_TC[row, column] = -torch.inf
                 others_T = torch.logaddexp(others_T, logits_TC.logsumexp(1))
+                if is_one:
+                    kept.append((logits_TC, (row, column)))
             # softplus(lse over the negatives - positive) loses no digits near convergence; lse - positive does. Its
             # usual threshold of 20 would lose 2e-9, which gradient checks in fp64 see.
             nll_n2[part, direction] = softplus(others_T - positive_T, threshold=40)
@@ -194,7 +200,9 @@ def _info_nce(
         scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
         for part in slices(len(rows_nE), tile.rows):
             for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, (row, column) = _logits(scaled_nE, columns_NE, batch, part, columns)
+                logits_TC, (row, column) = (
+                    kept.pop(0) if is_one else _logits(scaled_nE, columns_NE, batch, part, columns)
+                )
                 weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_()
                 weight_TC += logits_TC.sub_(shared_N3[columns, 1 - direction]).exp_()
                 weight_TC[row, column] = diagonal_grad_n[part][row]
@@ -275,9 +283,10 @@ def _sigmoid(
 
 def tile_of(rows: int, columns: int, device: torch.device) -> Tile:
     """Return the size of tiles: all columns, or a square of very many."""
-    most, side = LARGE.get(device.type, LARGE["cuda"])
+    kind = device.type if device.type in LARGE else "cuda"
+    most, side = LARGE[kind]
     if columns <= most:
-        return Tile(TILE_ELEMENTS // max(1, columns) or 1, columns)
+        return Tile(TILE_ELEMENTS[kind] // max(1, columns) or 1, columns)
     height = max(1, min(rows, side))
     return Tile(height, side**2 // height)
 

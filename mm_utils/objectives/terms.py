@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
+from mm_utils.copies import HostCopy
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.objectives.losses import GlobalBatch
@@ -126,7 +127,6 @@ class Term:
         reads_taps: True if `embed` reads `EncodedBatch.taps`.
         readers: what the term reads of rows besides media and captions, and how that becomes part of a batch.
         refuses: flags that the term cannot be trained with, and why: the end of a sentence that begins with the flag.
-        reads_tokens: True if `plan` reads tokens on the host, as `tokens` of the batch (`mm_utils.copies.HostCopy`).
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.
         seed: the run's random seed.
@@ -138,7 +138,6 @@ class Term:
     reads_taps: ClassVar[bool] = False
     readers: ClassVar[Sequence[ColumnReader]] = ()
     refuses: ClassVar[Mapping[str, str]] = {}
-    reads_tokens: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0):
@@ -210,6 +209,10 @@ class EmbeddingTerm(Term):
 
 class RowTerm(Term):
     """A mean of losses over rows, each computed on the rank and part that hold its image."""
+
+    def ask(self, batch: Batch) -> Mapping[str, HostCopy]:
+        """Return what `plan` reads of a batch on the host, by name, asked for before the towers run."""
+        return {}
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int

@@ -470,7 +470,7 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
     assert not logits.softmax(-1).sum(0)[~model.token_head.known()].any()
     target = [known.index(word) for word in ids[is_target].tolist()]
     right = torch.nn.functional.cross_entropy(logits[:, known].float(), torch.tensor(target), reduction="sum")
-    found, _ = token_cross_entropy(*model.target_logits(keys_values, ids, mask))
+    found, _ = token_cross_entropy(*model.target_logits(keys_values, ids, mask, before.nonzero(as_tuple=True)))
     weights = [*model.token_head.parameters(), model.text_model.get_input_embeddings().weight]
     torch.testing.assert_close(found, right)
     gradients = (torch.autograd.grad(value, weights, retain_graph=True) for value in (found, right))

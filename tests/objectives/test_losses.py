@@ -221,9 +221,9 @@ def test_default_tiles_do_not_depend_on_the_batch() -> None:
     image, text, ids = make_batch(9, 4)
     scale = torch.tensor(4.0, dtype=torch.double)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mm_utils.objectives.losses.TILE_ELEMENTS", 20)
+        patch.setattr("mm_utils.objectives.losses.TILE_ELEMENTS", {"cpu": 20})
         small = with_gradients(tiled_info_nce, image, text, scale, ids)
-        patch.setattr("mm_utils.objectives.losses.TILE_ELEMENTS", 1)
+        patch.setattr("mm_utils.objectives.losses.TILE_ELEMENTS", {"cpu": 1})
         one_row = with_gradients(tiled_info_nce, image, text, scale, ids)
         patch.setattr("mm_utils.objectives.losses.LARGE", {"cpu": (8, 2), "cuda": (8, 2)})
         squares = with_gradients(tiled_info_nce, image, text, scale, ids)

@@ -377,3 +377,39 @@ def test_a_whole_model_is_accepted(kind: str, tmp_path: Path) -> None:
     towers = {"vision_config": {"model_type": "vit"}, "text_config": {"model_type": "bert"}}
     write_config(tmp_path / "mine", model_type=kind, **({} if "-" not in kind else towers))
     checks.check_model(str(tmp_path / "mine"))
+
+
+# -- a machine with a GPU, and a run on its CPUs -------------------------------------------------------------------------
+
+PRETENDED_GPU = """
+import runpy, sys, torch
+
+def refuse(*_, **__):
+    raise AssertionError("a run on CPUs has used the GPU")
+
+torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+torch.cuda._lazy_init = torch.cuda.mem_get_info = torch.cuda.get_device_properties = torch.Tensor.cuda = refuse
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_cpus_leaves_the_gpu_alone(tmp_path: Path) -> None:
+    flags = [
+        "--max_steps",
+        "2",
+        "--max_train_samples",
+        "128",
+        "--max_eval_samples",
+        "8",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    flags += ["--micro_batch_size", "32", "--global_batch_size", "64", "--save_steps", "1"]
+    words = [sys.executable, "-c", PRETENDED_GPU, "scripts/pretrain.py", *flags]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "1 x cpu" in done.stdout + done.stderr
+    assert (tmp_path / "run/model.safetensors").is_file()

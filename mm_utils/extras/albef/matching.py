@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import distributed
 from mm_utils.copies import HostCopy, to_device
 from mm_utils.extras.albef.negatives import Negatives
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
 from mm_utils.objectives.padding import knows_padding
@@ -209,9 +209,8 @@ def _score(
     if not pairs:
         image_P = text_P = image_P.new_zeros(1)
         mask = mask.new_ones(1, states.shape[1])
-    # index_select, because the backward of indexing adds in no fixed order on CPUs, and runs would not repeat
-    keys_values = tuple(layer.index_select(1, image_P) for layer in keys_values)
-    return model.match_pairs(keys_values, states.index_select(0, text_P), mask[text_P])[:pairs]
+    keys_values = tuple(rows_of(layer, image_P, 1) for layer in keys_values)
+    return model.match_pairs(keys_values, rows_of(states, text_P), mask[text_P])[:pairs]
 
 
 def hard_negatives(

@@ -11,10 +11,10 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
-from mm_utils.copies import to_device
+from mm_utils.copies import HostCopy, to_device
 from mm_utils.data.batches.tokens import pad_captions
 from mm_utils.extras.altered.captions import AlteredTokens
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, rows_of
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
@@ -39,7 +39,6 @@ class Altered(RowTerm):
     """
 
     name = "altered"
-    reads_tokens = True
 
     def __init__(self, alter: Callable[[tuple[int, ...]], list[list[int]]], seed: int = 0):
         super().__init__(seed)
@@ -50,6 +49,10 @@ class Altered(RowTerm):
         """Return the term, which alters captions of this tokenizer."""
         assert tokenizer is not None
         return cls(AlteredTokens(tokenizer).of, seed)
+
+    def ask(self, batch: Batch) -> dict[str, HostCopy]:
+        """Ask for the tokens."""
+        return {"tokens": HostCopy(batch["input_ids"])}
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
@@ -82,10 +85,7 @@ class Altered(RowTerm):
         if not texts:
             return 0 * altered_AE.sum(), altered_AE.new_zeros(())
         row_R, place_A, k_A = (to_device(np.array(each), device) for each in (rows, *places))
-        # index_select, because the backward of indexing adds in no fixed order on CPUs
-        image_AE, text_AE = (
-            encoded.embeds[side].index_select(0, row_R).index_select(0, place_A) for side in ("image", "text")
-        )
+        image_AE, text_AE = (rows_of(rows_of(encoded.embeds[side], row_R), place_A) for side in ("image", "text"))
         wide = torch.promote_types(altered_AE.dtype, torch.float32)
         margin_A = encoded.scale.detach() * (image_AE * (altered_AE - text_AE)).sum(1, dtype=wide)
         margin_RK = margin_A.new_full((len(rows), max(places[1]) + 1), -torch.inf)

@@ -10,7 +10,7 @@ from mm_utils import distributed
 from mm_utils.extras.grounding.moments import MomentEvaluator
 from mm_utils.extras.grounding.pointing import PointingEvaluator
 from mm_utils.extras.grounding.regions import RegionReader, regions_of
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, cells_covered
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, cells_covered, rows_of
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, EncodedBatch, Evaluator, RowPlan, RowTerm
 
@@ -62,8 +62,7 @@ class RegionPointing(RowTerm):
         regions, count = regions_of(batch)
         cells_nhwE = model.cell_embeds(encoded.taps)
         phrase_RE, _ = model.encode_text(regions.input_ids, regions.attention_mask)
-        # index_select, because the backward of indexing adds in no fixed order on CPUs
-        cells_RcE = cells_nhwE.flatten(1, 2).index_select(0, regions.image)
+        cells_RcE = rows_of(cells_nhwE.flatten(1, 2), regions.image)
         wide = torch.promote_types(phrase_RE.dtype, torch.float32)
         logits_Rc = encoded.scale.detach() * torch.einsum("re,rce->rc", phrase_RE, cells_RcE).to(wide)
         inside_Rc = cells_covered(regions.boxes, *cells_nhwE.shape[1:3]).flatten(1).to(wide)

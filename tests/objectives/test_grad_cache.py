@@ -13,7 +13,7 @@ from benchmarks.host_reads import HostReads
 from mm_utils import distributed
 from mm_utils.gradient_average import GradientAverage
 from mm_utils.objectives import JointObjective, Objective
-from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts
+from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts, is_out_of_memory
 from tests.kit.objectives import (
     ALONE,
     KINDS,
@@ -286,6 +286,31 @@ def test_gradients_are_averaged_while_the_last_part_is_computed(full):
             assert case["found"]["report"] == case["plain"]["report"]
             for name, gradient in case["plain"]["gradients"].items():
                 assert torch.equal(case["found"]["gradients"][name], gradient)
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of memory)"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:114] . DefaultCPUAllocator: can't allocate memory: you tried"
+            ),
+            True,
+        ),
+        (
+            RuntimeError("NCCL error: ncclUnhandledCudaError: Failed to CUDA malloc 12 bytes"),
+            False,
+        ),  # others wait in it
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_memory_that_a_library_could_not_get_counts(error, ran_out):
+    assert is_out_of_memory(error) == ran_out
 
 
 def test_other_errors_stay_what_they_are():

@@ -28,7 +28,7 @@ Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
 
 TILE_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
-"""Of a tile: on a CPU 64 MiB of fp32 logits (time is flat from 128 to 4096 rows); on a GPU, which waits for launches, 256 MiB."""
+"""Logits in a tile: 64 MiB of fp32 on a CPU (time is flat from 128 to 4096 rows); 256 MiB on a GPU, which waits for launches."""
 LARGE = {"cpu": (2**13, 2**10), "cuda": (2**17, 2**13)}
 """Columns above which tiles are squares, and their side: on a CPU these fit its cache; on a GPU strips would have under 512 rows."""
 

@@ -36,6 +36,7 @@ from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import gather_batch, info_nce, tile_of
+from mm_utils.objectives.padding import PASS_TOKENS
 from mm_utils.run.start import run_script
 from mm_utils.text import markdown_table
 
@@ -125,6 +126,7 @@ def of_step(args: ExpectedArguments, model_args: ModelArguments, sizes: list[int
     drawn = {pairs: captions(pairs, model_args.vocab_size) for pairs in sizes}
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
+        mock.patch.dict(PASS_TOKENS, cpu=PASS_TOKENS["cuda"]),  # texts in as many groups as there
         mock.patch.object(torch.__future__, "get_overwrite_module_params_on_conversion", return_value=True),
         mock.patch.object(
             HostCopy, "numpy", lambda copy: np.zeros(copy._values.shape, dtype=bool)

@@ -1,5 +1,6 @@
 """Copies between host and device that neither waits for."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class DeviceCopies:
 
     def of(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch whose tensors are on the device; what is computed next waits there."""
-        with torch.cuda.stream(self._stream):  # of None, it does nothing
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # None would set up CUDA
             moved = {
                 name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
                 for name, value in batch.items()

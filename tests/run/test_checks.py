@@ -389,6 +389,7 @@ def refuse(*_, **__):
 
 torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
 torch.cuda._lazy_init = torch.cuda.mem_get_info = torch.cuda.get_device_properties = torch.Tensor.cuda = refuse
+torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # torch itself asks in each step
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -145,7 +145,7 @@ def make_step(
         model.text_model.resize_token_embeddings(model_args.vocab_size)
     image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), model_args.vocab_size)
     objective_args = ObjectiveArguments(setting["objectives"], pack_captions=setting["loop"] == "packed")
-    optimizer_args = OptimizerArguments(warmup_ratio=0.0)  # at the rate of the bare loop
+    optimizer_args = OptimizerArguments(warmup_ratio=0.0, head_share=0.0)  # the bare loop's rate; all terms in a step
     joint = build_objective(model, objective_args, 0, processor.tokenizer)
     flops = measure_flops(model, image_size, 40)
     model.to(accelerator.device)

@@ -36,6 +36,10 @@ def test_the_rehearsal_measures_in_every_section(tmp_path: Path) -> None:
     found = run_half_hour(file, tiny=True)
     assert [(each["section"], each["status"]) for each in found] == [(each.title, "done") for each in SECTIONS]
     assert all(each["figures"] for each, section in zip(found, SECTIONS, strict=True) if section.reports)
+    plain, captioning, matching = found[1]["figures"]["results"][:1] + found[6]["figures"]["results"]
+    assert plain["kernels"] < min(
+        captioning["kernels"], matching["kernels"]
+    )  # their heads are trained in the steps that are timed
     report = file.with_suffix(".md").read_text()
     assert "did not finish" not in report
     assert all(f"| {loop} |" in report for loop in ("tandem", "bare", "packed", "open_clip", "transformers", "naive"))

@@ -40,10 +40,10 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_800,
+    "core": 26_000,
     "data": 10_210,
-    "model": 3_800,
-    "objectives": 1_730,
+    "model": 3_850,
+    "objectives": 1_800,
     "training": 2_350,
     "checkpointing": 900,
     "reliability": 1_000,
@@ -51,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 15_500,
-    "tests": 48_820,
+    "tests": 49_400,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

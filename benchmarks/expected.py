@@ -86,7 +86,7 @@ class Roofline(TorchDispatchMode):
         used = [each for each in tree_iter((args, kwargs or {})) if isinstance(each, Tensor)]
         moved = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*used, *made))
         moved *= 2 if name.startswith("native_layer_norm") else 1
-        count = flop_registry.get(func.overloadpacket)
+        count = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))  # in place counts the same
         flops = count(*args, **(kwargs or {}), out_val=output) if count else 0
         rate = self.args.tflops if made[0].dtype == torch.bfloat16 else self.args.fp32_tflops
         self.add(flops, moved, 1, rate)

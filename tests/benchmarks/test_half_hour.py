@@ -13,7 +13,7 @@ def test_a_section_that_fails_or_hangs_is_a_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(half_hour, "graphics", lambda: {"gpu": "a pretended one, driver 1.2"})
     file = tmp_path / "gpu.json"
     sections = (
-        Section("measures", "-c open(__import__('sys').argv[-1],'w').write('{\"a\":1}')", 60),
+        Section("measures", "-c open(__import__('sys').argv[-1],'w').write(__import__('json').dumps(dict(a=1)))", 60),
         Section("fails", "-c 1/0", 60, reports=False),
         Section("hangs", "-c __import__('time').sleep(600)", 1, reports=False),
         Section("comes last", "-c print('here')", 60, "no", reports=False),

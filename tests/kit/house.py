@@ -42,7 +42,7 @@ DATA_FLOORS = [
 BUDGETS = {
     "core": 26_000,
     "data": 10_210,
-    "model": 3_850,
+    "model": 3_900,
     "objectives": 1_800,
     "training": 2_350,
     "checkpointing": 900,

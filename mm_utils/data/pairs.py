@@ -25,9 +25,8 @@ from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.columns import first_rows as first_of
-from mm_utils.data.rows.detect import METADATA_FILES, is_image_folder, metadata_files
+from mm_utils.data.rows.detect import METADATA_FILES, holds_shards, is_image_folder, metadata_files
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded, resolved
-from mm_utils.data.rows.webdataset import holds_shards
 from mm_utils.data.scenes import load_scenes
 from mm_utils.doors import entries, load
 

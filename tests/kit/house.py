@@ -10,7 +10,6 @@ FLOORS = [
         "copies",
         "distributed",
         "doors",
-        "embedding_codes",
         "files",
         "gradient_average",
         "roll_call",
@@ -40,8 +39,8 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 26_000,
-    "data": 10_210,
+    "core": 25_500,
+    "data": 9_900,
     "model": 3_900,
     "objectives": 1_800,
     "training": 2_350,
@@ -50,8 +49,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 15_500,
-    "tests": 49_400,
+    "extras": 16_000,
+    "tests": 49_200,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -23,7 +23,6 @@ from mm_utils.data.rows.source import PathArguments, Source, known_formats
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import read_datasets, read_metadata, read_parquet, read_text
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
-from mm_utils.data.rows.webdataset import read_webdataset
 from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
@@ -36,7 +35,6 @@ _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]
     **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
     "parquet": read_parquet,
     "classes": read_classes,
-    "webdataset": read_webdataset,
     "datasets": read_datasets,
 }
 
@@ -109,6 +107,15 @@ def metadata_files(folder: Path) -> dict[str | None, Path]:
     inside = [item for item in sorted(folder.iterdir()) if item.is_dir() and item.name.lower() in SPLIT_NAMES]
     found = {SPLIT_NAMES[item.name.lower()]: _metadata_file(item) for item in inside}
     return {split: file for split, file in found.items() if file is not None}
+
+
+def holds_shards(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder, or the folder of a split in it, holds tar files."""
+    path = Path(folder)
+    if not path.is_dir():
+        return False
+    places = [path, *(place for place in path.iterdir() if place.name.lower() in SPLIT_NAMES)]
+    return any(next(place.glob("*.tar"), None) for place in places)
 
 
 def is_image_folder(folder: Path) -> bool:

@@ -28,7 +28,6 @@ FORMATS = {
     "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt), or "
     "with a caption in its own metadata (XMP, IPTC, EXIF)",
     "classes": "a folder of images per class, below split folders or not; captions are made from templates",
-    "webdataset": "tar shards: a file, a folder or a pattern such as shard-{000..099}.tar",
     "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
 }
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}

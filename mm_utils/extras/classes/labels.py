@@ -60,17 +60,17 @@ from mm_utils.data.rows.columns import (
     spelt_otherwise,
     split_of,
 )
-from mm_utils.data.rows.detect import kinds_of_folder
+from mm_utils.data.rows.detect import holds_shards, kinds_of_folder
 from mm_utils.data.rows.folders import read_classes
 from mm_utils.data.rows.records import Record, image_path
 from mm_utils.data.rows.source import PathArguments, Source, class_names
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.tables import dataset_rows, text_table, with_raw_images
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, BadLine
-from mm_utils.data.rows.webdataset import holds_shards, read_shard, shard_paths, split_of_folder
 from mm_utils.data.scenes import load_scenes
 from mm_utils.data.training_data import Schedule, TrainingData, make_data
 from mm_utils.doors import entries, load
+from mm_utils.extras.tars.webdataset import read_shard, shard_paths, split_of_folder
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)

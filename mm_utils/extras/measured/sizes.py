@@ -5,7 +5,7 @@ code        bytes a dimension   what is stored of an image; queries stay in fp32
 ==========  ==================  =======================================================================================
 fp32        4                   its embedding
 fp16        2                   the embedding, rounded
-int8        1                   `mm_utils.embedding_codes.quantize_int8`, whose steps are fitted to the images
+int8        1                   `mm_utils.extras.measured.embedding_codes.quantize_int8`, whose steps are fitted to the images
 binary      1/8                 signs: the Hamming distance finds 40 candidates, which the query's numbers then order
 ==========  ==================  =======================================================================================
 
@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils.arguments import Parsed
-from mm_utils.embedding_codes import hamming, quantize_int8, rotate, to_bits
 from mm_utils.evaluation.embeddings import Embeddings, Keyed, best_rank, right_items
 from mm_utils.evaluation.metrics import CUTOFFS, mean_of_queries
+from mm_utils.extras.measured.embedding_codes import hamming, quantize_int8, rotate, to_bits
 from mm_utils.files import write_atomic
 from mm_utils.reports.plots import COLORS, INK, MUTED, new_figure, save_figure, set_title, style_axes
 from mm_utils.training.callbacks import RunCallback

@@ -1,6 +1,6 @@
 """Find a query's best images: exactly, or those of a coarse first pass exactly.
 
-A first pass reads codes of the embeddings that are kept in memory (`mm_utils.embedding_codes`), or a FAISS index. It returns
+A first pass reads codes of the embeddings that are kept in memory (`mm_utils.extras.measured.embedding_codes`), or a FAISS index. It returns
 many times as many images as are wanted (`RESCORE`). These are scored from the stored embeddings, which are memory-mapped, so scores
 are always those of exact search; only an image that the first pass has missed is missing.
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mm_utils.data.batches.column_cache import fingerprint_of
 from mm_utils.distributed import RunError
-from mm_utils.embedding_codes import hamming, quantize_int8, to_bits
+from mm_utils.extras.measured.embedding_codes import hamming, quantize_int8, to_bits
 from mm_utils.extras.search.index import FAISS
 from mm_utils.text import one_line
 

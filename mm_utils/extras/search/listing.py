@@ -24,8 +24,8 @@ from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.source import Source
-from mm_utils.data.rows.webdataset import Sample, captions_of_sample, read_shard, shard_paths
 from mm_utils.extras.search.index import STAMPS
+from mm_utils.extras.tars.webdataset import Sample, captions_of_sample, read_shard, shard_paths
 from mm_utils.model.reading import CLIP_FPS, center_square
 from mm_utils.reports.pictures import picture
 

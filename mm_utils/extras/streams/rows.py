@@ -40,14 +40,14 @@ from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tables import Table, find_table_columns, records_of
 from mm_utils.data.rows.text_files import BadLine, Rows
-from mm_utils.data.rows.webdataset import (
+from mm_utils.doors import entries, load
+from mm_utils.extras.tars.webdataset import (
     BoundedHeader,
     Sample,
     captions_of_sample,
     medium_of_samples,
     read_samples,
 )
-from mm_utils.doors import entries, load
 
 Row = dict[str, Any] | str
 """A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""

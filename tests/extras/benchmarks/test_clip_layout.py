@@ -9,8 +9,8 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
 from mm_utils.data.pairs import load_pairs
+from mm_utils.data.rows.detect import holds_shards
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.rows.webdataset import holds_shards
 from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, load_benchmark
 from mm_utils.extras.classes.labels import LabelledArguments, LabelledImages, load_labelled
 from tests.kit.fault_images import grey

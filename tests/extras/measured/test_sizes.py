@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils.embedding_codes import rotate
 from mm_utils.evaluation.embeddings import Embeddings
 from mm_utils.evaluation.metrics import retrieval_metrics
 from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.extras.measured import sizes as module
+from mm_utils.extras.measured.embedding_codes import rotate
 from mm_utils.extras.measured.sizes import draw_sizes, recall_over_bytes, report_sizes
 from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS, split_of
 

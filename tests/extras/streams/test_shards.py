@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_utils.data.paths import shard_kind
-from mm_utils.data.rows import webdataset
 from mm_utils.data.rows.source import Source
 from mm_utils.extras.streams import shards as stream_shards
 from mm_utils.extras.streams.rows import read_rows
 from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards, expand
+from mm_utils.extras.tars import webdataset
 from tests.kit.numbered_shards import (
     Server,
     caption_of,

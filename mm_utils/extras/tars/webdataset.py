@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 from mm_utils.data.faults import Fault, storable
@@ -130,15 +129,6 @@ def shard_paths(source: Source) -> list[str]:
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
     return paths
-
-
-def holds_shards(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder, or the folder of a split in it, holds tar files."""
-    path = Path(folder)
-    if not path.is_dir():
-        return False
-    places = [path, *(place for place in path.iterdir() if place.name.lower() in SPLIT_NAMES)]
-    return any(next(place.glob("*.tar"), None) for place in places)
 
 
 def split_of_folder(path: str, folder: str) -> str | None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mm_utils.embedding_codes import hamming, quantize_int8, rotate, to_bits
+from mm_utils.extras.measured.embedding_codes import hamming, quantize_int8, rotate, to_bits
 
 RNG = np.random.default_rng(0)
 

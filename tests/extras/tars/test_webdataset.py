@@ -12,7 +12,7 @@ from mm_utils.data.paths import Limits
 from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.webdataset import read_shard
+from mm_utils.extras.tars.webdataset import read_shard
 from tests.kit.reading import Member, read, write_tar
 
 

@@ -404,7 +404,7 @@ def _advice(word: str, known: dict[str, Any]) -> str:
 
 def _did_you_mean(word: str, known: dict[str, Any]) -> str:
     close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-    rare = close and known[close[0]].option_strings[0].startswith(_RARE)
+    rare = bool(close) and known[close[0]].option_strings[0].startswith(_RARE)
     return f". Did you mean '--{'set ' * rare}{close[0]}'? See --help." if close else ". See --help."
 
 

@@ -1367,7 +1367,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         return self.fusion.decode(keys_values, self.caption_adapter(words), attention_mask)
 
     def target_logits(
-        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, before: tuple[Tensor, Tensor]
+        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, before: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Return logits `[M, W]` over the known words of the tokens after those at rows and columns `before`, and their places.
 

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from mm_utils import distributed
 from mm_utils.copies import HostCopy, to_device
 from mm_utils.data.batches.tokens import occurring_tokens
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, rows_of
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
 
 logger = logging.getLogger(__name__)
 
+_MOST_COPIED = 2**23  # numbers of keys and values that are copied, for each caption of an image; 32 MiB
 _LARGE = 4096  # words of a vocabulary of which one half may be worth leaving out
 
 
@@ -37,7 +38,10 @@ class Captioning(RowTerm):
     one pair of the fusion head. `FusionDualEncoderModel.caption` then writes captions.
 
     Of a large vocabulary of which the training captions have at most half, as that of a pretrained tower, these words alone are
-    predicted: of 30,522 words, 6,642 in the captions of 6,000 photographs, which is four times as fast.
+    predicted: of 30,522 words, 6,642 in the captions of 6,000 photographs, whose logits are four times as fast.
+
+    Captions of one image share its keys and values. Where copies of these would be large, one caption of each image is read at a
+    time, by length, which also pads less.
     """
 
     name = "captioning"
@@ -87,15 +91,38 @@ class Captioning(RowTerm):
         """Predict all tokens but the first of the captions of this part's images."""
         input_ids, mask = _all_captions(batch)
         lengths = plan.lengths[start_row : start_row + len(input_ids)]
-        longest, places = max(1, lengths.max(initial=0)), np.nonzero(lengths)
-        before = np.nonzero(np.arange(longest) < lengths[places][:, None] - 1)
-        image, caption, row, column = (to_device(each, mask.device) for each in (*places, *before))
-        if len(image):
-            input_ids, mask = input_ids[image, caption, :longest], mask[image, caption, :longest]
-        else:  # a rank without images has those of a blank pair
-            image, input_ids, mask = image.new_zeros(1), input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
-        keys_values = tuple(rows_of(layer, image, 1) for layer in encoded.keys_values)
-        return token_cross_entropy(*model.target_logits(keys_values, input_ids, mask, (row, column)))
+        given, places = (model, encoded.keys_values, input_ids, mask, lengths), np.nonzero(lengths)
+        if len(places[0]) * sum(layer[:, :1].numel() for layer in encoded.keys_values) <= _MOST_COPIED:
+            return _predict(*given, *places)
+        found = []
+        for caption in (-lengths).argsort(1, kind="stable").T:  # the longest one of each image, then the second ...
+            [image] = lengths[np.arange(len(lengths)), caption].nonzero()
+            if len(image):
+                found.append(_predict(*given, image, caption[image]))
+        losses, right = zip(*found, strict=True)
+        return torch.stack(losses).sum(), torch.stack(right).sum()
+
+
+def _predict(
+    model: FusionDualEncoderModel,
+    keys_values: KeysValues,
+    input_ids: Tensor,
+    mask: Tensor,
+    lengths: np.ndarray,
+    *places: np.ndarray,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the right tokens of the captions at `places`, images and captions."""
+    chosen, is_each = lengths[places], np.array_equal(places[0], np.arange(len(lengths)))
+    longest = max(1, chosen.max(initial=0))
+    before = np.nonzero(np.arange(longest) < chosen[:, None] - 1)
+    image, caption, row, column = (to_device(each, mask.device) for each in (*places, *before))
+    if len(image):
+        input_ids, mask = input_ids[image, caption, :longest], mask[image, caption, :longest]
+    else:  # a rank without images has those of a blank pair
+        image, input_ids, mask = image.new_zeros(1), input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
+    if not (is_each and len(chosen)):
+        keys_values = tuple(rows_of(layer, image, 1) for layer in keys_values)
+    return token_cross_entropy(*model.target_logits(keys_values, input_ids, mask, (row, column)))
 
 
 def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:

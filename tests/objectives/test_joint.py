@@ -33,6 +33,7 @@ from tests.kit.objectives import (
     global_batch,
     share_of,
     step,
+    step_in_parts,
     tiny_model,
     tiny_objective,
     tiny_tokenizer,
@@ -447,6 +448,18 @@ def test_all_captions_of_an_image_are_targets() -> None:
         total -= objective.model.caption_scores(own, ids[rows], mask[rows]).sum().item()
     targets = batch["all_attention_mask"][..., 1:].sum().item()
     assert step(objective, batch, 0)["report"]["captioning_loss"] == pytest.approx(total / targets, rel=1e-5)
+
+
+def test_captions_read_one_of_each_image_at_a_time_teach_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = step_in_parts(tiny_objective("captioning"), global_batch(), None)
+    monkeypatch.setattr("mm_utils.objectives.captioning._MOST_COPIED", 0)
+    for micro_batch_size in (None, 4, 1):
+        found = step_in_parts(tiny_objective("captioning"), global_batch(), micro_batch_size)
+        assert found["report"] == pytest.approx(expected["report"], rel=1e-6)
+        for name, value in expected["gradients"].items():
+            torch.testing.assert_close(
+                torch.tensor(found["gradients"][name]), torch.tensor(value), rtol=1e-5, atol=1e-7
+            )
 
 
 def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:

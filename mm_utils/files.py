@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import stat
 import sys
@@ -174,6 +175,16 @@ def atomic_folder(final: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def errno_of(error: BaseException | None) -> int:
+    """Return the operating system's number of an error or of what it came from, also as libraries in Rust state it; else 0."""
+    while error is not None:
+        stated = re.search(r"\(os error (\d+)\)", str(error))
+        if number := getattr(error, "errno", None) or (stated and int(stated[1])):
+            return int(number)
+        error = error.__cause__
+    return 0
 
 
 @contextmanager

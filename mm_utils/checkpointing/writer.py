@@ -26,6 +26,7 @@ from mm_utils.checkpointing.files import (
     write_checkpoint,
 )
 from mm_utils.checkpointing.state import Snapshot
+from mm_utils.files import errno_of
 from mm_utils.text import byte_size
 
 logger = logging.getLogger(__name__)
@@ -137,9 +138,8 @@ class CheckpointWriter:
 
 
 def _is_full(error: Exception) -> bool:
-    """Return whether a disk or quota is full, by number or by what safetensors says."""
-    numbers = (f"os error {number})" for number in _FULL)
-    return getattr(error, "errno", None) in _FULL or any(number in str(error) for number in numbers)
+    """Return whether a disk or quota is full."""
+    return errno_of(error) in _FULL
 
 
 # -- retention --------------------------------------------------------------------------------------------------------

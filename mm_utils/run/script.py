@@ -18,10 +18,12 @@ import transformers
 
 from mm_utils import distributed
 from mm_utils.distributed import RunError
+from mm_utils.files import errno_of
 from mm_utils.reliability import failures
 from mm_utils.text import SafeFormatter, printable, redact
 
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def run_script(main: Callable[[], Any]) -> None:
@@ -84,8 +86,10 @@ def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
     logger, line = logging.getLogger("mm_utils"), ""
     if isinstance(error, (RunError, ValueError, FloatingPointError)):
         line = str(error)
-    elif isinstance(error, OSError) and error.errno in _OF_DISKS and error.filename:
-        line = f"{error.filename}: {error.strerror}. Free some space there, or give a folder that can be written."
+    elif (number := errno_of(error)) in _FULL or (number in _REFUSED and getattr(error, "filename", None)):
+        place = getattr(error, "filename", None) or "A file of this run, or of a cache"
+        remedy = "Free some space there" if number in _FULL else "Change its permissions"
+        line = f"{place}: {os.strerror(number)}. {remedy}, or give a folder that can be written."
     elif monitor.is_alone:
         raise error
     if monitor.report(error):

@@ -83,14 +83,32 @@ def test_no_log_ends_a_run(stderr: str, tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
-def test_a_full_disk_is_one_line_and_other_errors_keep_their_traceback(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "start"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/data/x.arrow"),
+            "/data/x.arrow: No space left on device. Free",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            "A file of this run, or of a cache: Disk quota exceeded. Free some",
+        ),
+        (
+            Exception("No space left on device (os error 28)"),
+            "A file of this run, or of a cache: No space left on device",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/data/out"), "/data/out: Permission denied. Change its"),
+    ],
+)
+def test_a_disk_that_refuses_is_one_line_and_other_errors_keep_their_traceback(
+    error: Exception, start: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = SimpleNamespace(is_alone=True, report=lambda _: True, fail=lambda: sys.exit(1), finish=lambda: None)
     monkeypatch.setattr(failures, "start_monitor", lambda: alone)
 
     def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "/data/out/index.arrow")
+        raise error
 
     def broken() -> None:
         raise OSError(errno.EIO, "Input/output error", "/data/in")
@@ -100,7 +118,7 @@ def test_a_full_disk_is_one_line_and_other_errors_keep_their_traceback(
         run_script(full)
     assert ended.value.code == 1
     [line] = caplog.messages
-    assert line.startswith("/data/out/index.arrow: No space left on device. Free some space")
+    assert line.startswith(start)
     with pytest.raises(OSError, match="Input/output error"):
         run_script(broken)
 

@@ -23,7 +23,8 @@ from mm_utils.reliability import failures
 from mm_utils.text import SafeFormatter, printable, redact
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_REMEDIES = dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Change its permissions, or give another folder")
+_REMEDIES |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Give a folder, or the name of a new one")
 
 
 def run_script(main: Callable[[], Any]) -> None:
@@ -86,10 +87,10 @@ def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
     logger, line = logging.getLogger("mm_utils"), ""
     if isinstance(error, (RunError, ValueError, FloatingPointError)):
         line = str(error)
-    elif (number := errno_of(error)) in _FULL or (number in _REFUSED and getattr(error, "filename", None)):
+    elif (number := errno_of(error)) in _FULL or (number in _REMEDIES and getattr(error, "filename", None)):
         place = getattr(error, "filename", None) or "A file of this run, or of a cache"
-        remedy = "Free some space there" if number in _FULL else "Change its permissions"
-        line = f"{place}: {os.strerror(number)}. {remedy}, or give a folder that can be written."
+        remedy = _REMEDIES.get(number, "Free some space there, or give a folder that can be written")
+        line = f"{place}: {os.strerror(number)}. {remedy}."
     elif monitor.is_alone:
         raise error
     if monitor.report(error):

@@ -10,7 +10,7 @@ never = threading.Event()
 
 
 class FakeTracker(GeneralTracker):
-    """Records its calls; a call named in `faults` raises or, with "hang", does not return while the test runs."""
+    """Records its calls; a call named in `faults` raises, exits with "exits" or, with "hang", does not return while the test runs."""
 
     name = "fake"
     requires_logging_directory = False
@@ -46,5 +46,5 @@ class FakeTracker(GeneralTracker):
             never.wait(300)
         elif fault:
             self.own_raised.append(name)
-            raise ConnectionError(fault)
+            raise SystemExit(fault) if fault == "exits" else ConnectionError(fault)
         self.own_calls.append((name, *values))

@@ -99,6 +99,7 @@ def test_no_log_ends_a_run(stderr: str, tmp_path: Path) -> None:
             "A file of this run, or of a cache: No space left on device",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "/data/out"), "/data/out: Permission denied. Change its"),
+        (FileExistsError(errno.EEXIST, "File exists", "/data/a.json"), "/data/a.json: File exists. Give a folder"),
     ],
 )
 def test_a_disk_that_refuses_is_one_line_and_other_errors_keep_their_traceback(

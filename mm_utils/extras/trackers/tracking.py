@@ -150,7 +150,7 @@ class _TrackerThread(threading.Thread):
         """Start the tracker and make the queued calls."""
         try:
             tracker = self._start()
-        except Exception as error:
+        except BaseException as error:  # a client may exit, which would end its thread in silence
             self.complain(one_line(error))
             return
         self._call(tracker.store_init_configuration, self.config)
@@ -161,7 +161,7 @@ class _TrackerThread(threading.Thread):
     def _call(self, method: Callable[..., Any], *values: Any, **options: Any) -> None:
         try:
             method(*values, **options)
-        except Exception as error:
+        except BaseException as error:  # a client may exit, which would end its thread in silence
             self.complain(one_line(error))
 
     def _start(self) -> GeneralTracker:

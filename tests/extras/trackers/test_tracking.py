@@ -59,18 +59,19 @@ def test_logs_arrive_in_order_with_their_step(track: Callable[..., Tracking]) ->
     assert FakeTracker.calls[-1] == ("finish",)
 
 
+@pytest.mark.parametrize("fault", ["no network", "exits"])
 @pytest.mark.parametrize("call", ["init", "start", "config", "log", "finish"])
 def test_a_tracker_that_raises_is_named_once(
-    track: Callable[..., Tracking], caplog: pytest.LogCaptureFixture, call: str
+    track: Callable[..., Tracking], caplog: pytest.LogCaptureFixture, call: str, fault: str
 ) -> None:
-    FakeTracker.faults[call] = "no network"
+    FakeTracker.faults[call] = fault
     tracking = track("fake", "other")
     for step in range(20):
         tracking.log({"loss": 1.0}, step=step)
     tracking.finish()
     [warning] = caplog.records
     assert "fake" in warning.getMessage()
-    assert "no network" in warning.getMessage()
+    assert fault in warning.getMessage()
     assert "metrics.jsonl" in warning.getMessage()
     assert logged(OtherTracker) == list(range(20)), "the other tracker does not suffer"
     assert logged() == (list(range(20)) if call in ("config", "finish") else [])

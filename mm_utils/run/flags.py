@@ -39,6 +39,7 @@ PRETRAINING = (
 
 
 _HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_hierarchy fusion_direction"
+_SAVES = ("save_steps", "save_minutes", "save_best_limit")
 _COLUMNS = "image_column caption_column id_column language_column image_root"
 
 
@@ -80,7 +81,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ),
         (
             "save_total_limit",
-            not (given["save_steps"] or given["save_minutes"] or given["eval_steps"] or trial),
+            not any(given[name] for name in _SAVES) and not trial,
             "no checkpoints are saved",
         ),
     ]

@@ -29,6 +29,20 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def entry(kind: str, name: str, asked: str) -> Any:
+    """Import an entry of a kind by its name.
+
+    Raises:
+        ValueError: begun by `asked`, if no extra has it.
+    """
+    path = entries(kind).get(name)
+    if path is None:
+        raise ValueError(
+            f"{asked}; no folder of {EXTRAS} has {name} among its {kind}. Restore the folder, or drop the flag."
+        )
+    return load(path)
+
+
 def load_own(path: str, flag: str, base: type[T]) -> type[T]:
     """Import a class given as module.Class, from the current folder, an installed package or `__main__`.
 

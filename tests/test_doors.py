@@ -1,33 +1,54 @@
-"""The examples of the four doors, as a notebook's cell runs them. The row source has its test in tests/extras/sqlite/test_rows.py."""
+"""An extra can be deleted: runs that do not ask for it go on, those that do are refused in a sentence."""
 
-import json
-import re
-import sys
-from pathlib import Path
-from types import ModuleType
-
+import datasets
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs/objectives.md"
+from mm_utils import doors
+from mm_utils.arguments import parse_args
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.tokens import global_order
+from mm_utils.run import flags
+from mm_utils.run.doors import Doors
+from tests.kit.house import PACKAGE
+
+EXTRAS = sorted(path.parent.name for path in (PACKAGE / "extras").glob("*/door.py"))
 
 
-def test_the_examples_of_the_page_run_together(
-    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    section = PAGE.read_text().partition("## Four doors")[2]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 5
-    assert all(len(block.splitlines()) <= 20 for block in blocks)
-    cell = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", cell)
-    flags = [*tiny_flags, "--max_steps", "2", "--output_dir", str(tmp_path)]
-    *classes, run = blocks
-    run = run.replace('"--train_file", "pairs.jsonl", "--max_steps", "2"', repr(flags)[1:-1])
-    for block in (*classes, run):
-        exec(block, cell.__dict__)
-    output = capsys.readouterr().out
-    assert re.search(r"^training on \d+ images$", output, re.MULTILINE)
-    assert re.findall(r"^([12]) \d+\.\d+$", output, re.MULTILINE) == ["1", "2"]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(any(name in row for row in rows) for name in ("Uniformity_loss", "eval_modality_gap"))
-    assert "modality_gap" in (tmp_path / "README.md").read_text()
+def delete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tuple(door for door in doors._doors() if door.__name__.split(".")[-2] != name)
+    assert len(left) == len(EXTRAS) - 1
+    monkeypatch.setattr(doors, "_doors", lambda: left)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_run_without_an_extra_has_its_flags_and_callbacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    delete(name, monkeypatch)
+    for script in ("pretrain", "finetune"):
+        attached = Doors(script)
+        given = parse_args(*flags.PRETRAINING, *attached.arguments, argv=[], doc=None)
+        flags.check_flags(given)
+        attached.open(given)
+        assert all(f".extras.{name}." not in type(each).__module__ for each in attached.callbacks)
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "name"),
+    [
+        ("mining", "ARRANGEMENTS", "similar_captions"),
+        ("mirroring", "KEEPS_SIDES", "words"),
+        ("packing", "TEXT_ENCODERS", "packed"),
+        ("micro_batch", "MICRO_BATCHES", "auto"),
+    ],
+)
+def test_what_asks_for_a_deleted_extra_is_refused(extra: str, kind: str, name: str, monkeypatch) -> None:
+    assert callable(doors.entry(kind, name, "--flag is set"))
+    delete(extra, monkeypatch)
+    with pytest.raises(ValueError, match=rf"^--flag is set; no folder of .* has {name} among its {kind}\. Restore"):
+        doors.entry(kind, name, "--flag is set")
+
+
+def test_a_flag_of_a_deleted_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    delete("mining", monkeypatch)
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    with pytest.raises(ValueError, match=r"^--similar_captions_per_batch is 2; "):
+        global_order(rows, BatchSizes((0,), (2,)), 0, 2)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.doors import entries, load
+from mm_utils.doors import entries, entry, load
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
@@ -176,7 +176,9 @@ def build_objective(
             term.read_captions(model, rows)
     objective = JointObjective(model, weights)
     objective.added = frozenset(model.state_dict()) - before
-    if args.pack_captions and not (objective.groups_texts and load(entries("TEXT_ENCODERS")["packed"])(model)):
+    if args.pack_captions and not (
+        objective.groups_texts and entry("TEXT_ENCODERS", "packed", "--pack_captions is set")(model)
+    ):
         logger.warning(
             "--pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",
             type(model.text_model).__name__,

@@ -96,7 +96,8 @@ class Doors:
         """
         names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
         own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
-        attached = [found for kind in self._kinds if (found := kind.attach(given)) is not None]
+        wanted = [kind for kind in self._kinds if kind.flag is None or given[kind.flag]]
+        attached = [found for kind in wanted if (found := kind.attach(given)) is not None]
         self.callbacks = [*attached, *own, *self._of_main]
 
     def instead(self, main: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, float] | None:

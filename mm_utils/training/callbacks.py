@@ -119,10 +119,12 @@ class RunCallback(TrainerCallback):
 
     Attributes:
         scripts: the scripts that it is for.
+        flag: the flag without which it is not asked for; None if `attach` decides.
         arguments: the dataclass of its flags, if it has any.
     """
 
     scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")
+    flag: ClassVar[str | None] = None
     arguments: ClassVar[type | None] = None
 
     @classmethod

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
+from mm_utils.doors import entry
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.reliability.nonfinite_steps import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
-from mm_utils.training.memory import find_micro_batch_size, restored_buffers
+from mm_utils.training.memory import restored_buffers
 from mm_utils.training.optim import LR_RULES, OptimizerArguments
 from mm_utils.training.phases import Phases
 
@@ -137,7 +138,7 @@ class TrainStep:
         """Find the micro-batch size, or settle DDP's order, before this start's first step."""
         if self.args.micro_batch_size == "auto":
             largest = -(-self.sizes.sizes[-1] // (1 if self.args.has_unequal_shares else distributed.world_size()))
-            self.micro_batch.size = find_micro_batch_size(
+            self.micro_batch.size = entry("MICRO_BATCHES", "auto", "--micro_batch_size is auto")(
                 self.accelerator,
                 self.objective,
                 batch,

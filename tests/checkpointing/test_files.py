@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,26 +168,6 @@ def test_leftovers_of_a_killed_run_are_removed_and_a_replaced_checkpoint_is_rest
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def zero_end(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-4] + bytes(4))
-
-
-DAMAGES = [cut, empty, flip, zero_end, Path.unlink]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_each_damage_is_named_by_its_file(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
-    path = saved(tmp_path, 1)
-    damage(path / name)
-    [wrong] = verify(path)
-    assert wrong.startswith(name)
 
 
 def test_every_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.doors import entries, load
+from mm_utils.doors import entry
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,8 @@ def global_order(
     if similar_captions_per_batch == 1:
         return GlobalOrder(len(rows), sizes, seed)
     tokens = rows.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
-    arrangement = load(entries("ARRANGEMENTS")["similar_captions"])(tokens, similar_captions_per_batch)
+    asked = f"--similar_captions_per_batch is {similar_captions_per_batch}"
+    arrangement = entry("ARRANGEMENTS", "similar_captions", asked)(tokens, similar_captions_per_batch)
     return GlobalOrder(len(rows), sizes, seed, arrangement, similar_captions_per_batch)
 
 

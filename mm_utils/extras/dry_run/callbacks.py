@@ -21,15 +21,16 @@ class DryRunArguments:
 class DryRun(RunCallback):
     """Run the script on a few pairs in place of the run."""
 
+    flag = "dry_run"
     arguments = DryRunArguments
 
     def __init__(self, given: Parsed):
         self.given = given
 
     @classmethod
-    def attach(cls, given: Parsed) -> "DryRun | None":
-        """Return the callback with --dry_run."""
-        return cls(given) if given["dry_run"] else None
+    def attach(cls, given: Parsed) -> "DryRun":
+        """Return the callback, which reads all flags."""
+        return cls(given)
 
     def instead(self, script: str, main: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, float]:
         """Return the forecast."""

@@ -2,7 +2,9 @@
 
 _HERE = "mm_utils.extras.formats"
 SOURCES = {
-    **{name: f"{_HERE}.annotations.read_{name}" for name in ("coco", "karpathy", "flickr")},
+    "coco": f"{_HERE}.annotations.read_coco",
+    "karpathy": f"{_HERE}.annotations.read_karpathy",
+    "flickr": f"{_HERE}.annotations.read_flickr",
     "parallel": f"{_HERE}.parallel.read_parallel",
 }
 TEXT_FORMATS = {"annotations": f"{_HERE}.annotations.format_of"}

@@ -24,17 +24,18 @@ class CacheFeatures(RunCallback):
     """Run frozen towers once over the training data, and train from their stored output."""
 
     scripts = ("pretrain",)
+    flag = "cache_features"
     arguments = FeatureCacheArguments
 
     @classmethod
-    def attach(cls, given: Parsed) -> "CacheFeatures | None":
-        """Return the callback with --cache_features."""
-        if given["cache_features"] and given["streaming"]:
+    def attach(cls, given: Parsed) -> "CacheFeatures":
+        """Return the callback, unless the data are a stream."""
+        if given["streaming"]:
             raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")
-        if given["cache_features"] and given["freeze_vision"]:
+        if given["freeze_vision"]:
             unread = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter patch_dropout"
             given.refuse(unread, "--cache_features keeps what the vision tower makes of centre squares")
-        return cls() if given["cache_features"] else None
+        return cls()
 
     def on_start(self, run: Any) -> None:
         """Compute the features, or open those that are stored."""
@@ -48,16 +49,17 @@ class CacheTeacher(RunCallback):
     """Embed the training data with the teacher of `distillation`."""
 
     scripts = ("pretrain",)
+    flag = "teacher_name_or_path"
 
     def __init__(self, name: str):
         self.name = name
 
     @classmethod
-    def attach(cls, given: Parsed) -> "CacheTeacher | None":
-        """Return the callback with --teacher_name_or_path."""
+    def attach(cls, given: Parsed) -> "CacheTeacher":
+        """Return the callback of a teacher that exists."""
         name = given["teacher_name_or_path"]
         check_model(name, "--teacher_name_or_path")
-        return cls(name) if name else None
+        return cls(name)
 
     def on_start(self, run: Any) -> None:
         """Compute the embeddings, or open those that are stored."""

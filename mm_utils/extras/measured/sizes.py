@@ -29,7 +29,6 @@ from matplotlib.ticker import EngFormatter, NullLocator
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils.arguments import Parsed
 from mm_utils.evaluation.embeddings import Embeddings, Keyed, best_rank, right_items
 from mm_utils.evaluation.metrics import CUTOFFS, mean_of_queries
 from mm_utils.extras.measured.embedding_codes import hamming, quantize_int8, rotate, to_bits
@@ -54,11 +53,7 @@ class EmbeddingSizes(RunCallback):
     """Report what size costs at the end of a run with `--matryoshka_dims`."""
 
     scripts = ("pretrain",)
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "EmbeddingSizes | None":
-        """Return the callback with --matryoshka_dims."""
-        return cls() if given["matryoshka_dims"] else None
+    flag = "matryoshka_dims"
 
     def on_finish(self, run: Any) -> None:
         """Write `embedding_sizes.*` of the last evaluation."""

@@ -17,10 +17,11 @@ from transformers import TrainerControl, TrainerState
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import check_loading
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
+from mm_utils.extras.micro_batch.search import TRIALS, synthetic_batch
 from mm_utils.objectives import Objective
 from mm_utils.objectives.terms import Batch
 from mm_utils.training.callbacks import RunCallback
-from mm_utils.training.memory import TRIALS, restored_buffers, synthetic_batch
+from mm_utils.training.memory import restored_buffers
 
 logger = logging.getLogger(__name__)
 

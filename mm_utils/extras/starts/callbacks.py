@@ -89,16 +89,15 @@ class WiseFT(RunCallback):
         alpha: the alpha to save; None for the best on the validation split.
     """
 
+    flag = "wise_ft"
     arguments = InterpolationArguments
 
     def __init__(self, alpha: float | None):
         self.alpha = alpha
 
     @classmethod
-    def attach(cls, given: Parsed) -> "WiseFT | None":
-        """Return the callback with --wise_ft, where a run starts from a model."""
-        if not given["wise_ft"]:
-            return None
+    def attach(cls, given: Parsed) -> "WiseFT":
+        """Return the callback, where a run starts from a model."""
         joins = given["vision_model_name_or_path"] and given["text_model_name_or_path"]
         closed_form = joins and given["closed_form_images"] and not given["streaming"]
         if not (given["model_name_or_path"] or closed_form):

@@ -19,30 +19,32 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModel
 
 from mm_utils.copies import HostCopy
+from mm_utils.extras.micro_batch import search
+from mm_utils.extras.micro_batch.search import HEADROOM, find_micro_batch_size, largest_that_fits
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.training import memory
-from mm_utils.training.memory import HEADROOM, find_micro_batch_size, largest_that_fits, peak_bytes, reset_peak
+from mm_utils.training.memory import peak_bytes, reset_peak
 from tests.kit.objectives import ALONE, global_batch, tiny_objective
 
 
 def test_trials_have_regions_where_batches_do() -> None:
     objective, batch = tiny_objective("regions"), global_batch()
-    tried = memory.synthetic_batch(batch, 5, 7, objective.readers)
+    tried = search.synthetic_batch(batch, 5, 7, objective.readers)
     assert {name: len(value) for name, value in tried.items()} == dict.fromkeys(tried, 5)
     assert {name for name in tried if name.startswith("region_")} == {
         name for name in batch if name.startswith("region_")
     }
     assert all(value.isfinite() for value in objective(tried, 0).values())
     assert not any(
-        name.startswith("region_") for name in memory.synthetic_batch({"input_ids": batch["input_ids"]}, 5, 7, ())
+        name.startswith("region_") for name in search.synthetic_batch({"input_ids": batch["input_ids"]}, 5, 7, ())
     )
 
 
 def test_trials_have_negatives_where_batches_do() -> None:
     objective, batch = tiny_objective("matching_with_negatives"), global_batch("negatives")
-    tried = memory.synthetic_batch(batch, 5, 7, objective.readers)
+    tried = search.synthetic_batch(batch, 5, 7, objective.readers)
     assert {name: tuple(value.shape) for name, value in tried.items() if name.startswith("negative_")} == {
         "negative_input_ids": (5, 7),
         "negative_attention_mask": (5, 7),
@@ -109,8 +111,8 @@ def test_the_objective_is_tried_with_the_longest_captions(
         lambda module, given, out: seen.append(tuple(out.last_hidden_state.shape[:2]))
     )
     # As if every pair took 16 kB on top of 100 kB.
-    monkeypatch.setattr(memory, "peak_bytes", lambda device: 100_000 + 16_000 * max(rows for rows, _ in seen[-2:]))
-    monkeypatch.setattr(memory, "available_bytes", lambda device: available + moments)
+    monkeypatch.setattr(search, "peak_bytes", lambda device: 100_000 + 16_000 * max(rows for rows, _ in seen[-2:]))
+    monkeypatch.setattr(search, "available_bytes", lambda device: available + moments)
     assert find_micro_batch_size(accelerator(), objective, global_batch(), 200, 24) == found
     assert {8, 32} <= {rows for rows, _ in seen} <= {8, 32, 100, 128}
     assert {length for _, length in seen} == {24}
@@ -208,9 +210,9 @@ def test_what_is_found_fits_whatever_the_vocabulary(vocabulary: int, monkeypatch
     monkeypatch.setattr(
         HostCopy, "numpy", lambda copy: np.zeros(copy._values.shape, dtype=bool)
     )  # no pair shares an id
-    monkeypatch.setattr(memory, "available_bytes", lambda device: AVAILABLE)
-    monkeypatch.setattr(memory, "reset_peak", reset)
-    monkeypatch.setattr(memory, "peak_bytes", lambda device: stored.peak)
+    monkeypatch.setattr(search, "available_bytes", lambda device: AVAILABLE)
+    monkeypatch.setattr(search, "reset_peak", reset)
+    monkeypatch.setattr(search, "peak_bytes", lambda device: stored.peak)
     with FakeTensorMode(allow_non_fake_inputs=True), stored:
         for weight in objective.parameters():
             stored.add(weight)
@@ -219,7 +221,7 @@ def test_what_is_found_fits_whatever_the_vocabulary(vocabulary: int, monkeypatch
         peaks = []
         for pairs in (found, round(1.25 * found)):
             stored.peak = stored.now
-            backward(accelerator, objective, memory.synthetic_batch(batch, pairs, 16, ()), 0, pairs)
+            backward(accelerator, objective, search.synthetic_batch(batch, pairs, 16, ()), 0, pairs)
             peaks.append(stored.peak + moments)
             objective.zero_grad()
     assert peaks[0] <= AVAILABLE < peaks[1]

@@ -39,7 +39,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_400,
+    "core": 25_420,
     "data": 9_900,
     "model": 3_900,
     "objectives": 1_800,

@@ -43,7 +43,7 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from mm_utils.objectives.grad_cache import TooManyPairsError
+from mm_utils.objectives.grad_cache import TooManyPairsError, is_out_of_memory
 from mm_utils.objectives.padding import length_groups
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
@@ -280,7 +280,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         setting = {"loop": loop, "objectives": objectives, "pairs": int(pairs), "compiled": compiled == "true"}
         try:
             setting = measure(accelerator, setting, args, model_args, ceiling["flops"])
-        except (torch.OutOfMemoryError, TooManyPairsError) as error:
+        except (RuntimeError, TooManyPairsError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
             setting["error"] = str(error).split(".")[0]
         logger.info("%s", json.dumps(setting))
         results.append(setting)

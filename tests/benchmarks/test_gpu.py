@@ -112,6 +112,17 @@ def test_a_setting_that_does_not_fit_is_a_row(tmp_path, monkeypatch):
     assert [("error" in row, row["pairs"]) for row in rows] == [(False, 8), (True, 16), (False, 12)]
     assert "memory ran out with 16 pairs" in file.with_suffix(".md").read_text()
 
+    def no_handle(*_: Any) -> None:
+        raise RuntimeError(failure)
+
+    monkeypatch.setattr(gpu, "bare_step", no_handle)
+    flags += ["--loops", "bare", "--pairs", "8"]
+    failure = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert [row["error"] for row in gpu.main(flags)] == [failure]
+    failure = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        gpu.main(flags)
+
 
 def test_annotations_are_not_counted_as_busy(monkeypatch):
     """A span that torch writes around kernels lasts as long as they do together."""

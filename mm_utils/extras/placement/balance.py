@@ -19,6 +19,7 @@ from mm_utils.data.batches.loaders import check_loading
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
 from mm_utils.extras.micro_batch.search import TRIALS, synthetic_batch
 from mm_utils.objectives import Objective
+from mm_utils.objectives.grad_cache import is_out_of_memory
 from mm_utils.objectives.terms import Batch
 from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.memory import restored_buffers
@@ -62,7 +63,9 @@ class Balance(RunCallback):
         pairs = _pairs_tried(args, size // ranks)
         try:
             seconds = seconds_per_pair(self.accelerator, self.objective, batch, state.global_step, pairs)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise ValueError(
                 f"--balance is set, and memory ran out with {pairs} pairs on this process. Give a smaller --micro_batch_size, or "
                 "auto, which changes nothing that is learnt."

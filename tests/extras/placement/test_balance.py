@@ -277,7 +277,7 @@ def test_fewer_pairs_than_processes_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_memory_that_runs_out_names_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(balance, "seconds_per_pair", full)

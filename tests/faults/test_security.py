@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
 from mm_utils.arguments import arg, parse_args
@@ -36,6 +37,7 @@ from tests.data.prepare.fault_rows import line
 from tests.faults.conftest import Record
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import new_tokenizer
+from tests.kit.stock_folders import write_stock
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -170,12 +172,12 @@ def test_weights_that_are_a_pickle_are_refused(
     honest: bool, name: str, fault: Record, canary: Canary, tmp_path: Path
 ) -> None:
     fault("security", f"{name} in the place of model.safetensors, {honest=}")
-    model = BertModel(BertConfig(**SMALL))
-    folder = tmp_path / "model"
-    model.save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save(model.state_dict() if honest else {"weights": canary}, folder / name)
-    for load in (DOORS["load_model"], DOORS["--text_model_name_or_path"]):
+    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path / "bert")
+    folders = {"load_model": write_stock(tmp_path / "clip", "clip"), "--text_model_name_or_path": tmp_path / "bert"}
+    for door, folder in folders.items():
+        load, weights = DOORS[door], Path(folder, "model.safetensors")
+        torch.save(load_file(weights) if honest else {"weights": canary}, Path(folder, name))
+        weights.unlink()
         with pytest.raises(ValueError, match=rf"^[^\n]*no model\.safetensors, but {name}[^\n]*save_pretrained[^\n]*$"):
             load(str(folder))
 

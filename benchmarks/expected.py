@@ -19,7 +19,6 @@ from unittest import mock
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import normalize
@@ -123,7 +122,6 @@ def of_step(args: ExpectedArguments, model_args: ModelArguments, sizes: list[int
     counted = measure_flops(model, side, 40)
     objective = build_objective(model, ObjectiveArguments("contrastive"), 0, processor.tokenizer).train()
     weights = sum(weight.numel() for weight in objective.parameters() if weight.requires_grad)
-    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier call in this process, in another precision
     accelerator, rows = Accelerator(cpu=True, mixed_precision="bf16"), []
     drawn = {pairs: captions(pairs, model_args.vocab_size) for pairs in sizes}
     with (

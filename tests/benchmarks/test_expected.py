@@ -1,6 +1,9 @@
 """What is reckoned of a step is what it asks for."""
 
+from collections.abc import Iterator
+
 import pytest
+from accelerate.state import AcceleratorState
 
 from benchmarks import expected
 from mm_utils.model.build import ModelArguments, build_model
@@ -8,6 +11,18 @@ from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 
 
+@pytest.fixture
+def own_precision() -> Iterator[None]:
+    """What is expected is of bf16; other tests of this process have theirs."""
+    state = AcceleratorState._shared_state
+    kept = dict(state)
+    state.clear()
+    yield
+    state.clear()
+    state.update(kept)
+
+
+@pytest.mark.usefixtures("own_precision")
 def test_a_step_is_reckoned_from_its_operations() -> None:
     sizes = {"vision_config": "small", "text_config": "small", "image_size": 64, "vocab_size": 100}
     args = expected.ExpectedArguments(launch_us=0.0)

@@ -71,5 +71,8 @@ def totals() -> dict[str, int]:
     return found
 
 
-ROAD = {"step": (17, 930), "run": (92, 7_744)}  # files and lines of functions that a default run enters (`make road`)
-SEARCH_MODULES = 40
+ROAD = {
+    "step": (18, 1_000),
+    "run": (90, 8_200),
+}  # files and lines of functions that a default run enters (`make road`)
+SEARCH_MODULES = 36

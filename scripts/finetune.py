@@ -63,7 +63,7 @@ def main(
     classifier_args, args = given[ClassifierArguments], given[FinetuningArguments]
     check_flags(given)
     doors.open(given)
-    if (forecast := doors.instead(main, argv)) is not None:
+    if (forecast := doors.first("instead", "finetune", main, argv)) is not None:
         return forecast
     run = start_run("finetune", given)
 

@@ -24,10 +24,10 @@ from transformers import TrainerCallback
 
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
+from mm_utils.data.training_data import open_data
 from mm_utils.evaluation.retrieval import Evaluate
-from mm_utils.extras.several_media.evaluators import list_evaluators, make_evaluators
-from mm_utils.extras.several_media.mixture import MediaArguments, open_media
-from mm_utils.extras.several_media.per_medium import build_media
+from mm_utils.evaluation.train_recall import train_recall, validation_evaluator
+from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import build_objective
 from mm_utils.run import flags
@@ -51,32 +51,25 @@ def main(
     """
     # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
     doors = Doors("pretrain", callbacks)
-    given = parse_args(*flags.PRETRAINING, MediaArguments, *doors.arguments, argv=argv, doc=__doc__)
+    given = parse_args(*flags.PRETRAINING, *doors.arguments, argv=argv, doc=__doc__)
     model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
     args = given[flags.TrainingArguments]
-    given[MediaArguments].check(given.settings)
     flags.check_flags(given)
     doors.open(given)
-    if (forecast := doors.instead(main, argv)) is not None:
+    if (forecast := doors.first("instead", "pretrain", main, argv)) is not None:
         return forecast
     run = start_run("pretrain", given)
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
-    make_processor = partial(load_processor, model_args)
-    data = doors.open_data(run.accelerator, given, args, make_processor, objective_args.readers) or open_media(
-        run.accelerator,
-        given[flags.DataArguments],
-        given[MediaArguments],
-        given[flags.LoaderArguments],
-        args,
-        make_processor,
-        objective_args.readers,
+    opening = (args, partial(load_processor, model_args), objective_args.readers)
+    data = doors.first("open_data", run.accelerator, given, *opening) or open_data(
+        run.accelerator, given[flags.DataArguments], given[flags.LoaderArguments], *opening
     )
 
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    model = build_media(
-        model_args, data.processor.tokenizer, given[flags.LoraArguments], list(data.media), resume_from
+    model = doors.first("build_model", given, data, resume_from) or build_model(
+        model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium, resume_from
     )
     objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, data.training_rows)
     has_baseline = doors.has_baseline(given, data)
@@ -89,11 +82,15 @@ def main(
     )
 
     # 4. Train.
-    retrieval = make_evaluators(given[flags.EvaluationArguments], data)
     of_terms = objective.evaluators(data.medium)
-    measures = list_evaluators(retrieval, data, args.seed, [*of_terms, *evaluators])
-    context = RunContext(run, given, data, model, objective, optimizer, measures, resume_from, has_baseline)
-    context.retrieval = retrieval
+    others = [*of_terms, *evaluators]
+    if (measured := doors.first("evaluators", given, data, others)) is None:
+        held_out = validation_evaluator(given[flags.EvaluationArguments], data)
+        measured = {data.medium: held_out}, [held_out, *others, *train_recall(data, args.seed)]
+    retrieval, measures = measured
+    context = RunContext(
+        run, given, data, model, objective, optimizer, measures, resume_from, has_baseline, retrieval=retrieval
+    )
     watchers = default_callbacks(run, objective, data, objective_args.highest_scale(model))
     doors.start(context)
     args.settle_eval_steps(args.total_steps(data.num_rows), has_baseline)

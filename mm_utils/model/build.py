@@ -201,12 +201,18 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     lora_args: LoraArguments | None = None,
     medium: str = "image",
+    resume_from: Path | None = None,
 ) -> FusionDualEncoderModel:
     """Build or load the arguments' model, in float32, with adapters, ready to be trained.
+
+    Args:
+        resume_from: the checkpoint whose weights it will get, if any: its pooling of sounds is kept under `--vision_pooling
+            auto`, which was the pooler for towers from scratch before there was `timed`.
 
     Raises:
         ValueError: if its vision tower cannot read the medium, `image`, `clip` or `sound`.
     """
+    args = _with_pooling(args, medium, resume_from)
     if args.model_name_or_path:
         model = load_model(args.model_name_or_path, medium=medium, **_head(args)).float()
         _check_head(args, model)
@@ -244,6 +250,15 @@ def build_model(
     if args.torch_compile:
         compile_parts(model)
     return model
+
+
+def _with_pooling(args: ModelArguments, medium: str, resume_from: Path | None) -> ModelArguments:
+    """Return the arguments with a checkpoint's pooling of sounds, where none is asked for."""
+    if resume_from is None or medium != "sound" or args.vision_pooling != "auto":
+        return args
+    config = FusionDualEncoderConfig.from_pretrained(resume_from)
+    pooling = (config.media or {}).get(medium, {}).get("vision_pooling", config.vision_pooling)
+    return args if pooling == "timed" else replace(args, vision_pooling=pooling)  # which no flag says
 
 
 def check_reads(name: str, reads: Sequence[str], medium: str) -> None:

@@ -12,7 +12,7 @@ from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
 from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
-from mm_utils.training.callbacks import LossOfMedium, ProgressBar, TemperatureClamp
+from mm_utils.training.callbacks import ProgressBar, TemperatureClamp
 from mm_utils.training.diagnosis import CollapseWarning
 from mm_utils.training.throughput import Communication, LoaderAdvice, Throughput
 
@@ -37,7 +37,6 @@ def default_callbacks(
         HangDetection(args.ddp_timeout),
         Throughput(device, flops, objective.pairs_per_image),
         Communication(run.accelerator.distributed_type),
-        LossOfMedium(),
         StragglerDetection(),
         SkippedSamples(),
         RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),

@@ -100,15 +100,10 @@ class Doors:
         attached = [found for kind in wanted if (found := kind.attach(given)) is not None]
         self.callbacks = [*attached, *own, *self._of_main]
 
-    def instead(self, main: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, float] | None:
-        """Return the metrics of what runs in place of this run, such as a dry run; None if nothing does."""
-        ours = (each for each in self.callbacks if isinstance(each, RunCallback))
-        return next((found for each in ours if (found := each.instead(self.script, main, argv)) is not None), None)
-
-    def open_data(self, accelerator: Accelerator, given: Parsed, *more: Any) -> TrainingData | None:
-        """Return the data that a callback opens, given `schedule`, `make_processor` and `readers`; None if none does."""
-        ours = (each for each in self.callbacks if isinstance(each, RunCallback))
-        return next((found for each in ours if (found := each.open_data(accelerator, given, *more)) is not None), None)
+    def first(self, event: str, *given: Any) -> Any:
+        """Return what the first callback does in place of the script, by a method of `RunCallback`; None if none does."""
+        methods = [getattr(each, event, None) for each in self.callbacks]
+        return next((found for method in methods if method and (found := method(*given)) is not None), None)
 
     def has_baseline(self, given: Parsed, data: TrainingData) -> bool:
         """Return whether the weights before the first step are a model: a whole one, or one that a callback makes."""

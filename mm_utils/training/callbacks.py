@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -150,6 +151,14 @@ class RunCallback(TrainerCallback):
         """
         return None
 
+    def build_model(self, given: Parsed, data: TrainingData, resume_from: Path | None) -> Any:
+        """Build the run's model, in place of `mm_utils.model.build.build_model`; None to leave that to it."""
+        return None
+
+    def evaluators(self, given: Parsed, data: TrainingData, others: Sequence[Any]) -> Any:
+        """Return what evaluates the run: retrieval by medium, and the list that includes it and `others`; None as above."""
+        return None
+
     def has_baseline(self, data: TrainingData) -> bool:
         """Return whether `on_start` makes a model of the weights, so that training is compared with its start."""
         return False
@@ -221,26 +230,6 @@ class ProgressBar(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the finished bar on the screen."""
         self.bar.close()
-
-
-class LossOfMedium(TrainerCallback):
-    """Log the latest loss of each medium, as `sound_loss`, where steps have one of several."""
-
-    losses: dict[str, torch.Tensor]
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Forget an earlier run."""
-        self.losses = {}
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the loss of the step."""
-        if "medium" in kwargs["batch"]:
-            self.losses[f"{kwargs['batch']['medium']}_loss"] = kwargs["report"]["loss"]
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Add the losses."""
-        if "loss" in kwargs["logs"]:
-            kwargs["logs"].update({name: loss.item() for name, loss in self.losses.items()})
 
 
 class TemperatureClamp(TrainerCallback):

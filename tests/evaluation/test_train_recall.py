@@ -17,7 +17,6 @@ from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
-from mm_utils.extras.several_media import evaluators as per_medium
 from mm_utils.model.build import ModelArguments, build_model
 from scripts import pretrain
 from tests.kit.launches import rows_of as log_of
@@ -88,7 +87,7 @@ def test_what_is_trained_is_the_same_without_it(
 ) -> None:
     flags = [*tiny_flags, "--eval_steps", "1", "--save_steps", "0", "--output_dir"]
     metrics = pretrain.main([*flags, str(tmp_path / "with")])
-    monkeypatch.setattr(per_medium, "train_recall", lambda *_: [])
+    monkeypatch.setattr(pretrain, "train_recall", lambda *_: [])
     without = pretrain.main([*flags, str(tmp_path / "without")])
     assert metrics.keys() - without.keys() == {"eval_train_mean_recall"}
     assert {name: metrics[name] for name in without} == without

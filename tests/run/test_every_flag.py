@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from mm_utils.arguments import is_rare, parse_args
-from mm_utils.extras.several_media.mixture import MediaArguments
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
 from scripts import finetune, pretrain
@@ -60,13 +59,13 @@ RULES = [
 
 
 def kinds_of(script: str) -> list[Any]:
-    own = (*flags.PRETRAINING, MediaArguments) if script == "pretrain" else finetune.FLAGS
+    own = flags.PRETRAINING if script == "pretrain" else finetune.FLAGS
     return [*own, *Doors(script).arguments]
 
 
 def check(words: list[str]) -> None:
     doors = Doors("pretrain")
-    given = parse_args(*flags.PRETRAINING, MediaArguments, *doors.arguments, argv=words)
+    given = parse_args(*flags.PRETRAINING, *doors.arguments, argv=words)
     flags.check_flags(given)
     doors.open(given)
 

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from mm_utils.arguments import is_rare, parse_args
 from mm_utils.checkpointing.state import FREE_FLAGS, changes, learnt_flags
-from mm_utils.extras.several_media.mixture import MediaArguments
 from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
@@ -44,7 +43,7 @@ def test_flags_of_new_models_are_refused_for_a_whole_one(name: str, monkeypatch:
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
     for script, own in (
-        ("pretrain", (*flags.PRETRAINING, MediaArguments)),
+        ("pretrain", flags.PRETRAINING),
         ("finetune", FLAGS),
     ):
         found = [field for kind in (*own, *Doors(script).arguments) for field in fields(kind)]
@@ -154,7 +153,7 @@ def test_a_flag_is_compared_by_a_resume_or_free(script: str) -> None:
 
 
 def test_the_free_flags_exist() -> None:
-    kinds = [*flags.PRETRAINING, *FLAGS, MediaArguments, *Doors("pretrain").arguments]
+    kinds = [*flags.PRETRAINING, *FLAGS, *Doors("pretrain").arguments]
     assert {field.name for kind in kinds for field in fields(kind)} >= FREE_FLAGS
 
 

@@ -29,7 +29,8 @@ from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.extras.dry_run.preview import describe_pairs
-from mm_utils.extras.several_media.mixture import MediaArguments, Mixture
+from mm_utils.extras.several_media.flags import MediaArguments
+from mm_utils.extras.several_media.mixture import Mixture
 from mm_utils.extras.several_media.turns import Turns
 from mm_utils.reliability import failures
 from mm_utils.run.commands import command_without_dry_run

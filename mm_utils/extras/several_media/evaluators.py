@@ -19,9 +19,8 @@ from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, best_rank
 from mm_utils.evaluation.metrics import CUTOFFS
-from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import Evaluate, EvaluationArguments, RetrievalEvaluator, in_turn
-from mm_utils.evaluation.train_recall import train_recall
+from mm_utils.evaluation.train_recall import train_recall, validation_evaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 logger = logging.getLogger(__name__)
@@ -32,12 +31,7 @@ _BLOCK = 1024  # queries at a time
 
 def make_evaluators(args: EvaluationArguments, data: TrainingData) -> dict[str, RetrievalEvaluator]:
     """Return an evaluator of the validation split of each medium."""
-    tokenizer, length = data.processor.tokenizer, data.max_seq_length
-    probes = {
-        medium: caption_probes(part.splits["validation"], tokenizer, length, "PROBES_IN_TRAINING")
-        for medium, part in data.media.items()
-    }
-    return {medium: RetrievalEvaluator(args, found, fits=True) for medium, found in probes.items()}
+    return {medium: validation_evaluator(args, part) for medium, part in data.media.items()}
 
 
 def list_evaluators(
@@ -45,11 +39,9 @@ def list_evaluators(
 ) -> list[Evaluate]:
     """Return what measures each medium's validation retrieval, with its own evaluator.
 
-    With one medium, metrics have their plain names, with those of `others` and the recall of training images. With several, all
-    begin with their medium, as `sound_mean_recall`; `mean_recall` is the mean over media.
+    Metrics begin with their medium, as `sound_mean_recall`, those of `others` and the recall of training images too;
+    `mean_recall` is the mean over media.
     """
-    if len(evaluators) == 1:
-        return [*evaluators.values(), *others, *train_recall(data, seed)]
     measures = {
         medium: in_turn(evaluator, *others, *train_recall(data.media[medium], seed))
         for medium, evaluator in evaluators.items()

@@ -5,8 +5,7 @@ others a tower is frozen: it has no gradient, so that neither weight decay nor m
 """
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -17,7 +16,6 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import ProcessorMixin
 
-from mm_utils.arguments import arg
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch
 from mm_utils.data.batches.loaders import LoaderArguments, check_loading
@@ -25,83 +23,13 @@ from mm_utils.data.media import MEDIA, kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.training_data import Schedule, Share, TrainingData, open_data
+from mm_utils.extras.several_media.flags import MediaArguments
 from mm_utils.extras.several_media.turns import Turns
 from mm_utils.model.modeling_fusion_dual_encoder import MEDIA_FOLDER
 
 logger = logging.getLogger(__name__)
 
 SCENES = "scenes"  # the data set without a name, among others
-_TERMS = ("contrastive", "sigmoid")  # of the embeddings alone
-_SINGLE = {
-    "streaming": "A stream has one source. Read prepared sets, without it.",
-    "dataset_config_name": "It is of one data set. Prepare that one first, and drop it.",
-    "cache_features": "Features are kept for one tower of media. Drop it.",
-    "wise_ft": "It is for a model that is trained on. Drop it.",
-    "model_name_or_path": "It has the towers of its own media. Give --vision_model_name_or_path and --text_model_name_or_path.",
-    "teacher_name_or_path": "A teacher reads one medium. Drop it.",
-    "lora_rank": "Adapters are for one tower of media. Drop it.",
-    "fusion_layers": "The fusion head reads the tower of one medium. Set --fusion_layers 0 --objectives contrastive.",
-}
-"""Flags of what is for one medium, and what to do."""
-
-
-@dataclass
-class MediaArguments:
-    """Several media in one run, by --dataset_name, each with its tower, and one text tower."""
-
-    media_share: str | None = arg(
-        None,
-        "Steps of each data set of --dataset_name data/photos,data/sounds, or scenes,sounds for embedded ones, in that order, "
-        "e.g. 3,1: each step has one medium. Default: as the numbers of training rows.",
-    )
-
-    def names(self, dataset_name: str | None) -> list[str]:
-        """Return the data sets that `--dataset_name` names; none or one for a run on one medium.
-
-        Raises:
-            ValueError: if there are not as many shares as names.
-        """
-        single = dataset_name is None or Path(dataset_name).exists()
-        names = [] if single or dataset_name is None else [name.strip() for name in dataset_name.split(",")]
-        if self.media_share is not None and len(self.media_share.split(",")) != max(1, len(names)) * (len(names) > 1):
-            raise ValueError(
-                f"--media_share is {self.media_share}, and --dataset_name is {dataset_name}; each name has one share. Give "
-                "as many of one as of the other, separated by commas, at least 2."
-            )
-        return names if len(names) > 1 else []
-
-    def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError if a run on several media is asked for what needs a single one.
-
-        Args:
-            settings: all arguments, by name.
-        """
-        if not self.names(settings["dataset_name"]):
-            return
-        title = f"--dataset_name is {settings['dataset_name']}, of several media"
-        for flag, remedy in _SINGLE.items():
-            if settings[flag]:
-                raise ValueError(f"{title}, and --{flag} is {settings[flag]}. {remedy}")
-        terms = [term.partition(":")[0].strip() for term in settings["objectives"].split(",")]
-        if other := [term for term in terms if term not in _TERMS]:
-            raise ValueError(
-                f"{title}, and --objectives has {other[0]}, which reads more than embeddings. Give one of "
-                f"{', '.join(_TERMS)}, with --fusion_layers 0."
-            )
-
-    def shares(self, rows: list[int]) -> list[int]:
-        """Return the share of each data set, given their numbers of training rows."""
-        if self.media_share is None:
-            return [max(1, round(100 * count / sum(rows))) for count in rows]
-        try:
-            return [int(share) for share in self.media_share.split(",")]
-        except ValueError:
-            raise ValueError(f"--media_share is {self.media_share}; give whole numbers from 1 on, e.g. 3,1.") from None
-
-    def shares_of(self, data: TrainingData, most: int | None) -> dict[str, int]:
-        """Return the share of each medium in a run on all the rows, or the first `most` of each, of which `data` has some."""
-        rows = [min(part.total_rows["train"], most or sys.maxsize) for part in data.media.values()]
-        return dict(zip(data.media, self.shares(rows), strict=True))
 
 
 @dataclass
@@ -189,20 +117,18 @@ def open_media(
     schedule: Schedule,
     make_processor: Callable[..., ProcessorMixin],
     readers: Sequence[ColumnReader] = (),
-) -> TrainingData:
-    """Open the data that the arguments name: one medium as `open_data`, several as `Mixture`.
+) -> Mixture:
+    """Open the data sets that the arguments name, each of its own medium.
 
     The tokenizer is one of the training captions of all. Data workers are shared out.
 
     Args:
-        make_processor: as of `open_data`; with several media it is also given `at`, the place of the data set, from 0.
+        make_processor: as of `open_data`, and also given `at`, the place of the data set, from 0.
 
     Raises:
         ValueError: as `open_data`, or if two data sets are of one medium.
     """
     names = media_args.names(data_args.dataset_name)
-    if not names:
-        return open_data(accelerator, data_args, loader_args, schedule, make_processor, readers)
     of_names = [
         replace(data_args, dataset_name=None if name == SCENES and not Path(name).exists() else name) for name in names
     ]

@@ -7,13 +7,18 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from mm_utils.arguments import parse_args
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.training_data import TrainingData
-from mm_utils.extras.several_media.mixture import MediaArguments, Mixture, open_media
+from mm_utils.extras.several_media.callbacks import SeveralMedia
+from mm_utils.extras.several_media.flags import MediaArguments
+from mm_utils.extras.several_media.mixture import Mixture, open_media
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.processor import load_processor
+from mm_utils.run import flags
+from mm_utils.run.doors import Doors
 from tests.kit.small_media import small_media
 
 LOADING: dict[str, Any] = {"dataloader_num_workers": "0"}
@@ -87,11 +92,11 @@ def test_shares_follow_the_rows_by_default() -> None:
     assert found.turns.shares == {"image": 31, "sound": 19}  # of 40 and 24 rows, in percent, halved
 
 
-def test_one_data_set_is_a_run_on_one_medium() -> None:
-    found = open_small("sounds", share=None)
-    assert not isinstance(found, Mixture)
-    assert list(found.media) == ["sound"]
-    assert found.media["sound"] is found
+@pytest.mark.parametrize(("names", "several"), [("sounds", False), ("images,sounds", True)])
+def test_one_data_set_is_a_run_on_one_medium(names: str, several: bool) -> None:
+    words = ["--dataset_name", names, "--fusion_layers", "0", "--objectives", "contrastive"]
+    given = parse_args(*flags.PRETRAINING, *Doors("pretrain").arguments, argv=words)
+    assert (SeveralMedia.attach(given) is not None) is several
 
 
 @pytest.mark.parametrize(

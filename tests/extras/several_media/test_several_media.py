@@ -17,8 +17,10 @@ from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.extras.dry_run import dry_run
+from mm_utils.extras.several_media.callbacks import SeveralMedia
 from mm_utils.extras.several_media.evaluators import list_evaluators, make_evaluators
-from mm_utils.extras.several_media.mixture import MediaArguments, open_media
+from mm_utils.extras.several_media.flags import MediaArguments
+from mm_utils.extras.several_media.mixture import open_media
 from mm_utils.extras.several_media.per_medium import build_media
 from mm_utils.model.build import ModelArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -26,7 +28,6 @@ from mm_utils.model.processor import load_processor, train_tokenizer
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.callbacks import LossOfMedium
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from scripts import pretrain
@@ -110,7 +111,7 @@ def train(
     measures = []
     if evaluates:
         measures = list_evaluators(make_evaluators(EvaluationArguments(rerank_top_k=0), data), data, args.seed)
-    callbacks = [LossOfMedium(), watch]
+    callbacks = [SeveralMedia(), watch]
     trainers.append(Trainer(args, ADAM, accelerator, objective, optimizer, data, measures, callbacks))
     trainers[0].train(start)
     return watch, trainers[0]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 import yaml
 from transformers import HfArgumentParser
 
+from mm_utils.command import scripts_folder
 from mm_utils.text import printable, redact
 
 T = TypeVar("T")
@@ -69,6 +70,14 @@ _OF_OTHERS = (
 
 _RARE = "--set:"  # stands before the name of a rare setting where argparse asks for the name of a flag
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
+_MANY = 40  # flags, above which `--help` shows the usual ones
+_USUAL = (
+    "config help help_all dataset_name train_file validation_file max_train_samples model_name_or_path image_size task "
+    "vision_model_name_or_path text_model_name_or_path freeze_vision freeze_text objectives fusion_layers learning_rate "
+    "global_batch_size micro_batch_size num_train_epochs max_steps eval_steps save_steps output_dir resume_from_checkpoint seed "
+    "dry_run report_to push_to_hub classifier_inputs text_column label_column dataloader_num_workers"
+)
+"""Flags that `--help` shows of many."""
 _MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 
 
@@ -179,6 +188,14 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         formatter_class=_Help,
     )
     parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
+    parser.add_argument(
+        "--help-all",
+        nargs="?",
+        const="",
+        metavar="GROUP",
+        action=_HelpAll,
+        help="Show all flags, or those of a group.",
+    )
     if parser.rare:
         parser.add_argument("--set", metavar="NAME=VALUE", help="Set a flag by its name: the rare ones below, or any.")
         parser.add_argument_group("Rare settings")._group_actions.extend(parser.rare)
@@ -251,25 +268,52 @@ def launch_command(script: str, words: Sequence[str], launcher: str = "accelerat
     """
     path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
     if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
-        path = Path(__file__).resolve().parents[1] / "scripts" / f"{script}.py"
+        path = scripts_folder() / f"{script}.py"
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f"{launcher} {shlex.join([str(path), *words])}"
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.group = values
+        parser.print_help()
+        parser.exit()
 
 
 class _Parser(HfArgumentParser):
     """Report a mistake in one line, without secrets and without the list of all flags.
 
     Attributes:
-        rare: the rare settings, which ``--help`` shows last.
+        rare: the rare settings, which ``--help-all`` shows last.
+        group: what ``--help-all`` was given, "" for all flags; None for ``--help``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.rare: list[argparse.Action] = []
+        self.group: str | None = None
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         message = message.replace(_RARE, "--set ")
         self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
+
+    def format_help(self) -> str:
+        """Return the help of the usual flags of many, of all, or of the groups whose titles have a word."""
+        flags = {action.dest for action in self._actions} - {"help", "help_all"}
+        if self.group == "" or (self.group is None and len(flags) <= _MANY):
+            return super().format_help()
+        groups = [(group, list(group._group_actions)) for group in self._action_groups]
+        for group, actions in groups:
+            named = self.group is not None and self.group.lower() in str(group.title).lower()
+            group._group_actions[:] = [
+                each for each in actions if named or (self.group is None and each.dest in _USUAL.split())
+            ]
+        found = super().format_help()
+        for group, actions in groups:
+            group._group_actions[:] = actions
+        titles = "\n".join(f"  {group.title}" for group, actions in groups if actions)
+        rest = "--help-all shows all, and --help-all WORD those of the groups that have it in their titles"
+        return f"{found}\n{len(flags)} flags and settings in all. {rest}:\n{titles}\n"
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         super()._add_dataclass_arguments(dtype)
@@ -387,7 +431,7 @@ def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place:
 
 def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
     actions = reversed(parser._actions)  # --flag and --no_flag share a dest; argparse uses the default of the first
-    return {action.dest: action for action in actions if action.dest not in ("help", "config", "set")}
+    return {action.dest: action for action in actions if action.dest not in ("help", "help_all", "config", "set")}
 
 
 def _advice(word: str, known: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Train on a Ray cluster: Ray starts the workers of a training script, restarts lost ones, and adds or removes some.
 
-Two workers on this machine; the words after the script are its own (pip install tandem-mm[ray]):
+Two workers on this machine; the words after the script are its own (pip install "ray[train,tune]"):
     python scripts/launch_ray.py --num_workers 2 scripts/pretrain.py --config recipes/tiny.yaml --output_dir outputs/mine
 
 A cluster that runs, one GPU a worker; the folders are on a drive that all machines share:

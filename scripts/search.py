@@ -4,7 +4,7 @@ A ranked table of the best hits:
     python scripts/search.py --index_dir outputs/index "a red door"
     python scripts/search.py --index_dir outputs/index --image query.jpg --top_k 5
 
-A page and a JSON API on this machine (pip install tandem-mm[search]):
+A page and a JSON API on this machine (pip install starlette uvicorn):
     python scripts/search.py --index_dir outputs/index --serve
 """
 

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from mm_utils.arguments import arg, is_rare, parse_args, read_flat_yaml, to_dict, to_words
+from mm_utils.arguments import _USUAL, arg, is_rare, parse_args, read_flat_yaml, to_dict, to_words
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.build import ModelArguments
 from mm_utils.objectives import ObjectiveArguments
+from mm_utils.run.doors import Doors
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
+from scripts.finetune import FLAGS as FINETUNING
 
 ALL = (
     DataArguments,
@@ -268,12 +270,33 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_all_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
-        parse_args(*ALL, argv=["--help"])
+        parse_args(*ALL, argv=["--help-all"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
     rare = {field.name for kind in ALL for field in fields(kind) if is_rare(field)}
     names = to_dict(*(each() for each in ALL))
     assert all((f"--set {name}=" if name in rare else f"--{name}") in text for name in names)
+
+
+def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> str:
+        with pytest.raises(SystemExit) as exit:
+            parse_args(*ALL, argv=[*words])
+        assert exit.value.code == 0
+        return capsys.readouterr().out
+
+    usual, optimizer = shown("--help"), shown("--help-all", "optimizer")
+    assert "--global_batch_size" in usual
+    assert "--max_grad_norm" not in usual
+    assert "--help-all WORD" in usual
+    assert {"--max_grad_norm", "--learning_rate"} <= set(optimizer.split())
+    assert "--global_batch_size" not in optimizer
+    assert len(usual.splitlines()) < len(shown("--help-all").splitlines()) / 2
+
+
+def test_the_usual_flags_exist() -> None:
+    known = {field.name for kind in (*ALL, *FINETUNING, *Doors("pretrain").arguments) for field in fields(kind)}
+    assert set(_USUAL.split()) - known == {"config", "help", "help_all"}
 
 
 def test_to_dict_reads_back(tmp_path: Path) -> None:

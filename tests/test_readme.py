@@ -133,6 +133,9 @@ def understand(line: str) -> Command:
     if words[:3] == ["python", "-m", "pytest"]:
         assert all((ROOT / word.split("::")[0]).exists() for word in words[3:] if word.startswith("tests")), line
         return Command(line, None, [])
+    if words[0] == "make":
+        assert all(f"\n{word}:" in (ROOT / "Makefile").read_text(encoding="utf-8") for word in words[1:]), line
+        return Command(line, None, [])
     if words[:2] == ["ray", "start"]:
         return Command(line, None, [])
     assert words[0] == "python", f"a test should know how to check: {line}"
@@ -239,12 +242,14 @@ def exists(module: str) -> bool:
 @cache
 def known_flags() -> set[str]:
     """Return the flags of all scripts and benchmarks, of the launchers, and of pytest's options that pages name."""
-    known = {"--set", "name"}  # of every program that has rare settings
+    known = {"--set", "name", "--help-all"}  # of every program that has rare settings
     for path in [*PROGRAMS, ROOT / "benchmarks/rivals/plain_contrastive.py"]:
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
-            module.main(["--help"])
-        known |= set(re.findall(r"--\w+", shown.getvalue())) | set(re.findall(r"--set (\w+)=", shown.getvalue()))
+        for word in ("--help", "--help-all"):
+            shown, errors = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors), pytest.raises(SystemExit):
+                module.main([word])
+            known |= set(re.findall(r"--\w+", shown.getvalue())) | set(re.findall(r"--set (\w+)=", shown.getvalue()))
     for parser in (launch_command_parser(), torchrun_parser()):
         known |= {option for action in parser._actions for option in action.option_strings}
     return known

@@ -6,6 +6,7 @@ from typing import Any
 from mm_utils.arguments import Parsed, read_flat_yaml
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments, is_embedded
 from mm_utils.evaluation.retrieval import EvaluationArguments
@@ -48,6 +49,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
     vision, text = given["vision_model_name_or_path"], given["text_model_name_or_path"]
     head, pairs = given["fusion_layers"] != 0, given["objectives"] is not None
     prepared = pairs and given["dataset_name"] and is_prepared(given["dataset_name"])
+    tars = pairs and shard_kind(given["train_file"] or "") == "tar"
     others = any((given["model_name_or_path"], vision, text, given["tokenizer_name_or_path"]))
     trial = given.is_trial  # it turns off what reads them, by flags behind the user's
     return [
@@ -70,6 +72,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
             pairs and _is_embedded(given),
             "the data are an embedded set, whose columns are known",
         ),
+        ("image_root allow_outside_root", tars, "tar shards hold what their captions describe"),
         (_COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
         ("trust_remote_code", not others, "nothing of others is loaded"),
         ("peak_tflops", not pairs, "the operations of fine-tuning are not counted"),
@@ -117,7 +120,7 @@ def _trains_head(given: Parsed) -> bool:
 
 def _is_embedded(given: Parsed) -> bool:
     sources = [given[name] for name in ("dataset_name", "train_file", "dataset_dir") if given[name]]
-    return not sources or is_embedded(sources[0])
+    return not sources or all(name == "scenes" or is_embedded(name) for name in sources[0].split(","))
 
 
 def _check_place(config: Path, output_dir: str | None) -> None:

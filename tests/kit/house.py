@@ -6,6 +6,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mm_utils"
 FLOORS = [
     {
+        "command",
         "communication",
         "copies",
         "distributed",
@@ -39,7 +40,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_420,
+    "core": 25_520,
     "data": 9_900,
     "model": 3_900,
     "objectives": 1_800,
@@ -50,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 16_100,
-    "tests": 49_300,
+    "tests": 49_400,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -19,6 +19,7 @@ from mm_utils.run import flags
 from mm_utils.run.doors import Doors
 from scripts import finetune, pretrain
 from tests.kit.numbered_shards import write_shards
+from tests.kit.small_media import model_args
 from tests.kit.stock_folders import write_stock
 
 TOWERS = "--vision_model_name_or_path a --text_model_name_or_path b"
@@ -45,6 +46,7 @@ RULES = [
         "image_column=a caption_column=a id_column=a language_column=a image_root=. allow_outside_root=true",
         "--train_file x",
     ),
+    ("--dataset_name scenes,sounds --fusion_layers 0 --objectives contrastive", "image_column=a", "--dataset_name x"),
     ("--dataset_name sounds", "image_column=a caption_column=a dataset_config_name=a", "--dataset_name x"),
     ("", "closed_form_images=100", TOWERS),
     (f"{TOWERS} --streaming --train_file x", "closed_form_images=100", TOWERS),
@@ -52,6 +54,7 @@ RULES = [
     ("", "allow_changed_run=true", "--resume_from_checkpoint latest"),
     ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
     ("--save_steps 0 --eval_steps 0", "save_total_limit=4", "--save_steps 2"),
+    ("--train_file web-{0..1}.tar", "image_root=. allow_outside_root=true", "--train_file pairs.csv"),
     ("", "hub_model_id=a/b hub_private_repo=true hub_strategy=every_save", "--push_to_hub"),
     (f"{TOWERS} --freeze_vision --cache_features", "min_crop_area=0.5 color_jitter=0.1 horizontal_flip=true", TOWERS),
     (f"{TOWERS} --freeze_vision --cache_features", "fixed_crop=true sound_jitter=2 patch_dropout=0.5", TOWERS),
@@ -102,7 +105,7 @@ def test_every_rule_has_its_row() -> None:
 
 # -- observed, for every kind of start -----------------------------------------------------------------------------------
 
-STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "finetune")
+STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "media", "finetune")
 _CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt_flags"}
 OTHERS = {
     "dataset_config_name": "other", "dataset_dir": ".", "dataset_name": "sounds", "task": "scenes:count", "train_file": "x.jsonl",
@@ -174,6 +177,7 @@ def test_every_flag_is_read_or_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    towers_of_media = model_args(tmp_path)
     stock = write_stock(tmp_path / "clip", "clip")
     short = [*tiny_flags[:2], *tiny_flags[4:], "--max_steps", "2"]
     towers = ["--vision_model_name_or_path", stock, "--text_model_name_or_path", stock]
@@ -185,8 +189,12 @@ def test_every_flag_is_read_or_refused(
         "resume": [*tiny_flags, "--save_steps", "2", "--resume_from_checkpoint", "latest"],
         "stream": ["--streaming", "--train_file", write_shards(tmp_path, "tar", [11, 9, 12]), *tiny_flags[2:]],
         "cached": [*short, *towers, "--freeze_vision", "--freeze_text", "--cache_features"],
+        "media": ["--dataset_name", "scenes,sounds", "--objectives", "contrastive", "--fusion_layers", "0",
+                  "--vision_config", towers_of_media.vision_config, "--text_config", towers_of_media.text_config,
+                  "--max_train_samples", "16", "--max_eval_samples", "8", "--global_batch_size", "8",
+                  "--max_steps", "2", "--dataloader_num_workers", "0"],
         "finetune": finetuning_flags,
-    }[start]
+    }[start]  # fmt: skip
     script: Any = finetune if start == "finetune" else pretrain
     name = script.__name__.rpartition(".")[2]
     if start == "resume":

@@ -41,7 +41,7 @@ def check_packages() -> None:
     if missing:
         raise ValueError(
             f"The export needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed. "
-            "Install with: pip install tandem-mm[export]"
+            "Install with: pip install onnx onnxruntime onnxscript"
         )
 
 

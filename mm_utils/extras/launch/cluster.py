@@ -28,7 +28,7 @@ try:
 
     from mm_utils.extras.launch.refusals import EndWhenRefused, Refused
 except ImportError as error:
-    raise RunError(f"Ray is not installed, or is older than 2.60 ({error}). pip install tandem-mm[ray]") from error
+    raise RunError(f"Ray is not installed, or is older than 2.60 ({error}). pip install 'ray[train,tune]'") from error
 
 logger = logging.getLogger(__name__)
 

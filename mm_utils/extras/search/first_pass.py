@@ -168,7 +168,7 @@ def open_faiss(text: str, folder: Path, rows: datasets.Dataset, vectors: StoredV
     """
     if find_spec("faiss") is None:
         raise RunError(
-            f"--index_factory is {text}; FAISS is not installed. pip install tandem-mm[faiss], or give int8 or binary."
+            f"--index_factory is {text}; FAISS is not installed. pip install faiss-cpu, or give int8 or binary."
         )
     import faiss
 

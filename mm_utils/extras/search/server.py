@@ -51,7 +51,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise RunError(
-        f"--serve needs a package that is not installed ({error}). pip install tandem-mm[search]"
+        f"--serve needs a package that is not installed ({error}). pip install starlette uvicorn"
     ) from error
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,10 @@ class SeveralMedia(RunCallback):
     def attach(cls, given: Parsed) -> "SeveralMedia | None":
         """Return the callback where --dataset_name names several data sets."""
         given[MediaArguments].check(given.settings)
-        return cls() if given[MediaArguments].names(given["dataset_name"]) else None
+        if not given[MediaArguments].names(given["dataset_name"]):
+            return None
+        given.refuse("peak_tflops", "the operations of several media are not counted")
+        return cls()
 
     def open_data(self, accelerator: Accelerator, given: Parsed, *more: Any) -> TrainingData:
         """Open the data sets as one run's data."""

@@ -36,15 +36,21 @@ class TrackerArguments:
     """Experiment trackers."""
 
     report_to: str | None = arg(
-        None, "A tracker that accelerate knows and that is installed, e.g. tensorboard or wandb; 'none' for none."
+        None,
+        "Trackers that accelerate knows and that are installed, e.g. tensorboard or tensorboard,wandb; 'none' for none.",
     )
 
     def __post_init__(self) -> None:
         installed = [tracker.value for tracker in get_available_trackers()]
-        if self.report_to not in (None, "none", "all", *installed):
+        if self.report_to is not None and set(self.names) - {"none", "all", *installed}:
             raise ValueError(
                 f"--report_to is {self.report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
             )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers, `none` included."""
+        return [name.strip() for name in (self.report_to or "none").split(",")]
 
 
 class Tracking(RunCallback):
@@ -63,7 +69,8 @@ class Tracking(RunCallback):
     @classmethod
     def attach(cls, given: Parsed) -> "Tracking | None":
         """Return the callback with a tracker."""
-        return None if given["report_to"] in (None, "none") else cls(given["report_to"])
+        names = [name for name in given[TrackerArguments].names if name != "none"]
+        return cls(names) if names else None
 
     def on_start(self, run: Any) -> None:
         """Start the trackers, on the main process."""
@@ -87,6 +94,8 @@ class Tracking(RunCallback):
             thread = _TrackerThread(tracker, project, str(output_dir), plain)
             thread.start()
             self._threads.append(thread)
+            if thread.label == "tensorboard":
+                logger.info("TensorBoard's files: tensorboard --logdir %s", Path(output_dir) / project)
         atexit.register(self.finish, 10.0)  # an interrupted run does not call `on_publish`
 
     def on_publish(self, run: Any) -> None:

@@ -176,5 +176,5 @@ def test_a_line_of_progress() -> None:
 def test_a_machine_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "mm_utils.extras.launch.cluster", raising=False)
-    with pytest.raises(RunError, match=r"pip install tandem-mm\[ray\]"):
+    with pytest.raises(RunError, match=r"pip install 'ray\[train,tune\]'"):
         launch_ray.main([str(ROOT / "scripts/pretrain.py")])

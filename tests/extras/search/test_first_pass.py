@@ -200,7 +200,7 @@ def test_without_faiss_the_extra_is_named(
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(first_pass, "find_spec", lambda name: None if name == "faiss" else found(name))
-    with pytest.raises(RunError, match=r"pip install tandem-mm\[faiss\]"):
+    with pytest.raises(RunError, match=r"pip install faiss-cpu"):
         open_find("HNSW32", tmp_path, rows)
     imported = builtins.__import__
     monkeypatch.setattr(

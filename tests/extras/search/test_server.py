@@ -371,5 +371,5 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.delitem(sys.modules, "mm_utils.extras.search.server")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(RunError, match=re.escape("pip install tandem-mm[search]")):
+    with pytest.raises(RunError, match=re.escape("pip install starlette uvicorn")):
         importlib.import_module("mm_utils.extras.search.server")

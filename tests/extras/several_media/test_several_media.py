@@ -22,7 +22,6 @@ from mm_utils.extras.several_media.evaluators import list_evaluators, make_evalu
 from mm_utils.extras.several_media.flags import MediaArguments
 from mm_utils.extras.several_media.mixture import open_media
 from mm_utils.extras.several_media.per_medium import build_media
-from mm_utils.model.build import ModelArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor, train_tokenizer
 from mm_utils.objectives import ObjectiveArguments, build_objective
@@ -32,22 +31,11 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from scripts import pretrain
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
-from tests.kit.small_media import small_media
+from tests.kit.small_media import model_args, small_media
 
 ADAM = OptimizerArguments(adam_epsilon=1e-3, learning_rate=5e-3)  # a tiny epsilon makes steps of rounding
 STEPS, STOP = 6, 3
 TOLERANCE = 1e-5
-VISION = {"model_type": "convnext", "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 16}
-SOUND = {**VISION, "num_channels": 1, "image_size": [40, 16]}
-TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
-
-
-def model_args(root: Path) -> ModelArguments:
-    for name, config in (("vision", VISION), ("sound", SOUND), ("text", TEXT)):
-        (root / f"{name}.json").write_text(json.dumps(config))
-    towers = {"vision_config": f"{root}/vision.json,{root}/sound.json", "text_config": f"{root}/text.json"}
-    return ModelArguments(**towers, fusion_layers=0)
 
 
 class Watch(TrainerCallback):

@@ -1,0 +1,1 @@
+"""Joint training of image and text encoders: data, model, losses, the loop."""

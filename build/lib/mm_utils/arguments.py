@@ -1,0 +1,524 @@
+"""Turn dataclasses into command-line flags and back.
+
+A flat YAML file is a second source of defaults. Precedence: dataclass default < ``--config file.yaml`` < command line. An
+unknown key is an error in both places.
+"""
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
+
+import yaml
+from transformers import HfArgumentParser
+
+from mm_utils.command import scripts_folder
+from mm_utils.text import printable, redact
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
+
+# Flags of other trainers (transformers, sentence-transformers, open_clip) and of the launcher: what to write instead, and the
+# flag that a script must have for the advice to hold.
+_OF_OTHERS = (
+    (
+        "bf16 fp16 tf32 mixed_precision precision amp",
+        "",
+        "goes before the script: accelerate launch --mixed_precision bf16",
+    ),
+    (
+        "num_processes num_machines multi_gpu gpu_ids",
+        "",
+        "goes before the script: accelerate launch --num_processes 4",
+    ),
+    ("config_file", "", "goes before the script: accelerate launch --config_file FILE"),
+    (
+        "per_device_train_batch_size per_gpu_train_batch_size train_batch_size batch_size",
+        "global_batch_size",
+        "is --global_batch_size here, the pairs of a step over all processes",
+    ),
+    (
+        "gradient_accumulation_steps accum_freq mini_batch_size",
+        "micro_batch_size",
+        "is --micro_batch_size here, which bounds memory and leaves the loss exact",
+    ),
+    ("do_train do_eval", "global_batch_size", "is not needed; the script trains, then evaluates"),
+    ("eval_strategy evaluation_strategy", "eval_steps", "is --eval_steps here; 0 evaluates at the end"),
+    ("save_strategy save_frequency", "save_steps", "is --save_steps here"),
+    ("lr", "learning_rate", "is --learning_rate here"),
+    ("wd", "weight_decay", "is --weight_decay here"),
+    ("warmup warmup_steps", "warmup_ratio", "is --warmup_ratio here, a share of all steps"),
+    ("epochs num_epochs", "num_train_epochs", "is --num_train_epochs here"),
+    ("workers", "dataloader_num_workers", "is --dataloader_num_workers here"),
+    ("train_data", "train_file", "is --train_file or --dataset_name here"),
+    ("val_data", "validation_file", "is --validation_file here"),
+    ("resume", "resume_from_checkpoint", "is --resume_from_checkpoint latest here"),
+    ("siglip", "objectives", "is --objectives sigmoid:1,matching:1 here"),
+    ("lock_image", "freeze_vision", "is --freeze_vision here"),
+    ("lock_text", "freeze_text", "is --freeze_text here"),
+    ("image_column caption_column", "sources", "belongs to a source: --sources pairs.csv,caption_column=NAME"),
+)
+
+_RARE = "--set:"  # stands before the name of a rare setting where argparse asks for the name of a flag
+_YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
+_MANY = 40  # flags, above which `--help` shows the usual ones
+_USUAL = (
+    "config help help_all dataset_name train_file validation_file max_train_samples model_name_or_path image_size task "
+    "vision_model_name_or_path text_model_name_or_path freeze_vision freeze_text objectives fusion_layers learning_rate "
+    "global_batch_size micro_batch_size num_train_epochs max_steps eval_steps save_steps output_dir resume_from_checkpoint seed "
+    "dry_run report_to push_to_hub classifier_inputs text_column label_column dataloader_num_workers"
+)
+"""Flags that `--help` shows of many."""
+_MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
+
+
+class _RareHelp(str):
+    """The help of a rare setting; argparse gets all else that is in a field's metadata."""
+
+
+def arg(default: T, help: str, rare: bool = False, **metadata: Any) -> T:
+    """Declare a dataclass field together with its ``--help`` line.
+
+    A rare one is not a flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file. Programs
+    that write command lines can give every flag by ``--set``.
+    """
+    return dataclasses.field(default=default, metadata={"help": _RareHelp(help) if rare else help, **metadata})
+
+
+def is_rare(field: dataclasses.Field) -> bool:
+    """Return whether a field of a dataclass is given by ``--set``."""
+    return isinstance(field.metadata.get("help"), _RareHelp)
+
+
+class Parsed:
+    """What was parsed: an instance of each dataclass, found by its class, or the value of a flag, by its name.
+
+    `config` is the file of `--config`, and `named` has the names of the flags on the command line.
+    """
+
+    def __init__(self, parsed: Sequence[Any], config: str | None = None, named: Collection[str] = ()):
+        self._parsed, self.config, self.named = list(parsed), config, frozenset(named)
+
+    @overload
+    def __getitem__(self, key: type[T]) -> T: ...
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    def __getitem__(self, key: type[T] | str) -> T | Any:
+        """Return the instance of a dataclass or of a subclass, or the value of a flag.
+
+        Raises:
+            KeyError: if the script has no such flags.
+        """
+        if isinstance(key, str):
+            return next((getattr(each, key) for each in self._parsed if key in _names(each)), None)
+        for each in self._parsed:
+            if isinstance(each, key):
+                return each
+        raise KeyError(key)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All values by name, as ``--config`` reads them back."""
+        return to_dict(*self._parsed)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether these are a run's flags with those of its dry run behind them."""
+        return "dry_run" in self.named and not self["dry_run"]
+
+    def refuse(self, names: str, reason: str) -> None:
+        """Refuse flags that would have no effect, and that ask for something: those above 0 and unlike their default.
+
+        One that only the file of ``--config`` has is logged, since the command line may have made it needless.
+
+        Args:
+            names: their names, separated by spaces; the script may lack some.
+            reason: why, such as "--lora_rank is 0".
+
+        Raises:
+            ValueError: if the command line has one of them.
+        """
+        known = {field.name: field for each in self._parsed for field in dataclasses.fields(each)}
+        for field in (known[name] for name in names.split() if name in known):
+            value = self[field.name]
+            if not value or value == field.default:
+                continue
+            problem = f"--{'set ' * is_rare(field)}{field.name} is {value}; {reason}, and it would have no effect"
+            if field.name in self.named or self.config is None:
+                raise ValueError(f"{problem}. Drop it.")
+            logger.warning("%s, in %s: %s", "A flag is not read", self.config, problem)
+
+
+def _names(parsed: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(parsed)}
+
+
+def required(help: str, **metadata: Any) -> Any:
+    """Declare a flag without a default: the dataclass's ``__post_init__`` refuses None in a sentence of its own."""
+    return arg(None, help, **metadata)
+
+
+def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None, rest: str = "") -> Parsed:
+    """Parse the command line into one instance of each dataclass.
+
+    Any mistake, a ``ValueError`` of a dataclass's ``__post_init__`` included, ends the program with one line and exit
+    status 2.
+
+    Args:
+        arg_classes: the dataclasses; each becomes a group of flags in ``--help``, titled by its docstring.
+        argv: the words to parse; default: the command line.
+        doc: the script's docstring, which becomes the description in ``--help``.
+        rest: the name of a flag whose value may also be given without it, such as the text of a search.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(
+        [_titled(each) for each in arg_classes],
+        description=doc,
+        usage="%(prog)s [flags]",
+        allow_abbrev=False,
+        formatter_class=_Help,
+    )
+    parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
+    parser.add_argument(
+        "--help-all",
+        nargs="?",
+        const="",
+        metavar="GROUP",
+        action=_HelpAll,
+        help="Show all flags, or those of a group.",
+    )
+    if parser.rare:
+        parser.add_argument("--set", metavar="NAME=VALUE", help="Set a flag by its name: the rare ones below, or any.")
+        parser.add_argument_group("Rare settings")._group_actions.extend(parser.rare)
+    path = _take_config(parser, argv)
+    if path is not None:
+        _set_defaults(parser, path)
+    words = _explicit(parser, argv)
+    actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
+    named = {action.dest for action in actions if action is not None}
+    try:
+        *parsed, unknown = parser.parse_args_into_dataclasses(
+            words, return_remaining_strings=True, look_for_args_file=False
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    parsed = parsed[: len(arg_classes)]
+    if rest and unknown and not any(word.startswith("-") for word in unknown):
+        given = {rest: " ".join(unknown)}
+        return Parsed(
+            [dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed], path, named
+        )
+    if unknown:
+        known = _known(parser)
+        flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
+        parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
+    return Parsed(parsed, path, named)
+
+
+def to_dict(*parsed: Any) -> dict[str, Any]:
+    """Flatten parsed dataclasses into one dict, as ``--config`` reads it back."""
+    return {key: value for args in parsed for key, value in dataclasses.asdict(args).items()}
+
+
+def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[str] = ()) -> list[str]:
+    """Return the command line of the fields of `arg_class` that `settings` change.
+
+    Args:
+        arg_class: a dataclass of flags.
+        settings: values by name, as `to_dict` returns them; a field that is not among them is left out.
+        leave_out: names of fields to leave out.
+    """
+    words: list[str] = []
+    for each in dataclasses.fields(arg_class):
+        value = settings.get(each.name)
+        if value is not None and value != each.default and each.name not in leave_out:
+            if is_rare(each):
+                words += ["--set", f"{each.name}={value}"]
+                continue
+            words += [f"--{each.name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return words
+
+
+def in_notebook() -> bool:
+    """Return whether a notebook runs this process; `sys.argv` is then that of its kernel."""
+    return "kernel_launcher" in Path(sys.argv[0]).name
+
+
+def launcher() -> str:
+    """Return what stands before the script in the command that starts this run once more."""
+    return os.environ.get(LAUNCH_VARIABLE) or "accelerate launch"
+
+
+def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:
+    """Return the shell command that launches a script, to be pasted in the working folder.
+
+    Args:
+        script: the script's name, such as `pretrain`.
+        words: its arguments.
+        launcher: what stands before the script.
+    """
+    path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
+    if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
+        path = scripts_folder() / f"{script}.py"
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{launcher} {shlex.join([str(path), *words])}"
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.group = values
+        parser.print_help()
+        parser.exit()
+
+
+class _Parser(HfArgumentParser):
+    """Report a mistake in one line, without secrets and without the list of all flags.
+
+    Attributes:
+        rare: the rare settings, which ``--help-all`` shows last.
+        group: what ``--help-all`` was given, "" for all flags; None for ``--help``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.rare: list[argparse.Action] = []
+        self.group: str | None = None
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace(_RARE, "--set ")
+        self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
+
+    def format_help(self) -> str:
+        """Return the help of the usual flags of many, of all, or of the groups whose titles have a word."""
+        flags = {action.dest for action in self._actions} - {"help", "help_all"}
+        if self.group == "" or (self.group is None and len(flags) <= _MANY):
+            return super().format_help()
+        groups = [(group, list(group._group_actions)) for group in self._action_groups]
+        for group, actions in groups:
+            named = self.group is not None and self.group.lower() in str(group.title).lower()
+            group._group_actions[:] = [
+                each for each in actions if named or (self.group is None and each.dest in _USUAL.split())
+            ]
+        found = super().format_help()
+        for group, actions in groups:
+            group._group_actions[:] = actions
+        titles = "\n".join(f"  {group.title}" for group, actions in groups if actions)
+        rest = "--help-all shows all, and --help-all WORD those of the groups that have it in their titles"
+        return f"{found}\n{len(flags)} flags and settings in all. {rest}:\n{titles}\n"
+
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        super()._add_dataclass_arguments(dtype)
+        for field in filter(is_rare, dataclasses.fields(dtype)):
+            action, *others = [each for each in self._actions if each.dest == field.name]
+            for each in (action, *others):
+                self._action_groups[-1]._group_actions.remove(each)
+                for option in each.option_strings:
+                    del self._option_string_actions[option]
+            for other in others:  # of `--no_NAME`
+                self._actions.remove(other)
+            action.option_strings = [f"{_RARE}{field.name}"]
+            self._option_string_actions[action.option_strings[0]] = action
+            self.rare.append(action)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keep the docstring's line breaks; show each flag once, with its default."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        options = action.option_strings
+        if options and options[0].startswith(_RARE):
+            return f"--set {action.dest}=VALUE"
+        shown = copy.copy(action)  # without the spelling --a-b of --a_b
+        shown.option_strings = [each for each in options if each == f"--{action.dest}" or "-" not in each.lstrip("-")]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if any(option.startswith("--no_") for option in action.option_strings):
+            return f"Turn --{action.dest} off."
+        text = action.help or ""
+        if action.default in (None, argparse.SUPPRESS) or "%(default)" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+def _titled(arg_class: Any) -> Any:
+    """Set the group title that HfArgumentParser looks for."""
+    arg_class._argument_group_name = (arg_class.__doc__ or arg_class.__name__).splitlines()[0].rstrip(".")
+    return arg_class
+
+
+def _take_config(parser: HfArgumentParser, argv: list[str]) -> str | None:
+    """Take ``--config`` out of the words; return its file."""
+    found: list[str] = []
+    while (at := next((at for at, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)) is not None:
+        _, joined, path = argv.pop(at).partition("=")
+        if not joined and at == len(argv):
+            parser.error("--config needs a path, e.g. --config recipes/tiny.yaml")
+        found.append(path if joined else argv.pop(at))
+    if len(found) > 1:
+        parser.error(
+            f"--config is {' and '.join(found)}; one file is read. Join them, or give the others' lines as flags."
+        )
+    return found[0] if found else None
+
+
+def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
+    """Return the words with ``--flag`` of yes or no as ``--flag=true``, and with ``--set name=value`` as argparse knows it.
+
+    Otherwise argparse would take the word behind a flag of yes or no for its value, whatever it is.
+    """
+    words, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        action = parser._option_string_actions.get(word)
+        if word.startswith("--set="):
+            word, rest = "--set", [word.partition("=")[2], *rest]
+        if word == "--set" and parser.rare:
+            if not rest or "=" not in rest[0]:
+                parser.error(
+                    f"--set {rest[0] if rest else ''} has no value; write --set name=value, e.g. --set adam_beta2=0.95."
+                )
+            while rest and "=" in rest[0] and not rest[0].startswith("-"):
+                name = rest[0].partition("=")[0]
+                known = _known(parser)
+                if name not in known:
+                    parser.error(f"--set has {name!r}; there is no such setting{_did_you_mean(name, known)}")
+                words.append(known[name].option_strings[0].removesuffix(name) + rest.pop(0))
+        elif action is not None and action.nargs == "?" and action.const is True:
+            words.append(f"{word}={rest.pop(0) if rest and rest[0].lower() in _YES_OR_NO else 'true'}")
+        else:
+            words.append(word)
+    return words
+
+
+def _set_defaults(parser: HfArgumentParser, path: str) -> None:
+    try:
+        entries = read_flat_yaml(path)
+    except ValueError as error:
+        parser.error(str(error))
+    known = _known(parser)
+    for key, (value, line) in entries.items():
+        place = f"{path}, line {line}"
+        if key not in known:
+            parser.error(f"{place}: unknown key '{key}'{_did_you_mean(key, known)}")
+        known[key].default, known[key].required = _typed(parser, known[key], value, place), False
+
+
+def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
+    """Convert a YAML value by the flag's type: YAML reads `1e-3` as a string, `1` as an int."""
+    if value is None or action.type is None or (isinstance(value, list) and action.nargs == "+"):
+        return value
+    expected = getattr(action.type, "__name__", "a value")
+    if isinstance(value, (list, dict)):
+        parser.error(f"{place}: {action.dest} is {str(value)[:80]}; expected {expected}")
+    try:
+        typed = action.type(str(value)) if callable(action.type) else value
+    except (ValueError, argparse.ArgumentTypeError):
+        parser.error(f"{place}: {action.dest} is {value!r}; expected {expected}")
+    if action.choices is not None and typed not in action.choices:
+        parser.error(f"{place}: {action.dest} is {value!r}; choose from {', '.join(map(str, action.choices))}")
+    return typed
+
+
+def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
+    actions = reversed(parser._actions)  # --flag and --no_flag share a dest; argparse uses the default of the first
+    return {action.dest: action for action in actions if action.dest not in ("help", "help_all", "config", "set")}
+
+
+def _advice(word: str, known: dict[str, Any]) -> str:
+    """Return what to write for an unknown flag: the equal of another trainer's, or the closest."""
+    name = word.partition("=")[0].replace("-", "_")
+    for names, needed, advice in _OF_OTHERS:
+        if name in names.split() and (not needed or needed in known):
+            return f": it {advice}."
+    name = name if name in known else name.removeprefix("no_")
+    if name in known and known[name].option_strings[0].startswith(_RARE):
+        return f": it is rare, and given as --set {name}=VALUE."
+    return _did_you_mean(word, known)
+
+
+def _did_you_mean(word: str, known: dict[str, Any]) -> str:
+    close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    rare = bool(close) and known[close[0]].option_strings[0].startswith(_RARE)
+    return f". Did you mean '--{'set ' * rare}{close[0]}'? See --help." if close else ". See --help."
+
+
+# -- YAML that anyone may have written ----------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """A value and the number of the line of its key."""
+
+    value: Any
+    line: int
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuse repeated keys and aliases, nine of which can stand for gigabytes.
+
+    Tags that make objects are off anyway.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(
+                None, None, "an alias; write the value out", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            earlier = seen.setdefault(str(key.value), key)
+            if earlier is not key:
+                problem = f"the key '{key.value}' again, after line {earlier.start_mark.line + 1}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_flat_yaml(path: str) -> dict[str, Entry]:
+    """Return the entries of a YAML file that holds one mapping, or nothing.
+
+    Raises:
+        ValueError: one line that names the file, and the line of the mistake where there is one.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"--config is {path}; there is no such file")
+    if Path(path).stat().st_size > _MAX_YAML_BYTES:
+        raise ValueError(
+            f"--config is {path}; it has more than {_MAX_YAML_BYTES:,} bytes. Give flat 'flag: value' lines"
+        )
+    try:
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        values = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}{_line_of(error)} is not valid YAML: {_problem(error)}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start + 1}). Save it as UTF-8") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply; give flat 'flag: value' lines") from error
+    if node is None or values is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}; give flat 'flag: value' lines")
+    lines = [key.start_mark.line + 1 for key, _ in node.value]
+    return {str(key): Entry(value, line) for (key, value), line in zip(values.items(), lines, strict=True)}
+
+
+def _line_of(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f", line {mark.line + 1},"
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or " ".join(str(error).split()))

@@ -1,0 +1,1 @@
+"""Checkpoints: atomic folders, captured state, background writer."""

@@ -1,0 +1,261 @@
+"""Atomic, verifiable checkpoint folders.
+
+A checkpoint is written beside its final name `checkpoint-N`, with a manifest of its files' sizes and SHA-256. Files, manifest
+and folder reach the disk before the folder is renamed, and older checkpoints are removed only after that. So a run that is
+killed at any instant leaves no half checkpoint under that name. Later damage, on a disk or in a copy, shows against the
+manifest: `latest` is the newest checkpoint that verifies.
+
+To list a run's checkpoints: python scripts/verify_checkpoints.py --output_dir outputs/mine
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from mm_utils import distributed
+from mm_utils.files import readable
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE_FILE = "trainer_state.json"
+CONFIG_FILE = "config.yaml"  # all arguments, in the folder of a run
+_FORMAT = 1
+_BLOCK = 2**22
+
+
+def checkpoint_path(output_dir: str | Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
+    return Path(output_dir) / f"checkpoint-{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def checkpoint_folders(output_dir: Path) -> list[Path]:
+    """Return the run's folders that are named like a checkpoint, oldest step first."""
+    found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
+
+
+# -- writing ------------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
+    """Create the checkpoint folder `final` atomically.
+
+    When this returns, the checkpoint is on the disk; when it raises, an earlier folder of that name is intact.
+
+    Args:
+        final: the folder, named `checkpoint-N`.
+        write: writes the files into the folder that it is given.
+    """
+    temporary, old = (final.parent / f".{final.name}.{ending}" for ending in ("tmp", "old"))
+    _remove(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        readable(temporary)
+        written = sorted(path for path in temporary.rglob("*") if path.is_file())
+        files = {str(path.relative_to(temporary)): _recorded(path) for path in written}
+        manifest = {"format": _FORMAT, "step": step_of(final), "files": files}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for path in (temporary / MANIFEST, *(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+            _sync(path)
+        if os.path.lexists(final):
+            _remove(old)
+            final.rename(old)
+        temporary.rename(final)
+        _sync(final.parent)
+    except BaseException:
+        _remove(temporary)
+        _bring_back(old)
+        raise
+    _remove(old)
+
+
+def remove_unfinished(output_dir: Path) -> None:
+    """Remove folders half written or half removed; restore one that was not replaced yet."""
+    for path in output_dir.glob(".checkpoint-*.old"):
+        _bring_back(path)
+    for ending in ("tmp", "old", "removed"):
+        for path in output_dir.glob(f".checkpoint-*.{ending}"):
+            _remove(path)
+
+
+# -- finding ------------------------------------------------------------------------------------------------------------
+
+
+def verify(path: Path) -> list[str]:
+    """Compare every byte of a checkpoint with its manifest; return one line per damaged file."""
+    wrong = misfits(path)
+    if wrong:
+        return wrong
+    for name, recorded in _manifest(path)["files"].items():
+        try:
+            if _digest(path / name) != recorded["sha256"]:
+                wrong.append(f"{name} is not what was written: its SHA-256 differs")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+    return wrong
+
+
+def newest_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
+    """Return the newest checkpoint that verifies, if any, and the damage of newer ones."""
+    damaged: dict[Path, list[str]] = {}
+    for path in reversed(checkpoint_folders(output_dir)):
+        wrong = verify(path)
+        if not wrong:
+            return path, damaged
+        damaged[path] = wrong
+    return None, damaged
+
+
+def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | None:
+    """Return the checkpoint to resume from, or None for a first start; called on all ranks.
+
+    Args:
+        name: a checkpoint folder, or `latest` for the newest that verifies; None if nothing is to be resumed.
+        output_dir: the run's output folder, where `latest` is searched.
+
+    Raises:
+        ValueError: if the folder is not a checkpoint or is damaged, or if all checkpoints are damaged.
+    """
+    if name is None or output_dir is None:
+        return None
+    found: list[Any] = [None, None]
+    if distributed.rank() == 0:
+        try:
+            found[0] = _newest(Path(output_dir)) if name == "latest" else _given(Path(name))
+        except ValueError as error:
+            found[1] = str(error)
+    if distributed.world_size() > 1:
+        broadcast_object_list(found)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    return found[0]
+
+
+def _newest(output_dir: Path) -> Path | None:
+    path, damaged = newest_checkpoint(output_dir)
+    for each, wrong in damaged.items():
+        logger.warning("%s is damaged and passed over: %s", each, "; ".join(wrong))
+    if path is None and damaged:
+        names = ", ".join(each.name for each in damaged)
+        raise ValueError(
+            f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole ({names}). Restore one "
+            "from a copy, or start anew with --overwrite_output_dir."
+        )
+    if path is None:
+        logger.info("No checkpoint in %s: the run begins at step 0", output_dir)
+    return path
+
+
+def _given(path: Path) -> Path:
+    name = f"--resume_from_checkpoint is {path}"
+    if not (path / STATE_FILE).is_file() or not re.fullmatch(r"checkpoint-\d+", path.resolve().name):
+        raise ValueError(f"{name}; it is not a checkpoint-N folder with a {STATE_FILE}. Give one, or latest.")
+    wrong = verify(path.resolve())
+    if wrong:
+        raise ValueError(f"{name}; it is damaged: {'; '.join(wrong)}. Give an older one, or latest.")
+    return path
+
+
+def set_aside(output_dir: Path, after: int) -> None:
+    """Rename checkpoints beyond `after`: a run resumed from there will write them again."""
+    for path in checkpoint_folders(output_dir):
+        if step_of(path) > after:
+            aside = path.parent / f"{path.name}.{'damaged' if verify(path) else 'superseded'}"
+            _remove(aside)
+            path.rename(aside)
+            logger.warning("%s is newer than the step that the run resumes from; renamed to %s", path, aside.name)
+
+
+# -- small parts --------------------------------------------------------------------------------------------------------
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest; raise ValueError if the file is none."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"its format is {manifest['format']}, this version reads {_FORMAT}")
+    if manifest["step"] != step_of(path):
+        raise ValueError(f"it is of step {manifest['step']}")
+    if STATE_FILE not in manifest["files"] or not all(
+        isinstance(each["size"], int) and isinstance(each["sha256"], str) for each in manifest["files"].values()
+    ):
+        raise ValueError("it does not name the files")
+    return manifest
+
+
+def misfits(path: Path) -> list[str]:
+    """Compare a checkpoint with its manifest by presence and size; return a line a misfit."""
+    try:
+        files = _manifest(path)["files"]
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing; it was not written to its end"]
+    except OSError as error:
+        return [f"{MANIFEST} cannot be read: {error.strerror}"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return [f"{MANIFEST} cannot be used: {error}"]
+    wrong = []
+    for name, recorded in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+            continue
+        if size != recorded["size"]:
+            wrong.append(f"{name} has {size:,} bytes, not {recorded['size']:,}")
+    return wrong
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """Flush a file to disk and return its manifest entry."""
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _bring_back(old: Path) -> None:
+    """Rename a folder that was about to be replaced back, unless the new one has its name."""
+    final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+    if os.path.lexists(old) and not os.path.lexists(final):
+        old.rename(final)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its contents, or a file or link of that name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)

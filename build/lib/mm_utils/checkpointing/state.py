@@ -1,0 +1,388 @@
+"""Capture everything that training changes, and restore it on any number of processes.
+
+Every tensor is stored whole and under its parameter's name in safetensors files, and everything else as JSON: the number of
+processes and the sharding of their weights leave no trace, and nothing is unpickled. Random states are not stored, because
+every step seeds its own.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
+
+from mm_utils.arguments import read_flat_yaml
+from mm_utils.checkpointing.files import CONFIG_FILE, STATE_FILE
+from mm_utils.distributed import full_tensor, raise_everywhere, shard_like
+from mm_utils.files import readable
+from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.stock import stock_processor
+from mm_utils.objectives import Objective
+from mm_utils.text import without_secrets
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+RUN_FILE = "run.json"
+_DEEPSPEED = "deepspeed"
+_DUAL_ENCODER = "dual_encoder"
+_NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_dtype", "transformers_version")
+_SCALARS = ("logit_scale", "logit_bias")
+_FREE_FLAGS = {
+    "compared by the rows, weights or configuration that they lead to": "dataset_name train_file validation_file test_file "
+    "dataset_dir image_root allow_outside_root max_train_samples max_eval_samples media_share teacher_name_or_path "
+    "tokenizer_name_or_path vocab_size vision_config text_config image_size projection_dim vision_pooling text_pooling fusion_dim "
+    "fusion_heads fusion_vision_taps fusion_text_taps classifier_inputs global_batch_size batch_size_schedule",
+    "speed and memory": "preprocessing_num_workers dataloader_num_workers micro_batch_size balance placement torch_compile "
+    "gradient_checkpointing pack_captions per_device_eval_batch_size rerank_cache_gb ddp_timeout",
+    "length and limits": "num_train_epochs max_steps early_stopping_patience max_nonfinite_steps max_corrupt_share",
+    "evaluation, saving and reports": "logging_steps eval_steps save_steps save_minutes save_total_limit save_best_limit "
+    "rerank_top_k rerank_weights peak_tflops report_to push_to_hub hub_model_id hub_private_repo license hub_strategy",
+    "one start": "output_dir overwrite_output_dir resume_from_checkpoint allow_changed_run dry_run trust_remote_code",
+}
+FREE_FLAGS = frozenset(" ".join(_FREE_FLAGS.values()).split())
+"""Flags that a resumed run may change, by reason; it must have all others as they were."""
+
+Buffers = dict[str, Tensor]
+
+
+@dataclass
+class Snapshot:
+    """A copy of a run in host memory, which training does not change."""
+
+    model: PreTrainedModel  # whose configuration is written
+    processor: ProcessorMixin
+    state: TrainerState
+    run: dict[str, Any]  # further JSON that a resumed run needs
+    weights: dict[str, Tensor]  # adapters included
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # further ones, by file name
+    folders: list[Path] = field(default_factory=list)  # on the same disk, to be linked into the checkpoint
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size on disk in bytes."""
+        tensors = [self.weights, *self.tensors.values()]
+        return sum(value.nbytes for each in tensors for value in each.values())
+
+    def not_finite(self) -> list[str]:
+        """Return the names of weights with a NaN or an infinite value."""
+        return [name for name, value in self.weights.items() if not torch.isfinite(value).all()]
+
+    def write(self, folder: Path) -> None:
+        """Write everything into a folder that `from_pretrained` reads."""
+        self.model.save_pretrained(folder, state_dict=merged(self.weights))
+        save_adapters(self.weights, folder)
+        self.processor.save_pretrained(folder)
+        for name, tensors in self.tensors.items():
+            save_file(tensors, folder / name)
+        for source in self.folders:
+            shutil.copytree(source, folder / source.name, copy_function=os.link)
+        self.state.save_to_json(str(folder / STATE_FILE))
+        (folder / RUN_FILE).write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
+
+
+class TrainingState:
+    """Everything that training changes: captured on all ranks, restored from a checkpoint.
+
+    Args:
+        processor: saved beside the model.
+        objective: the unwrapped objective, which holds the model.
+        average: the weight average, if there is one; the final model is saved with it.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        output_dir: Path,
+        processor: ProcessorMixin,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        average: WeightAverage | None,
+    ):
+        self.accelerator, self.output_dir, self.processor = accelerator, output_dir, processor
+        self.objective, self.model, self.optimizer, self.average = objective, objective.model, optimizer, average
+        self._buffers: dict[str, Buffers] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate bytes of a checkpoint, with two optimizer values a trained parameter."""
+        parameters = list(self.model.parameters())
+        weights = sum(parameter.nbytes for parameter in parameters)
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        return weights + 2 * trained + (weights if self.average is not None else 0)
+
+    def capture(self, state: TrainerState, run: dict[str, Any]) -> Snapshot:
+        """Copy everything that training changes to the main process; called on all ranks.
+
+        The copy reuses the host memory of the last one, which must have been written by now.
+        """
+        main, scaler = self.accelerator.is_main_process, self.accelerator.scaler
+        run = {**run, "scaler": None if scaler is None else scaler.state_dict()}
+        tensors = {}
+        if not self._has_deepspeed:
+            tensors[OPTIMIZER_FILE] = optimizer_tensors(self.optimizer, self.objective)
+        if self.average is not None:
+            tensors[self.average.file] = self.average.values
+        copies = {
+            name: copy_to_host(values, main, self._buffers.setdefault(name, {})) for name, values in tensors.items()
+        }
+        weights = copy_to_host(self.model.state_dict(), main, self._buffers.setdefault("weights", {}))
+        state = dataclasses.replace(state, log_history=list(state.log_history))  # the original only grows
+        snapshot = Snapshot(self.model, self.processor, state, run, restore_scalars(weights), copies)
+        if self._has_deepspeed:
+            snapshot.folders.append(self._save_deepspeed())
+        return snapshot
+
+    def restore(
+        self, path: Path, identity: Mapping[str, Any], flags: Mapping[str, Any], allow_changes: bool
+    ) -> tuple[TrainerState, dict[str, Any]]:
+        """Load weights, optimizer, average and loss scale from a checkpoint, on all ranks.
+
+        Args:
+            identity, flags: the present run's `run["identity"]` and `run["flags"]`, which must be those of the checkpoint.
+            allow_changes: log what differs, in place of raising.
+
+        Returns:
+            The trainer's state, and the JSON that `capture` was given as `run`.
+
+        Raises:
+            ValueError: if the checkpoint is of another model or another run.
+        """
+        run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        model = (settings(type(self.model.config).from_pretrained(path)), settings(self.model.config))
+        recorded = run.get("flags") or flags_of_run(path.resolve().parent)
+        old, new = ({name: each[name] for name in flags if name in recorded} for each in (recorded, flags))
+        changed = changes({**old, **model[0], **run["identity"]}, {**new, **model[1], **identity})
+        if changed and not allow_changes:
+            raise ValueError(
+                f"--resume_from_checkpoint is {path}; since it was written, {changed}, so it would not be the same "
+                "run. Give what it had, or --allow_changed_run."
+            )
+        if changed and self.accelerator.is_main_process:
+            logger.warning("--allow_changed_run is set; since %s was written, %s", path, changed)
+        self.load_training(path)
+        if self.accelerator.scaler is not None and run["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(run["scaler"])
+        return TrainerState.load_from_json(str(path / STATE_FILE)), run
+
+    def load_training(self, path: Path) -> None:
+        """Load weights, average and optimizer from a checkpoint, on all ranks."""
+        self.load_weights(path)
+        if self._has_deepspeed:
+            self.accelerator.load_state(str(path / _DEEPSPEED))
+        else:
+            load_optimizer(self.optimizer, self.objective, path)
+
+    def load_weights(self, path: Path) -> None:
+        """Load only weights, those of re-ranking too, and average from a checkpoint, on all ranks."""
+        load_weights(self.model, path)
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        self.model.config.rerank_weights = config.get("rerank_weights")
+        if self.average is not None:
+            self.average.load(path)
+
+    def save_model(self) -> None:
+        """Write model and processor to the output folder, the stock model to `dual_encoder/`.
+
+        Raises:
+            ValueError: on all ranks, if the weights are not finite or cannot be written.
+        """
+        main = self.accelerator.is_main_process
+        weights = copy_to_host(self.model.state_dict(), main)
+        if self.average is not None:
+            weights |= copy_to_host(self.average.values, main)
+        bad = [name for name, value in weights.items() if not value.isfinite().all()]
+        raise_everywhere(
+            f"the weights after the last step are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. "
+            "Resume from the newest checkpoint, or train again, with a lower --learning_rate, or in bf16 or fp32."
+            if bad
+            else None
+        )
+        problem = None
+        if main:
+            try:
+                write_model(self.output_dir, self.model, self.processor, merged(restore_scalars(weights)))
+            except (OSError, SafetensorError) as error:
+                problem = f"{self.output_dir} cannot take the model: {error}. Free some disk, then pass --resume_from_checkpoint latest."
+        raise_everywhere(problem)
+
+    @property
+    def _has_deepspeed(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    def _save_deepspeed(self) -> Path:
+        """Let DeepSpeed write its own files: it cuts the optimizer's state into nameless pieces."""
+        folder = self.output_dir / f".{_DEEPSPEED}" / _DEEPSPEED
+        if self.accelerator.is_main_process:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(folder))
+        self.accelerator.wait_for_everyone()
+        return folder
+
+
+def write_model(
+    folder: Path,
+    model: FusionDualEncoderModel,
+    processor: ProcessorMixin,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model, processor and the stock `dual_encoder/`, with `weights` if given."""
+    shutil.rmtree(folder / _DUAL_ENCODER, ignore_errors=True)  # an earlier model's
+    model.save_pretrained(folder, state_dict=weights)
+    processor.save_pretrained(folder)
+    if type(model) is FusionDualEncoderModel:  # a classifier's towers no longer match images and texts
+        _write_dual_encoder(folder, processor)
+    readable(folder)
+
+
+def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
+    """Write the stock model of the saved one; log why if impossible."""
+    try:
+        model = FusionDualEncoderModel.from_pretrained(folder)
+        stock = model.to_dual_encoder()
+        processor = stock_processor(processor, stock.config, model.config.text_padding)
+    except ValueError as error:
+        logger.info("No dual_encoder/ folder: %s.", error)
+        return
+    stock.save_pretrained(folder / _DUAL_ENCODER)
+    processor.save_pretrained(folder / _DUAL_ENCODER)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def copy_to_host(tensors: Mapping[str, Tensor], main: bool, buffers: Buffers | None = None) -> dict[str, Tensor]:
+    """Copy full tensors to the main process's memory; on all ranks, others get an empty dict.
+
+    Tensors that share memory, as tied weights do, share that of the copy. `buffers` holds the memory of an earlier call with
+    the same names, which is reused because fresh memory takes longer to get than to fill; it is pinned for a GPU.
+    """
+    buffers = {} if buffers is None else buffers
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    found = {}
+    for name, value in tensors.items():
+        complete = full_tensor(value.detach())  # a collective where the tensor is sharded
+        if main:
+            key = (getattr(value, "_local_tensor", value).data_ptr(), value.shape, value.stride(), value.dtype)
+            if key not in copies:
+                copies[key] = buffers[name] = _buffer(buffers.get(name), complete).copy_(complete)
+            found[name] = copies[key]
+    return found
+
+
+def _buffer(held: Tensor | None, value: Tensor) -> Tensor:
+    if held is not None and held.shape == value.shape and held.dtype == value.dtype:
+        return held
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+
+
+def restore_scalars(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn temperature and bias, vectors of one in FSDP2 and DeepSpeed, into scalars again."""
+    return {name: value.squeeze() if name in _SCALARS else value for name, value in weights.items()}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, objective: nn.Module) -> dict[str, Tensor]:
+    """Return the optimizer's state as `parameter|key` -> tensor, without rates and decay."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in objective.named_parameters()}
+    return {
+        f"{names[parameter]}|{key}": torch.as_tensor(value)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folder: Path) -> None:
+    """Load the state that `optimizer_tensors` returned; called on all ranks.
+
+    Raises:
+        ValueError: if the parameters are not those of the checkpoint.
+    """
+    names = {parameter: name for name, parameter in objective.named_parameters()}
+    stored: dict[str, dict[str, str]] = {}
+    try:
+        with safe_open(folder / OPTIMIZER_FILE, "pt") as file:
+            for entry in file.keys():  # noqa: SIM118  (it is not a dict)
+                name, _, key = entry.rpartition("|")
+                stored.setdefault(name, {})[key] = entry
+            state = optimizer.state_dict()
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            unknown = sorted(set(stored) - {names[parameter] for parameter in parameters})
+            if unknown:
+                raise ValueError(
+                    f"{folder} has the optimizer's state of {len(unknown)} parameters that are not trained now, such as "
+                    f"{unknown[0]}. Resume with the flags that froze or shaped the model when it was written."
+                )
+            fresh = [names[parameter] for parameter in parameters if names[parameter] not in stored]
+            if fresh:
+                logger.info(
+                    "%s has no optimizer's state of %d parameters that are trained now, such as %s; it begins at 0",
+                    folder, len(fresh), fresh[0],
+                )  # fmt: skip
+            state["state"] = {
+                place: {
+                    # A moment is sharded like its parameter, a step count stays a scalar.
+                    key: file.get_tensor(entry) if key == "step" else shard_like(file.get_tensor(entry), parameter)
+                    for key, entry in stored[names[parameter]].items()
+                }
+                for place, parameter in enumerate(parameters)
+                if names[parameter] in stored
+            }
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder / OPTIMIZER_FILE} cannot be read: {error}. Resume from another checkpoint."
+        ) from error
+    optimizer.load_state_dict(state)
+
+
+# -- identity ---------------------------------------------------------------------------------------------------------
+
+
+def settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Return a configuration by name, `text_config.hidden_size` for a part."""
+    found: dict[str, Any] = {}
+
+    def collect(prefix: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping) and name.endswith("_config"):
+                collect(f"{prefix}{name}.", value)
+            elif name[0] != "_" and name not in _NOT_COMPARED:
+                found[prefix + name] = value
+
+    collect("", json.loads(config.to_json_string(use_diff=False)))
+    return found
+
+
+def learnt_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that decide what is learnt; of a model's place, its last part, as folders are moved."""
+    found = {name: value for name, value in flags.items() if name not in FREE_FLAGS}
+    places = {name: Path(value).name for name, value in found.items() if value and name.endswith("_name_or_path")}
+    return without_secrets(found | places)
+
+
+def flags_of_run(folder: Path) -> dict[str, Any]:
+    """Return the flags in a run's `config.yaml` that decide what is learnt; empty if it cannot be read."""
+    try:
+        return learnt_flags({name: entry.value for name, entry in read_flat_yaml(str(folder / CONFIG_FILE)).items()})
+    except (OSError, ValueError):
+        return {}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how two identities of a run differ; empty if they are equal."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)

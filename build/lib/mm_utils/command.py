@@ -1,0 +1,47 @@
+"""The command `tandem`: every script by a short name, from any folder."""
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMANDS = {
+    "prepare": ("prepare_data", "check pairs, find duplicates and leaks, write a data set"),
+    "pretrain": ("pretrain", "train an image encoder and a text encoder together"),
+    "finetune": ("finetune", "train a classifier on top of a model"),
+    "mine": ("mine_negatives", "find hard negatives for a further training"),
+    "eval": ("eval_retrieval", "measure retrieval"),
+    "zero-shot": ("eval_zero_shot", "classify by the names of classes"),
+    "embed": ("embed", "embed media into an index, or update one"),
+    "search": ("search", "search an index, or serve its page"),
+    "export": ("export", "write ONNX and layouts that other tools read"),
+    "verify": ("verify_checkpoints", "read every byte of a run's checkpoints"),
+    "ray": ("launch_ray", "run a script on a Ray cluster"),
+}
+LAUNCHED = ("pretrain", "finetune", "mine", "eval", "zero-shot", "embed")
+"""Commands on all processes that `accelerate config` has set up."""
+
+
+def scripts_folder() -> Path:
+    """Return the folder of the scripts: beside the package in a checkout, inside it where it is installed."""
+    package = Path(__file__).resolve().parent
+    beside = package.parent / "scripts"
+    return beside if (beside / "pretrain.py").is_file() else package / "scripts"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Replace this process by the script's; without a command, print them."""
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        lines = [f"  {command:<10} {what}" for command, (_, what) in COMMANDS.items()]
+        sys.stdout.write("\n".join(["usage: tandem COMMAND [flags]", "", *lines, "", "tandem COMMAND --help"]) + "\n")
+        return
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        sys.exit(f"tandem: there is no command {name}.{meant} Run tandem --help for the list.")
+    script = str(scripts_folder() / f"{COMMANDS[name][0]}.py")
+    launches = name in LAUNCHED and not {"-h", "--help", "--help-all"} & set(words)
+    launcher = ["-m", "accelerate.commands.launch"] if launches else []
+    os.execv(sys.executable, [sys.executable, *launcher, script, *words])

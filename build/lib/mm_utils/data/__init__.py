@@ -1,0 +1,1 @@
+"""Data: sources, preparing, loading, streaming. Nothing here knows the model."""

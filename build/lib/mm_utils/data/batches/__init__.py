@@ -1,0 +1,1 @@
+"""Turn prepared rows into training batches: order, tokens, augmentation, loaders."""

@@ -1,0 +1,261 @@
+"""Columns beside the rows of a data set: computed once, cached on disk, read without copies.
+
+Features are written by `mm_utils.training.features` and read in the tower's place (C channels, N tokens of an image, L of a
+caption, E embedding width):
+
+==================  =============================  =====================================================
+column              a row's value                  meaning
+==================  =============================  =====================================================
+``vision_pooled``   `[C]`                          the image as one vector
+``vision_taps_k``   `[C, h, w]` or `[N, C]`        the k-th tapped layer, input of the fusion head
+``vision_skipped``  string, mostly null            reason for there being no image
+``text_pooled``     one `[C]` per caption          a caption as one vector
+``text_states``     one `[L, C]` per caption       its last hidden states
+``teacher_image``   `[E]`                          the image as a teacher embeds it
+``teacher_text``    one `[E]` per caption          a caption as a teacher embeds it
+==================  =============================  =====================================================
+
+Values become tensors straight from the memory-mapped file, without a Python object per number.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from mm_utils.stored import open_rows, stamp, stored
+
+Columns = dict[str, list]
+FEATURES = ("vision_pooled", "vision_taps_", "text_pooled", "text_states", "teacher_")  # beginnings of columns
+_PER_CAPTION = ("text_", "teacher_text")
+SKIPPED = "vision_skipped"
+
+
+def add_columns(
+    rows: datasets.Dataset,
+    columns: Sequence[str],
+    compute: Callable[[Columns, np.ndarray | None], Columns],
+    name: str,
+    *,
+    title: str,
+    num_proc: int | None = None,
+    features: datasets.Features | None = None,
+) -> datasets.Dataset:
+    """Lay computed columns beside the others, which stay memory-mapped where they are.
+
+    Rows that were picked out of a table still point into it, so no image is copied.
+
+    Args:
+        rows: rows of a table, or a part of them.
+        columns: names of the columns that `compute` reads.
+        compute: maps the columns of a batch, and a bool for each row that is in `rows` (None: all), to the new columns. Its
+            values for other rows are never read.
+        name: identifies the result; it must change with everything that decides the result.
+        title: title of the progress bar.
+        num_proc: number of processes.
+        features: types of the new columns, if the first rows may not show them.
+    """
+    table, picked = rows.data, _picked(rows)
+    if not table.num_rows:
+        return rows
+    whole = datasets.Dataset(table, info=rows.info.copy(), split=rows.split, fingerprint=fingerprint_of(rows))
+    is_wanted = None
+    if picked is not None:
+        is_wanted = np.zeros(table.num_rows, bool)
+        is_wanted[picked.to_numpy()] = True
+
+    def make(folder: Path) -> None:
+        whole.select_columns(list(columns)).map(
+            _compute,
+            batched=True,
+            with_indices=True,
+            num_proc=num_proc,
+            remove_columns=list(columns),
+            fn_kwargs={"compute": compute, "is_wanted": is_wanted},
+            cache_file_name=str(folder / "columns.arrow"),
+            new_fingerprint=name,
+            features=features,
+            desc=title,
+        )
+
+    added = open_rows(stored("tokens", name, make))
+    both = datasets.concatenate_datasets([whole, added], axis=1)
+    return _pick_same(rows, both, name)
+
+
+def _compute(
+    rows: Columns,
+    indices: list[int],
+    compute: Callable[[Columns, np.ndarray | None], Columns],
+    is_wanted: np.ndarray | None,
+) -> Columns:
+    return compute(rows, None if is_wanted is None else is_wanted[indices])
+
+
+# -- features of a frozen tower -----------------------------------------------------------------------------------------
+
+
+def to_arrow(values: Tensor, *counts: Sequence[int]) -> pa.Array:
+    """Convert rows `[n, ...]`, on any device, to Arrow lists of fixed length.
+
+    Each of `counts` groups the items so far into lists of these lengths, the innermost first.
+    """
+    array = pa.array(values.reshape(-1).cpu().numpy())
+    for size in reversed(values.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    for lengths in counts:
+        array = pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), array)
+    return array
+
+
+def add_weights(digest: Any, weights: Mapping[str, Tensor]) -> None:
+    """Add names, types, shapes and values of weights to a hash, sorted by name."""
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def to_tensor(row: pa.Scalar) -> Tensor:
+    """Convert a row of `to_arrow`, or a caption of one: a list, whose items have a fixed length."""
+    values = row.values
+    shape = [len(values)]
+    while pa.types.is_fixed_size_list(values.type):
+        shape.append(values.type.list_size)
+        values = values.flatten()
+    return torch.tensor(values.to_numpy().reshape(shape))
+
+
+def feature_tensors(row: dict[str, Any], caption: int) -> dict[str, Tensor]:
+    """Return the features of a row, whose values are Arrow scalars, and of one of its captions."""
+    return {
+        name: to_tensor(row[name].values[caption] if name.startswith(_PER_CAPTION) else row[name])
+        for name in row
+        if name.startswith(FEATURES)
+    }
+
+
+def empty_features(rows: datasets.Dataset) -> dict[str, Tensor]:
+    """Return the features of no rows, `[0, ...]`, by column; captions are one token long."""
+    return {
+        column.name: _no_rows(column.type.value_type if column.name.startswith(_PER_CAPTION) else column.type)
+        for column in rows.features.arrow_schema
+        if column.name.startswith(FEATURES)
+    }
+
+
+def _no_rows(kind: pa.DataType) -> Tensor:
+    shape = [0]
+    while pa.types.is_nested(kind):
+        shape.append(kind.list_size if pa.types.is_fixed_size_list(kind) else 1)
+        kind = kind.value_type
+    return torch.from_numpy(np.empty(shape, kind.to_pandas_dtype()))
+
+
+def image_digest(rows: datasets.Dataset) -> str:
+    """Hash the images: content ids of prepared rows, else bytes, and files' sizes and dates.
+
+    Of stored bytes the length and three blocks of a kilobyte are read, so that no start reads a whole data set.
+    """
+    if "content_id" in rows.column_names:
+        return column_digest(rows, "content_id")
+    digest = hashlib.blake2b(digest_size=16)
+    # Not by `arrow_batches`, which would bring all images of picked rows into memory.
+    for batch in rows.select_columns(["image"]).with_format("arrow").iter(1000):
+        for image in _image_views(batch["image"]):
+            digest.update(f"{_sample(image) or stamp(image['path'] or '')} ".encode())
+    return digest.hexdigest()
+
+
+def column_digest(rows: datasets.Dataset, column: str) -> str:
+    """Hash the values of a column of small cells."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in arrow_batches(rows, [column], 10_000):
+        digest.update("".join(map(repr, batch[column].to_pylist())).encode())
+    return digest.hexdigest()
+
+
+def _sample(image: dict[str, Any]) -> str:
+    """Return the length of stored bytes and a hash of beginning, middle and end; "" if none."""
+    content = image["bytes"]
+    if content is None:
+        return ""
+    size, block = len(content), 1024
+    starts = {0, max(0, size // 2 - block // 2), max(0, size - block)}
+    parts = b"".join(content.slice(start, min(block, size - start)).to_pybytes() for start in sorted(starts))
+    return f"{size}:{hashlib.blake2b(parts, digest_size=8).hexdigest()}"
+
+
+def token_digest(rows: datasets.Dataset) -> str:
+    """Hash the token ids of all captions."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
+        captions = pc.list_flatten(batch["input_ids"])
+        lengths = (pc.list_value_length(column) for column in (batch["input_ids"], captions))
+        for column in (*lengths, pc.list_flatten(captions)):
+            digest.update(column.to_numpy().tobytes())
+    return digest.hexdigest()
+
+
+# -- reading rows ------------------------------------------------------------------------------------------------------
+
+
+def python_columns(table: pa.Table) -> Columns:
+    """Convert Arrow columns to lists; images and features stay views of the memory-mapped file."""
+    return {name: _python_values(name, table[name]) for name in table.column_names}
+
+
+def _python_values(name: str, column: pa.ChunkedArray) -> list[Any]:
+    if name == "image":
+        return _image_views(column)
+    return list(column) if name.startswith(FEATURES) else column.to_pylist()
+
+
+def _image_views(images: pa.ChunkedArray) -> list[dict[str, Any]]:
+    """Return `{"bytes": buffer, "path": str}` of each image that `datasets.Image` stores."""
+    contents, paths = (pc.struct_field(images, name) for name in ("bytes", "path"))
+    views: list[pa.Buffer | None] = []
+    for chunk in contents.chunks:
+        _, offsets, data = chunk.buffers()
+        ends = np.frombuffer(offsets, np.int32, len(chunk) + 1, 4 * chunk.offset).tolist()
+        for start, stop, is_valid in zip(ends, ends[1:], chunk.is_valid().to_pylist(), strict=False):
+            views.append(data.slice(start, stop - start) if is_valid and stop > start else None)
+    return [{"bytes": view, "path": path} for view, path in zip(views, paths.to_pylist(), strict=True)]
+
+
+# -- private attributes of `datasets` -----------------------------------------------------------------------------------
+# There is no public name for the fingerprint of rows, nor for their places in the table they were picked from. Computing a
+# column once needs the first; without the second, picked rows would have to be copied, images and all.
+
+
+def fingerprint_of(rows: datasets.Dataset) -> str:
+    """Return the name under which `datasets` caches results that depend on these rows."""
+    return rows._fingerprint
+
+
+def arrow_batches(rows: datasets.Dataset, columns: Sequence[str], batch_size: int) -> Iterator[pa.Table]:
+    """Yield columns in the order of the rows, as Arrow tables."""
+    # `Dataset.iter` takes picked rows one by one, at 20 us each.
+    table, picked = rows.data.table.select(columns), _picked(rows)
+    if picked is not None:
+        table = table.combine_chunks()
+    for start in range(0, len(rows), batch_size):
+        yield table.slice(start, batch_size) if picked is None else table.take(picked.slice(start, batch_size))
+
+
+def _picked(rows: datasets.Dataset) -> pa.ChunkedArray | None:
+    """Return the places of the rows in their table, None if they are the whole table."""
+    return None if rows._indices is None else rows._indices.column(0)
+
+
+def _pick_same(rows: datasets.Dataset, table: datasets.Dataset, fingerprint: str) -> datasets.Dataset:
+    """Return the rows of `table` at the places of `rows` in theirs."""
+    return datasets.Dataset(
+        table.data, info=table.info, split=rows.split, indices_table=rows._indices, fingerprint=fingerprint
+    )

@@ -1,0 +1,284 @@
+"""Turn rows into examples and batches: decode, augment, choose a caption, stack and pad.
+
+A transform works on a batch of rows, as `datasets` expects it. `rows.with_transform(EvaluationTransform(224))[0]` shows an
+example as the model sees it. In training, a caption and a crop also depend on the epoch, which a data set does not know:
+`Pairs` reads all drawn rows at once and hands the transform their epochs beside them.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import xor
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, default_collate
+
+from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
+from mm_utils.data.batches.column_reader import ColumnReader, Shown
+from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
+from mm_utils.data.batches.tokens import collate_all_captions, pad_captions
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media.medium import Medium, Window, jitter_colors
+
+Batch = dict[str, Any]
+MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
+Columns = Mapping[str, Sequence[Any]]
+Example = dict[str, Any]
+_COLUMNS = {"id", "image", "image_key", "input_ids", "caption_keys", "languages", SKIPPED}
+
+
+@dataclass
+class Transform(ABC):
+    """Turn a batch of rows into examples.
+
+    Attributes:
+        medium: how images, clips or sounds are read.
+        readers: what examples have besides medium and captions.
+    """
+
+    medium: Medium
+    readers: Sequence[ColumnReader] = ()
+
+    def __call__(self, batch: Columns) -> Columns:
+        """Return the columns of the examples, as `datasets` expects them from a transform."""
+        examples = self.examples(batch)
+        names = dict.fromkeys(name for example in examples for name in example)
+        return {name: [example.get(name) for example in examples] for name in names}
+
+    def examples(self, batch: Columns) -> list[Example]:
+        """Return one example per row.
+
+        If an image cannot be decoded, its example has only `skipped`, the reason, `skipped_id` and `image_key`.
+        """
+        rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        return [self._example(row) for row in rows]
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns to read, as far as a data set has them."""
+        return _COLUMNS.union(*(reader.columns for reader in self.readers))
+
+    @abstractmethod
+    def _show(self, row: dict[str, Any]) -> Example:
+        """Return the model's inputs; raise UnreadableImageError if the image cannot be decoded."""
+
+    def _example(self, row: dict[str, Any]) -> Example:
+        reason = row.get(SKIPPED)
+        try:
+            if reason is None:
+                return {"image_id": row["id"], "image_key": row["image_key"], **self._show(row)}
+        except UnreadableImageError as error:
+            reason = f"image {row['id']}: {error}"
+        return {"skipped": reason, "skipped_id": row["id"], "image_key": row["image_key"]}
+
+
+@dataclass
+class EvaluationTransform(Transform):
+    """Show an image's central square, or a clip's or sound's middle, with all its captions."""
+
+    def _show(self, row: dict[str, Any]) -> Example:
+        shown, size, window = self.medium.read(row["image"])
+        example = {
+            "pixel_values": shown,
+            "input_ids": row["input_ids"],
+            "caption_keys": row["caption_keys"],
+            "languages": row.get("languages") or [""] * len(row["input_ids"]),
+        }
+        for reader in self.readers:
+            example |= reader.example(row, Shown(size, window), None)
+        return example
+
+
+@dataclass
+class TrainingTransform(Transform):
+    """Show a random square of an image with one of its captions.
+
+    An example is a pure function of (seed, epoch, image id): caption, crop, colours and mirroring. Rows with
+    features of a frozen tower (`mm_utils.data.batches.column_cache`) give these; where they stand for images, none is decoded.
+
+    The batch may have a column `epoch`; without it, the examples are those of epoch 0.
+
+    Attributes:
+        seed: the run's random seed.
+        color_jitter: largest relative change of brightness, contrast and saturation.
+        keeps_sides: tells of a row that it must not be mirrored; half of the others are. None mirrors no image.
+    """
+
+    seed: int = 0
+    color_jitter: float = 0.0
+    keeps_sides: Callable[[Mapping[str, Any]], bool] | None = None
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns to read, as far as a data set has them."""
+        return super().columns | ({"captions", "regions"} if self.keeps_sides else set())
+
+    def examples(self, batch: Columns) -> list[Example]:
+        """Return one example per row, see `Transform.examples`."""
+        epochs = np.array(batch.get("epoch", [0] * len(batch["id"])))
+        counts = np.array([len(captions) for captions in batch["input_ids"]])
+        keys = np.array(batch["image_key"])
+        drawn = {"epoch": epochs.tolist(), "caption": choose_captions(self.seed, epochs, keys, counts).tolist()}
+        return super().examples({**batch, **drawn})
+
+    def _show(self, row: dict[str, Any]) -> Example:
+        example: Example = {name: [row[name][row["caption"]]] for name in ("input_ids", "caption_keys")}
+        if self.medium.lasts:
+            # Rows with the same captions, templates of a class for instance, are not negatives of each other.
+            example["image_key"] = reduce(xor, set(row["caption_keys"]), 0)
+        count = len(row["input_ids"])
+        # the shown one first: cut short, it is among them
+        example["all_input_ids"] = [
+            row["input_ids"][(row["caption"] + more) % count] for more in range(min(count, MOST_CAPTIONS))
+        ]
+        shown = None
+        if SKIPPED not in row:
+            rng = random.Random(f"{self.seed} {row['epoch']} {row['id']}")
+            example["pixel_values"], size, window = self._part(row, rng)
+            shown = Shown(size, window)
+        for reader in self.readers:
+            example |= reader.example(row, shown, self.seed)
+        return {**example, **feature_tensors(row, row["caption"])}
+
+    def _part(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[float, float], Window]:
+        """Return what is shown, the size of the stored medium, and the part of it that is shown."""
+        shown, size, window = self.medium.read(row["image"], rng)
+        if self.color_jitter:
+            shown = jitter_colors(shown, self.color_jitter, rng)
+        if self.keeps_sides is not None and rng.random() < 0.5 and not self.keeps_sides(row):
+            shown = shown.flip(-1)  # no box has to follow: images with boxes are not mirrored
+        return shown, size, window
+
+
+class Pairs(Dataset):
+    """Examples of drawn rows, read a batch at a time.
+
+    Args:
+        rows: tokenised rows.
+        transform: turns rows into examples.
+    """
+
+    def __init__(self, rows: datasets.Dataset, transform: Transform):
+        read = [name for name in rows.column_names if name in transform.columns or name.startswith(FEATURES)]
+        self.rows = rows.select_columns(read).with_format("arrow")
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, draw: Draw) -> Example:
+        return self.__getitems__([draw])[0]
+
+    def __getitems__(self, draws: Sequence[Draw]) -> list[Example]:
+        if not draws:
+            return []
+        rows, epochs = zip(*draws, strict=True)
+        examples = self.transform.examples({**python_columns(self.rows[list(rows)]), "epoch": epochs})
+        return [
+            example if "skipped" in example else {**example, "row": row}
+            for row, example in zip(rows, examples, strict=True)
+        ]
+
+
+class TrainingPairs(Pairs):
+    """Training examples of drawn rows; unreadable rows are replaced, so batches keep their size.
+
+    The example of the other row also has `skipped` and `skipped_id` of the row that it replaces. It has nothing
+    else if none of `replacement_rows` can be decoded.
+    """
+
+    transform: TrainingTransform
+
+    def __getitems__(self, draws: Sequence[Draw]) -> list[Example]:
+        examples = super().__getitems__(draws)
+        return [
+            self._replace(example, epoch) if "skipped" in example else example
+            for example, (_, epoch) in zip(examples, draws, strict=True)
+        ]
+
+    def _replace(self, failed: Example, epoch: int) -> Example:
+        for row in replacement_rows(self.transform.seed, epoch, failed["image_key"], len(self)):
+            [example] = super().__getitems__([(row, epoch)])
+            if "skipped" not in example:
+                return {**failed, **example}
+        return failed
+
+
+@dataclass
+class Collator:
+    """Stack images and pad captions to the longest.
+
+    In training, rows are sorted by the length of their caption, longest first: the loss does not depend on the order, and
+    the text tower takes them in groups of about one length (`mm_utils.objectives.padding`).
+
+    Batch of b images and t captions (t = b in training):
+        pixel_values: uint8 `[b, 3, S, S]`, or `[b, *medium.shape]`; input_ids, attention_mask: int64 `[t, L]`
+        vision_pooled, vision_taps_0, ... in place of pixel_values, and text_pooled, text_states, as `cached` names them
+        ids: int64 `[t, 2]`, image key and caption key of every caption; training clips and sounds with the same captions
+            have one image key; caption_image: `[t]`, its image's place in b
+        rows: `[b]`, row numbers in the data set; image_ids: list of b; lengths: list of t, in tokens
+        languages: list of t, "" where unknown; empty in training
+        skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
+        skipped_ids: list of these rows' image ids
+        all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
+        what `readers` collate
+
+    Attributes:
+        pad_token_id: token id of padding.
+        medium: how images, clips or sounds are read.
+        longest_first: sort rows by length, as described above.
+        cached: the features of no example, see `mm_utils.data.batches.column_cache.empty_features`.
+        readers: those of the examples.
+    """
+
+    pad_token_id: int
+    medium: Medium
+    longest_first: bool = False
+    cached: dict[str, Tensor] = field(default_factory=dict)
+    readers: Sequence[ColumnReader] = ()
+
+    def __call__(self, examples: list[Example]) -> Batch:
+        """Collate the examples of `Pairs`."""
+        kept = [example for example in examples if "row" in example]
+        skipped = [example for example in examples if "skipped" in example]
+        if self.longest_first:
+            kept.sort(key=lambda example: -len(example["input_ids"][0]))
+        captions = [ids for example in kept for ids in example["input_ids"]]
+        input_ids, attention_mask = pad_captions(captions, self.pad_token_id)
+        counts = torch.tensor([len(example["input_ids"]) for example in kept], dtype=torch.long)
+        keys = [(example["image_key"], key) for example in kept for key in example["caption_keys"]]
+        empty = dict(self.cached)
+        if "vision_pooled" not in empty:
+            empty["pixel_values"] = self.medium.blank(0)
+        return {
+            **{name: _stack([example[name] for example in kept], none) for name, none in empty.items()},
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "ids": torch.tensor(keys, dtype=torch.long).view(-1, 2),
+            "caption_image": torch.repeat_interleave(torch.arange(len(kept)), counts),
+            "rows": torch.tensor([example["row"] for example in kept], dtype=torch.long),
+            "image_ids": [example["image_id"] for example in kept],
+            "lengths": list(map(len, captions)),
+            "languages": [code for example in kept for code in example.get("languages", ())],
+            "skipped": [example["skipped"] for example in skipped],
+            "skipped_ids": [example.get("skipped_id", "") for example in skipped],
+            **(collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),
+            **{
+                name: each for reader in self.readers for name, each in reader.collate(kept, self.pad_token_id).items()
+            },
+        }
+
+
+def _stack(values: list[Tensor], empty: Tensor) -> Tensor:
+    """Stack to `[b, ...]`; values that differ in their first dimension are padded with zeros."""
+    if len({len(value) for value in values}) > 1:
+        return pad_sequence(values, batch_first=True)
+    # In a worker it stacks into shared memory; the result of torch.stack is copied there, at 30 to 60 us an image.
+    return default_collate(values) if values else empty

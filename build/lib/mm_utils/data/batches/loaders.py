@@ -1,0 +1,377 @@
+"""Load rows as batches: decoded and augmented in workers, normalised on the device."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from mm_utils import distributed
+from mm_utils.arguments import arg
+from mm_utils.copies import DeviceCopies
+from mm_utils.data.batches.column_cache import column_digest, empty_features, image_digest
+from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.data.batches.dataset import (
+    Batch,
+    Collator,
+    EvaluationTransform,
+    Pairs,
+    TrainingPairs,
+    TrainingTransform,
+)
+from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.batches.tokens import tokenizer_digest
+from mm_utils.data.batches.workers import (
+    PREFETCH,
+    RestartingLoader,
+    choose_workers,
+    free_shared_memory,
+    loading_rate,
+    worker_options,
+)
+from mm_utils.data.media.medium import SOUND_JITTER, Medium, check_window, kind_of, read_by
+from mm_utils.data.rows.columns import NEGATIVES
+from mm_utils.doors import entry
+from mm_utils.files import MAX_OPEN_FILES, allow_open_files
+from mm_utils.text import byte_size
+
+_MAX_WORKERS = 16
+_MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
+_SHOWN = 8  # images of a batch in a message
+MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
+MOST_JITTER = 30  # decibels
+_FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
+
+
+@dataclass
+class LoaderArguments:
+    """Settings of captions, windows, augmentation and workers."""
+
+    max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
+    min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.")
+    fixed_crop: bool = arg(
+        False,
+        "Cut training squares at the input's own size, not resized, where an image is stored at up to 1.5 times that: the "
+        "least work for a loader that is too slow; --min_crop_area is then for other images alone.",
+    )
+    dataloader_num_workers: str = arg(
+        "auto",
+        "Processes that decode images, per rank, 0 for none; auto = tried out where there is a choice, at most one per spare "
+        "core and 16.",
+    )
+    color_jitter: float = arg(
+        0.0, "Brightness, contrast and saturation of training images vary by up to this share; captions name colours."
+    )
+    horizontal_flip: bool = arg(
+        False,
+        "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
+        "writing.",
+    )
+    sound_jitter: float | None = arg(
+        None,
+        f"Training sounds and their frequency bands are louder or softer by up to N dB; default {SOUND_JITTER:g}, 0 = not.",
+    )
+    similar_captions_per_batch: int = arg(
+        1,
+        "Put this many rows with similar captions together in a batch, as each other's hard negatives; 1 = any rows.",
+    )
+
+    medium_seconds: float | None = arg(
+        None,
+        "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "
+        "exceed, at most 10 s. Some sound towers have their own; from scratch, whole seconds.",
+    )
+    clip_frames: int | None = arg(
+        None,
+        "Frames of a clip that a new model is shown, at equal distances; default 16, or what the video backbone was trained on.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length < 3:
+            raise ValueError(f"--max_seq_length is {self.max_seq_length}; give at least 3, two are special tokens.")
+        if self.medium_seconds is not None and not 0 < self.medium_seconds <= MOST_WINDOW:
+            raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {MOST_WINDOW}.")
+        if self.clip_frames is not None and not 1 <= self.clip_frames <= MOST_FRAMES:
+            raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {MOST_FRAMES}.")
+        if self.similar_captions_per_batch < 1:
+            raise ValueError(
+                f"--similar_captions_per_batch is {self.similar_captions_per_batch}; give a number of rows from 1 on."
+            )
+        if not 0 < self.min_crop_area <= 1:
+            raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
+        workers = str(self.dataloader_num_workers)
+        if workers != "auto" and not workers.isdecimal():
+            raise ValueError(f"--dataloader_num_workers is {workers}; give a number of processes from 0 on, or auto.")
+        if self.sound_jitter is not None and not 0 <= self.sound_jitter <= MOST_JITTER:
+            raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {MOST_JITTER}.")
+        if not 0 <= self.color_jitter <= 1:
+            raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
+
+    @property
+    def order(self) -> dict[str, int]:
+        """Settings that decide which rows form a step, besides data, seed and batch sizes."""
+        return {"similar_captions_per_batch": self.similar_captions_per_batch}
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of this rank, at most if `auto`; each training process keeps a core."""
+        if self.dataloader_num_workers != "auto":
+            return int(self.dataloader_num_workers)
+        return max(0, min(_MAX_WORKERS, distributed.cores_per_process() - 1))
+
+
+class DeviceLoader:
+    """Iterate over a loader with batches moved to `device` and images normalised there.
+
+    Args:
+        loader: batches of `Collator`; it has a length.
+        device: where batches go.
+        medium: makes the tower's input of what the workers read.
+
+    Attributes:
+        wait: seconds that the caller waited for the last batch.
+    """
+
+    def __init__(self, loader: Any, device: torch.device, medium: Medium):
+        self.loader, self.copies, self.medium, self.wait = loader, DeviceCopies(device), medium, 0.0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self.loader)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.wait = time.perf_counter() - start
+            if batch is None:
+                return
+            yield self._to_device(batch)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        moved = self.copies.of(batch)
+        if "pixel_values" in moved:
+            moved["pixel_values"] = self.medium.features(moved["pixel_values"])
+        return moved
+
+
+@dataclass
+class Loaders:
+    """Build the loaders of a run, with everything that training and evaluation share.
+
+    Attributes:
+        pad_token_id: the tokenizer's.
+        medium: how images, clips or sounds are read.
+        readers: what batches have besides media and captions, where rows have it.
+        division: how training batches are assigned to the ranks.
+    """
+
+    arguments: LoaderArguments
+    device: torch.device
+    pad_token_id: int
+    medium: Medium
+    readers: Sequence[ColumnReader] = ()
+    division: Division = EQUAL_SHARES
+    _measured: int | None = field(default=None, init=False)
+
+    @property
+    def input_key(self) -> tuple[Any, ...]:
+        """What the towers' input depends on besides the media, for the keys of caches."""
+        side, colours, *rest = self.medium.key.values()
+        return side, *colours, *rest
+
+    def content(self, rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return by name what decides a training row besides ids and captions."""
+        found = {
+            "tokenizer": tokenizer_digest(tokenizer),
+            "max_seq_length": self.arguments.max_seq_length,
+            **self.medium.key,
+        }
+        if rows is not None:
+            found["images"] = image_digest(rows)
+            columns = {NEGATIVES, *(reader.source(rows) for reader in self.readers)} & set(rows.column_names)
+            found |= {column: column_digest(rows, column) for column in sorted(columns)}
+        return found
+
+    def blank(self, count: int) -> Tensor:
+        """Return `count` black or silent media, `[count, ...]`, as the tower takes them."""
+        [batch] = self.on_device([{"pixel_values": self.medium.blank(count)}])
+        return batch["pixel_values"]
+
+    def on_device(self, loader: Any) -> DeviceLoader:
+        """Return batches moved to the device and normalised there."""
+        return DeviceLoader(loader, self.device, self.medium)
+
+    def train(self, rows: datasets.Dataset, order: GlobalOrder, start: int, stop: int) -> DeviceLoader:
+        """Return this rank's share of the global batches of steps `start` to `stop`."""
+        self.check_medium(rows)
+        readers = self._readers(rows)
+        pairs = TrainingPairs(rows, self.training_transform(order.seed, readers))
+        batches = RankBatches(order, start, stop, self.division)
+        collate = Collator(self.pad_token_id, self.medium, True, empty_features(rows), readers)
+        has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
+        if not has_choice or "vision_pooled" in collate.cached:
+            return self._loader(pairs, batches, collate, self.arguments.num_workers)
+        if self._measured is None and len(batches) >= _MIN_STEPS_TO_MEASURE:
+
+            def rate(workers: int) -> float:
+                return loading_rate(self._data_loader(pairs, batches, collate, workers))
+
+            self._measured = choose_workers(self.arguments.num_workers, rate)
+        return self._loader(pairs, batches, collate, self.workers)
+
+    def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
+        """Return this rank's share of all rows, each with all its captions, in order.
+
+        Raises:
+            ValueError: if the rows hold other media than the model is for.
+        """
+        self.check_medium(rows)
+        readers = [reader for reader in self._readers(rows) if reader.in_evaluation]
+        pairs = Pairs(rows, EvaluationTransform(self.medium, readers))
+        collate = Collator(self.pad_token_id, self.medium, readers=readers)
+        return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate, self.arguments.num_workers)
+
+    def _readers(self, rows: datasets.Dataset) -> list[ColumnReader]:
+        return [reader for reader in self.readers if reader.columns <= set(rows.column_names)]
+
+    def training_transform(self, seed: int, readers: Sequence[ColumnReader] = ()) -> TrainingTransform:
+        """Return what makes training examples of rows."""
+        args = self.arguments
+        keeps_sides = entry("KEEPS_SIDES", "words", "--horizontal_flip is set") if args.horizontal_flip else None
+        return TrainingTransform(self.medium, readers, seed, args.color_jitter, keeps_sides)
+
+    @property
+    def workers(self) -> int:
+        """Workers of this rank's training loader, as far as is known."""
+        return self.arguments.num_workers if self._measured is None else self._measured
+
+    def check_medium(self, rows: datasets.Dataset) -> None:
+        """Raise ValueError if the rows hold other media than the model is for."""
+        found = kind_of(rows.features)
+        if found != self.medium.kind and "image" in rows.features:  # else cached features stand for the media
+            raise ValueError(
+                f"the data are {found}s, and the model is for {self.medium.kind}s. Give data or model of the same kind."
+            )
+
+    def _loader(
+        self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
+    ) -> DeviceLoader:
+        workers = min(workers, len(batches))
+
+        def make(number: int) -> DataLoader:
+            return self._data_loader(pairs, batches.after(number), collate, workers)
+
+        def name(number: int) -> str:
+            rows = [row for row, _ in batches[number]]
+            shown = ", ".join(map(str, pairs.rows[rows[:_SHOWN]]["id"].to_pylist()))
+            return f"{batches.name(number)} ({len(rows)} images: {shown}{', ...' if len(rows) > _SHOWN else ''})"
+
+        return self.on_device(RestartingLoader(make, len(batches), name, workers))
+
+    def _data_loader(
+        self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
+    ) -> DataLoader:
+        return DataLoader(
+            pairs,
+            batch_sampler=batches,
+            collate_fn=collate,
+            pin_memory=self.device.type == "cuda",
+            persistent_workers=bool(workers),
+            **worker_options(workers),
+        )
+
+
+def make_loaders(
+    arguments: LoaderArguments,
+    device: torch.device,
+    processor: ProcessorMixin,
+    readers: Sequence[ColumnReader] = (),
+) -> Loaders:
+    """Return the loaders of a model's media, whose kind, size and window its processor knows.
+
+    Raises:
+        ValueError: if a flag asks for another window than the model's, or of images for sounds.
+    """
+    medium = read_by(processor, arguments.min_crop_area, arguments.fixed_crop, arguments.sound_jitter)
+    check_window(medium, arguments.medium_seconds, arguments.clip_frames)
+    for name in medium.unused:
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium.kind}s. Drop it.")
+    return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, readers)
+
+
+def check_loading(
+    loaders: Loaders,
+    global_batch_size: int,
+    eval_batch_size: int,
+    *,
+    others: Sequence[Loaders] = (),
+    streaming: bool = False,
+) -> None:
+    """Check that shared memory and open files suffice for all workers of this machine.
+
+    Called on all ranks, and again where the division of batches has changed. With `--dataloader_num_workers auto`, the
+    loaders' arguments are changed to as many workers as fit.
+
+    Args:
+        loaders: the run's loaders.
+        others: those of the other media of the run, whose training batches wait at the same time.
+        global_batch_size: pairs of the largest step, over all processes.
+        eval_batch_size: images per process.
+        streaming: whether each worker makes a part of every batch, instead of whole batches.
+
+    Raises:
+        ValueError: on every rank, if a machine has too little.
+    """
+    parts, warnings, error = [loaders, *others], [], None
+    counts = [part.arguments.num_workers for part in parts]
+    workers = sum(counts)
+    limit = allow_open_files()
+    if limit is not None and limit < 1_024 and (workers or streaming):
+        text = (
+            f"ulimit -n is {limit}; data workers and shards may need more open files. Set ulimit -n {MAX_OPEN_FILES}, or pass "
+            "--dataloader_num_workers 0."
+        )
+        if workers and limit < _FEWEST_OPEN_FILES:
+            error = text
+        else:
+            warnings.append(text)
+    processes, free = distributed.processes_here(), free_shared_memory()
+    shares = [_rows_here(part, global_batch_size, streaming) for part in parts]
+    images = [count * PREFETCH * part.medium.blank(1).nbytes for count, part in zip(counts, parts, strict=True)]
+    train = sum(image * share for image, share in zip(images, shares, strict=True))
+    evaluation = max(images) * processes * eval_batch_size
+    needed = train + evaluation  # an evaluation, of one medium, begins while training batches wait
+    if free is not None and needed > free:
+        fitting = [count * free // needed for count in counts]
+        text = (
+            f"/dev/shm has {byte_size(free)} free; {workers} data workers in each of {processes} processes may put "
+            f"{byte_size(needed)} there"
+        )
+        remedy = f"Start the container with --shm-size={-(-needed * 5 // (2**30 * 4))}g"
+        total = sum(fitting) if all(fitting) else 0
+        if loaders.arguments.dataloader_num_workers == "auto":
+            for part, count in zip(parts, fitting, strict=True):
+                part.arguments.dataloader_num_workers = str(count)
+            warnings.append(f"{text}, so there will be {sum(fitting)}. {remedy} for more.")
+        elif max(train, evaluation) > free:
+            error = f"{text}. {remedy}, or pass --dataloader_num_workers {total}."
+        else:
+            warnings.append(f"{text}. {remedy}, or pass --dataloader_num_workers {total}.")
+    distributed.raise_everywhere(error, warnings)
+
+
+def _rows_here(loaders: Loaders, global_batch_size: int, streaming: bool) -> int:
+    """Return how many rows of a step the processes of this machine read into one batch of each worker."""
+    here, weights = distributed.ranks_here(), loaders.division.weights
+    if weights is None:
+        parts = max(1, loaders.arguments.num_workers) if streaming else 1
+        return len(here) * math.ceil(global_batch_size / (distributed.world_size() * parts))
+    return math.ceil(global_batch_size * sum(weights[here.start : here.stop]) / sum(weights))

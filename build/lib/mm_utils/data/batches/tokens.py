@@ -1,0 +1,348 @@
+"""Tokenise captions once, and give equal images and equal captions equal keys.
+
+A multilingual tokenizer has its own code for a caption's language. Data sets write `de`, `de-DE`, `deu` or `deu_Latn`; tokenizers
+have tokens such as `de_DE` (mBART), `deu_Latn` (NLLB), `__de__` (M2M100), `<|de|>`, `<2de>`, `<de>` or `[de]`. The rule, in this order:
+
+1. the same code, except for case and `_` instead of `-`;
+2. of the tokens of the same language, the only one; else the only one of the same script; else of the same territory.
+   A script or territory that a code leaves out is the likely one by CLDR: `zh` is `zho_Hans`, `zh-TW` is `zho_Hant`. A
+   language stands for its macrolanguage if that usually means it: `arb` is `ar`, `cmn` is `zh`.
+
+If this finds no token, or several, the caption is tokenised by the tokenizer's default.
+"""
+
+import hashlib
+import itertools
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets.fingerprint import Hasher
+from langcodes import Language
+from langcodes.tag_parser import LanguageTagError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
+from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.doors import entry
+from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
+
+logger = logging.getLogger(__name__)
+
+_WRAPPED = re.compile(r"<\|(.+)\|>|<2(.+)>|<(.+)>|\[(.+)\]|__(.+)__")
+_LONGEST = 35  # letters of the longest code that the language-tag standard expects (RFC 5646, 4.4.1)
+_SHOWN = 10  # languages in a warning
+_Place = tuple[str, str | None, str | None]  # language, script, territory
+_BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
+
+
+def tokenize_captions(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None = None
+) -> datasets.Dataset:
+    """Add columns that are computed from ids and captions, once, in the datasets cache.
+
+    `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64 hashes; equal keys mean the same
+    image or, except for case and spacing, the same caption.
+
+    Captions are tokenised by the rules of `encode_captions`. Only ids and texts are read and only the new columns are
+    written, see `add_columns`.
+
+    Raises:
+        ValueError: if a row has languages, and not as many as captions.
+    """
+    codes = own_codes(tokenizer, languages_of(rows))
+    columns = [name for name in ("id", "captions", "languages") if name in rows.column_names]
+    compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
+    name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())))
+    return add_columns(rows, columns, compute, name, title="Tokenising captions", num_proc=num_proc)
+
+
+def encode_captions(
+    tokenizer: PreTrainedTokenizerBase,
+    captions: Sequence[str],
+    languages: Sequence[str] | None,
+    max_seq_length: int,
+    codes: Mapping[str, str] | None = None,
+) -> list[list[int]]:
+    """Return the token ids of each caption, at most `max_seq_length`.
+
+    Special tokens that are written in a caption (`[SEP]`, `<|endoftext|>`) are text; text that the vocabulary has only as
+    such a token is left out. At most 32 characters per token are read of a caption, so that none takes long.
+
+    Args:
+        tokenizer: any tokenizer of `transformers`.
+        captions: texts.
+        languages: a language code per caption, "" where unknown; None if all are unknown.
+        max_seq_length: longest result, special tokens included.
+        codes: the tokenizer's own code of each language, by default `own_codes`. A tokenizer with `src_lang` (mBART, NLLB,
+            M2M100 ...) gets it there; others get it as a token, after the token that begins every caption. Captions in
+            other languages are tokenised by the tokenizer's default.
+    """
+    languages = [""] * len(captions) if languages is None else languages
+    codes = own_codes(tokenizer, languages) if codes is None else codes
+    by_code: dict[str | None, list[int]] = {}
+    for place, (_, language) in enumerate(zip(captions, languages, strict=True)):
+        by_code.setdefault(codes.get(language), []).append(place)
+    found: list[list[int]] = [[]] * len(captions)
+    for code, places in by_code.items():
+        texts = [captions[place][: CHARACTERS_PER_TOKEN * max_seq_length] for place in places]
+        for place, ids in zip(places, _encode_language(tokenizer, texts, max_seq_length, code), strict=True):
+            found[place] = ids
+    return found
+
+
+def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Pad t captions to the longest; return ids and mask, int64 `[t, L]`, L being at least 1."""
+    length_t = np.fromiter(map(len, captions), np.int64, len(captions))
+    mask_tL = np.arange(length_t.max(initial=1)) < length_t[:, None]
+    ids_tL = np.full(mask_tL.shape, pad_token_id, np.int64)
+    ids_tL[mask_tL] = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(length_t.sum()))
+    return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
+
+
+def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Pad captions to the longest, and images with fewer captions by empty ones."""
+    most = max((len(example["all_input_ids"]) for example in examples), default=1)
+    captions = [ids for example in examples for ids in [*example["all_input_ids"], *[[]] * most][:most]]
+    names = ("all_input_ids", "all_attention_mask")
+    padded = pad_captions(captions, pad_token_id)
+    return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
+
+
+def image_key(image_id: str) -> int:
+    """Return a hash of 63 bits, the same for the same id."""
+    return _key(image_id)
+
+
+def caption_key(caption: str) -> int:
+    """Return a hash of 63 bits, the same for captions that differ only in case and spacing."""
+    return _key(" ".join(caption.lower().split()))
+
+
+def fingerprint(rows: datasets.Dataset) -> str:
+    """Return 16 hexadecimal digits that identify tokenised images and captions in their order.
+
+    The way the rows are stored (chunks, slices, picked rows of a table) changes nothing.
+    """
+    keys, counts, captions = (hashlib.blake2b(digest_size=8) for _ in range(3))
+    for batch in arrow_batches(rows, ["image_key", "caption_keys"], _BATCH):
+        for chunk in batch["image_key"].chunks:
+            keys.update(chunk.to_numpy())
+        for chunk in batch["caption_keys"].chunks:
+            counts.update(pc.list_value_length(chunk).to_numpy())
+            captions.update(chunk.flatten().to_numpy())
+    return hashlib.blake2b(keys.digest() + counts.digest() + captions.digest(), digest_size=8).hexdigest()
+
+
+def occurring_tokens(rows: Sequence[datasets.Dataset], vocabulary: int) -> Tensor | None:
+    """Return which tokens the captions have, bool `[vocabulary]`; None as soon as these are more than half."""
+    occurs = torch.zeros(vocabulary, dtype=torch.bool)
+    for batch in (batch for part in rows for batch in arrow_batches(part, ["input_ids"], _BATCH // 10)):
+        for chunk in batch["input_ids"].chunks:
+            occurs[torch.from_numpy(chunk.flatten().flatten().unique().to_numpy().astype(np.int64))] = True
+        if 2 * occurs.sum() > vocabulary:
+            return None
+    return occurs
+
+
+def tokenize_splits(
+    pairs: datasets.DatasetDict,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    num_proc: int | None = None,
+    readers: Iterable[ColumnReader] = (),
+) -> datasets.DatasetDict:
+    """Tokenise the captions of every split, see `tokenize_captions`, and add the columns of readers."""
+    found = {name: tokenize_captions(rows, tokenizer, max_seq_length, num_proc) for name, rows in pairs.items()}
+    for reader in readers:
+        for name, rows in found.items():
+            found[name] = reader.prepare(rows, name, tokenizer, max_seq_length, num_proc)
+    return datasets.DatasetDict(found)
+
+
+def global_order(
+    rows: datasets.Dataset, sizes: BatchSizes, seed: int, similar_captions_per_batch: int = 1
+) -> GlobalOrder:
+    """Return the order of tokenised rows, with that many similar ones together if above 1."""
+    if similar_captions_per_batch == 1:
+        return GlobalOrder(len(rows), sizes, seed)
+    tokens = rows.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
+    asked = f"--similar_captions_per_batch is {similar_captions_per_batch}"
+    arrangement = entry("ARRANGEMENTS", "similar_captions", asked)(tokens, similar_captions_per_batch)
+    return GlobalOrder(len(rows), sizes, seed, arrangement, similar_captions_per_batch)
+
+
+def languages_of(rows: datasets.Dataset) -> set[str]:
+    """Return the language codes of the captions; "" stands for an unknown one."""
+    found: set[str | None] = set()
+    if "languages" in rows.column_names:
+        for batch in arrow_batches(rows, ["languages"], _BATCH):
+            found.update(pc.unique(pc.list_flatten(batch["languages"])).to_pylist())
+    return {language for language in found if language is not None}
+
+
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """Return everything that decides the tokens of a text."""
+    if not tokenizer.is_fast:
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        return type(tokenizer).__name__, sorted(tokenizer.init_kwargs.items(), key=str), vocabulary
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # a call leaves its settings in the tokenizer, and they would change the cache's name
+    backend.no_padding()
+    return tokenizer.name_or_path, backend.to_str()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hexadecimal digits that identify a tokenizer's content, wherever from."""
+    name, *content = tokenizer_content(tokenizer)
+    if not tokenizer.is_fast:
+        content = [name, content[-1]]
+    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+
+
+def _tokenize(
+    rows: Columns,
+    wanted: np.ndarray | None,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    codes: Mapping[str, str],
+) -> Columns:
+    all_captions = rows["captions"]
+    if wanted is not None:
+        all_captions = [row if is_wanted else [] for row, is_wanted in zip(all_captions, wanted, strict=True)]
+    all_languages = _languages_of(rows, all_captions)
+    texts, languages = ([item for row in column for item in row] for column in (all_captions, all_languages))
+    tokens = iter(encode_captions(tokenizer, texts, languages, max_seq_length, codes))
+    return {
+        "input_ids": [[next(tokens) for _ in row] for row in all_captions],
+        "image_key": [image_key(image_id) for image_id in rows["id"]],
+        "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
+    }
+
+
+def _languages_of(rows: Columns, all_captions: list[list[str]]) -> list[list[str]]:
+    """Return one code per caption, "" where unknown."""
+    if "languages" not in rows:
+        return [[""] * len(captions) for captions in all_captions]
+    found = []
+    for image_id, languages, captions in zip(rows["id"], rows["languages"], all_captions, strict=True):
+        if languages and captions and len(languages) != len(captions):
+            raise ValueError(
+                f"image {image_id} has {len(captions)} captions and {len(languages)} languages; each caption has one "
+                "language. Give as many, with empty text where it is unknown."
+            )
+        found.append([code or "" for code in languages or []][: len(captions)] or [""] * len(captions))
+    return found
+
+
+def _encode_language(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], max_seq_length: int, code: str | None
+) -> list[list[int]]:
+    """Encode texts of one language; `code` is the tokenizer's own for it, None for the default."""
+    if code is None:
+        return token_ids(tokenizer, texts, max_seq_length)
+    if hasattr(tokenizer, "src_lang"):
+        names = {token: name for name, token in getattr(tokenizer, "lang_code_to_token", {}).items()}  # M2M100
+        default, tokenizer.src_lang = tokenizer.src_lang, names.get(code, code)
+        try:
+            return token_ids(tokenizer, texts, max_seq_length)
+        finally:
+            tokenizer.src_lang = default
+    token = int(tokenizer.convert_tokens_to_ids(code))  # type: ignore[arg-type]
+    begin = {tokenizer.bos_token_id, tokenizer.cls_token_id}
+    # A special token at the beginning was put there by the tokenizer: one that is written in the caption is text.
+    firsts = ((ids, int(ids[:1] != [] and ids[0] in begin)) for ids in token_ids(tokenizer, texts, max_seq_length - 1))
+    return [[*ids[:first], token, *ids[first:]] for ids, first in firsts]
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+# -- languages ----------------------------------------------------------------------------------------------------------
+
+
+def own_codes(tokenizer: PreTrainedTokenizerBase, languages: Iterable[str]) -> dict[str, str]:
+    """Return the tokenizer's token for each language that has one; one warning names the others.
+
+    If the vocabulary has no language tokens, the result is empty, without a warning. "" is ignored.
+    """
+    languages = sorted(set(languages) - {""})
+    tokens = language_tokens(tokenizer) if languages else {}
+    if not tokens:
+        return {}
+    places = {token: place for token, code in tokens.items() if (place := _place(code))}
+    exact = {_folded(code): token for token, code in tokens.items()}
+    found = {language: exact.get(_folded(language)) or _match(language, places) for language in languages}
+    missing = [language[:_LONGEST] for language, token in found.items() if token is None]
+    if missing:
+        shown = ", ".join(map(repr, missing[:_SHOWN])) + " ..." * (len(missing) > _SHOWN)
+        _warn(tokenizer.name_or_path or "the tokenizer", shown)
+    return {language: token for language, token in found.items() if token is not None}
+
+
+def iso_languages(codes: Iterable[str]) -> list[str]:
+    """Return the shortest ISO 639 codes of languages, sorted; codes of none are left out."""
+    places = (_place(code) for code in set(codes) - {""})
+    return sorted({place[0] for place in places if place is not None})
+
+
+def language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the tokenizer's language tokens, each with the code inside: `{"__de__": "de"}`.
+
+    A token without brackets counts if the tokenizer has a source language (`src_lang`).
+    """
+    named = {token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found = {}
+    for token in sorted((special | set(tokenizer.all_special_tokens)) - named):
+        wrapped = _WRAPPED.fullmatch(token)
+        code = next(filter(None, wrapped.groups())) if wrapped else token
+        if (wrapped or hasattr(tokenizer, "src_lang")) and _place(code):
+            found[token] = code
+    return found
+
+
+@lru_cache(maxsize=64)  # so that each set of languages is logged once, and not for every batch
+def _warn(tokenizer: str, languages: str) -> None:
+    text = "%s has no token, or more than one, for %s; such captions are tokenised as by default"
+    logger.warning(text, tokenizer, languages)
+
+
+def _match(language: str, places: dict[str, _Place]) -> str | None:
+    wanted = _place(language)
+    if wanted is None:
+        return None
+    left = [token for token, place in places.items() if place[0] == wanted[0]]
+    for part in (1, 2):
+        if len(left) > 1:
+            left = [token for token in left if places[token][part] == wanted[part]]
+    return left[0] if len(left) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _place(code: str) -> _Place | None:
+    """Return language, script and territory of a code; None if it is not the code of a language."""
+    try:
+        language = Language.get(code) if len(code) <= _LONGEST else None
+    except LanguageTagError:
+        return None
+    if language is None or language.language is None or not language.is_valid():
+        return None
+    likely = language.prefer_macrolanguage().maximize()
+    name = (
+        "nb" if likely.language == "no" else str(likely.language)
+    )  # tokenizers have Bokmål and Nynorsk for Norwegian
+    return name, likely.script, likely.territory
+
+
+def _folded(code: str) -> str:
+    return code.lower().replace("_", "-")

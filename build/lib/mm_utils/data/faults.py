@@ -1,0 +1,154 @@
+"""Reasons for which rows, images and captions are set aside, and notes on conversions."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from mm_utils.text import redact, shortened
+
+REASONS = {
+    # rows
+    "malformed_row": "The line cannot be parsed. Repair it; if it is the last line, the file may be incomplete.",
+    "not_an_object": "The row has no named columns. Write one JSON object a line, or a CSV file with a header.",
+    "bad_encoding": "The text is not UTF-8. Save the file as UTF-8.",
+    "missing_column": "The row lacks a required column. Add it, or name the right one, such as image_column.",
+    "too_nested": "The row is nested too deeply to be data. Remove it.",
+    "duplicate_key": "The row names a column twice. Keep one of them.",
+    "duplicate_id": "Another image has the same id. Give each image its own id, or name another id column.",
+    "unmatched_image": "No caption belongs to the image. Add a row for it, or remove it.",
+    "unmatched_caption": "No image belongs to the caption. Add the image, or remove the caption.",
+    "unknown_split": "The split is not train, validation or test. Rename it.",
+    "bad_regions": "The regions are not a list of boxes inside the image with phrases. Write x, y, width, height.",
+    "languages_mismatch": "Captions and languages differ in number. Give one language a caption, or none.",
+    # paths, downloads, archives
+    "image_missing": "There is no such file. Check the path, and set --image_root to the folder of the images.",
+    "not_a_file": "The path is not a regular file. Point it at the image.",
+    "outside_root": "The path leaves the data folder. Set --image_root to a folder above the images, or "
+    "--allow_outside_root.",
+    "path_too_long": "The path is longer than file systems allow. Shorten it.",
+    "bad_path": "The path cannot be opened. Use a plain relative path.",
+    "permission_denied": "The file may not be read. Change its permissions.",
+    "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",
+    "url_not_allowed": "The image is a web address. Download it first, or allow downloads in prepare_data.",
+    "private_address": "The web address is in a private network. Copy the image into the data folder.",
+    "download_failed": "The image could not be downloaded. Check the address, and run again to retry.",
+    "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
+    "truncated_archive": "The archive ends too early. Copy it again.",
+    "compressed_archive": "The archive is compressed, which its name does not say. Decompress it.",
+    "linked_folder": "The folder is a link and is not entered. Give its target as a source of its own, or copy it.",
+    # images
+    "image_empty": "The image has 0 bytes. Fetch it again.",
+    "image_truncated": "The image ends too early. Fetch it again.",
+    "image_unreadable": "The image cannot be decoded. Fetch it again, or save it again with an image editor.",
+    "image_corrupt": "Part of the image is damaged, although decoders show it. Fetch it again, or save it again.",
+    "image_unknown_format": "The file is in no supported format. Convert it to JPEG or PNG.",
+    "zero_size": "The image has no width or no height. Fetch it again.",
+    "too_many_bytes": "The image file is too large. Shrink it, or raise --max_image_bytes of prepare_data.",
+    "too_many_pixels": "The image has too many pixels. Shrink it, or raise --max_image_pixels of prepare_data.",
+    "too_many_parts": "A file of that many parts is built to keep decoders busy. Save it again with an image editor.",
+    "too_small": "The image is smaller than --min_image_side. Lower the limit, or use a larger image.",
+    "extreme_aspect": "The image is longer than --max_aspect_ratio allows. Raise the limit, or crop the image.",
+    # sounds and clips
+    "needs_av": "Only PyAV reads this kind of file. Install it: pip install av.",
+    "medium_empty": "The file holds no sound, or no frame. Fetch it again.",
+    "medium_truncated": "The file ends before its own header says. Fetch it again.",
+    "medium_unreadable": "The file cannot be decoded. Fetch it again, or convert it, for example to FLAC or MP4.",
+    "medium_unknown_format": "The file is not a known sound or video. Convert it, for example to FLAC or MP4.",
+    "no_audio_stream": "The file holds no sound. Name the file that has it, or give the row as a clip.",
+    "no_video_stream": "The file holds no moving picture. Name the file that has it, or give the row as another medium.",
+    "silent": "There is no sound in it. Record it again, or remove the row.",
+    "bad_sound_rate": "No sound has such a sampling rate. Save it again with the right one.",
+    "too_long": "It is longer than --max_seconds of prepare_data. Raise it, or name a part by start and end.",
+    "bad_times": "Times are numbers of seconds; those of frames rise, one a frame. Write them so.",
+    "bad_moments": 'The moments are not a list of span and phrase. Write {"span": [start, end], "phrase": ...}.',
+    "span_outside": "The span leaves the sound or clip. Give seconds from its beginning.",
+    "span_empty": "The span has no length. Give its start and its end in seconds.",
+    "span_reversed": "The span ends before it begins. Exchange its start and its end.",
+    # captions
+    "caption_null": "The caption is null. Write one, or remove the row.",
+    "caption_empty": "The caption has no readable text. Write one, or remove the row.",
+    "caption_nan": "The caption is a program's placeholder for no value. Write one, or remove the row.",
+    "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
+    "caption_is_file_name": "The caption is a file name or web address. Write what the image shows.",
+    "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what the image shows.",
+    "no_caption_left": "The image has no usable caption. Write one, or remove the row.",
+    # between rows
+    "near_duplicate": "Another row has nearly the same image. Keep one of them.",
+    "leaked": "The image is also in an evaluation split. Keep it there only.",
+}
+"""reason -> its meaning and the remedy."""
+
+NOTES = {
+    # images
+    "animated_first_frame": "The first frame of an animation was taken.",
+    "multi_page_first": "The first page or picture of several was taken.",
+    "exif_rotated": "The camera's rotation was applied.",
+    "alpha_on_white": "Transparency was laid on white.",
+    "palette_converted": "Palette colours were converted.",
+    "cmyk_converted": "Print colours were converted without a profile.",
+    "sixteen_bit_scaled": "16-bit grey was scaled to 8 bits.",
+    "float_scaled": "Floats or 32-bit numbers were scaled to 8 bits.",
+    "trailing_bytes": "Bytes after the end of the image were ignored.",
+    "wrong_extension": "The file name ends like another format's; the content decided.",
+    # sounds and clips
+    "packets_skipped": "A few damaged packets of a stream were skipped.",
+    "turned": "The rotation that a camera wrote into a video was applied.",
+    "frames_fitted": "Frames of several sizes were given the size of the first.",
+    "moment_cut": "A moment was cut where its sound or clip is cut, or left out if it lies outside of the cut.",
+    "caption_from_subtitles": "The caption is that of the subtitles.",
+    # captions
+    "caption_controls_removed": "Control characters or terminal escapes were removed.",
+    "caption_surrogate_replaced": "Broken Unicode was replaced by U+FFFD.",
+    "caption_cut": "The caption was cut at --max_caption_characters.",
+    "caption_special_token": "The caption holds text like a tokenizer's special token; it was kept as text.",
+    "caption_composed": "Letters and their accents were composed (NFC).",
+    "caption_spaces_joined": "Line breaks and runs of spaces became single spaces.",
+    "caption_from_xmp": "The photo's own XMP data has the caption.",
+    "caption_from_iptc": "The photo's own IPTC data has the caption.",
+    "caption_from_exif": "The photo's own EXIF data has the caption.",
+    "caption_repeated": "A caption given twice for an image was kept once.",
+}
+"""note -> the conversion."""
+
+MOST_BAD = 0.5  # of a source's rows, which may be left out
+_EXCERPT, _LONGEST_DETAIL, _LONGEST_READ = 200, 1000, 10_000  # characters; redacting reads more than is shown
+
+
+class Fault(ValueError):
+    """A row that cannot be used; `reason` is a key of `REASONS`, `detail` one printable line."""
+
+    def __init__(self, reason: str, detail: str):
+        detail = shortened(escaped(detail[:_LONGEST_READ]), _LONGEST_DETAIL)
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}. {REASONS[self.reason]}"
+
+
+def is_hopeless(bad: int, count: int, most: float = MOST_BAD) -> bool:
+    """Return whether too many rows of a source are bad for it to have been meant to be read so."""
+    return bad > most * count or not count
+
+
+def escaped(text: str) -> str:
+    """Escape everything that is not printable, line breaks too, so that `text` is one line."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def excerpt(text: str) -> str:
+    """Return the beginning of a text, escaped, in at most 200 characters."""
+    text = escaped(text[:_LONGEST_READ])
+    return (text if len(text) <= _EXCERPT else redact(text))[:_EXCERPT]
+
+
+def storable(text: str) -> str:
+    """Escape lone surrogates, such as bytes of old file names, which UTF-8 cannot store."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def first_repeated(names: Iterable[Any]) -> Any:
+    """Return the first name that is a repeat, or None."""
+    seen = set[Any]()
+    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]

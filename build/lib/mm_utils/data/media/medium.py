@@ -1,0 +1,531 @@
+"""A medium is an object: how an image, a clip or a sound is called, stored, and read as an example.
+
+The classes hold what is true of all media of a kind (`MEDIA`), their objects how those of one model are read. Code that has
+nothing to ask of the kind finds the medium of a row in the column `image`, whatever it is: an image file, a sound as a WAV file,
+or a clip as an AVI file of JPEG frames (`mm_utils.data.media.riff`). The column's feature tells the kind.
+
+Clips and sounds last, and an example is a window of them. Seconds are counted here and in preparation, and nowhere else frames or
+samples. Training takes a random window, evaluation the middle; what is shorter than the window begins with it, and then the last
+frame stays, or silence follows, or the sound again (`LogMel.loops`). A window is stated in shares of the medium's length, so that
+moments of it (`mm_utils.extras.grounding.regions`) follow into the window, and none lies in what comes after the end.
+
+Three attributes of ours are saved among the stock ones of a processor. `window_seconds` is the length of what the model is shown of a
+clip or a sound (None: whole clips), and `clip_frames` the frames of a clip; `settle_window` alone writes them, once, for a new model,
+where a pretrained tower does not fix them (`mm_utils.model.processor`). `pads_frames` says of an AST extractor that what follows a
+short sound are empty frames, as its tower was trained; models that were saved without it were trained with frames of silence.
+"""
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from datasets import Audio, Dataset, Features, Value, Video
+from PIL import Image as PictureFile
+from scipy.fft import irfft, next_fast_len, rfft
+from scipy.signal import resample_poly
+from torch import Tensor
+from typing_extensions import override
+
+from mm_utils.data.images import UnreadableImageError, read_pixels
+from mm_utils.data.media.riff import read_avi, read_wav
+from mm_utils.model.reading import center_of, center_square, resized
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+    from mm_utils.data.media.log_mel import LogMel
+
+MAX_FIXED_SCALE = 1.5
+"""Above this ratio of shorter side to input size, `fixed_square` would show less than half of an image."""
+
+MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
+CLIP_FRAMES = 16
+_USUAL = 0.95  # quantile of the lengths of sounds
+SOUND_JITTER = 6.0  # decibels, in training
+_KNOTS = (3, 6)  # least and most points of a curve over the frequencies
+_LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow's mode L
+
+
+class Window(NamedTuple):
+    """The part of an image that a square shows, in shares of the image's width and height."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+Shown = tuple[Tensor, tuple[float, float], Window]
+
+
+class Medium(ABC):
+    """How images, clips or sounds are called, stored and read.
+
+    Attributes:
+        kind: `image`, `clip` or `sound`, what people call one.
+        column: the column of stored data sets, and the Hub's word.
+        feature: type of that column.
+        suffixes: how the names of its files end. A GIF counts as an image unless clips are asked for.
+        names: usual names of its columns.
+        holders: kinds of files that hold one, the best first.
+        templates: captions of the name of a class, where a source has none.
+        unused: flags of loading that mean nothing for it.
+        lasts: whether it has a length in seconds.
+        shape, dtype: of an example.
+    """
+
+    kind: ClassVar[str]
+    column: ClassVar[str]
+    feature: ClassVar[Any]
+    suffixes: ClassVar[tuple[str, ...]]
+    names: ClassVar[list[str]]
+    holders: ClassVar[tuple[str, ...]]
+    templates: ClassVar[tuple[str, ...]]
+    unused: ClassVar[tuple[str, ...]]
+    lasts: ClassVar[bool] = True
+    dtype: ClassVar[torch.dtype] = torch.uint8
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an example."""
+
+    @abstractmethod
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+        """Return an example of a stored medium.
+
+        Args:
+            value: bytes and path of a row.
+            rng: draws the window and the crop of training; without it, they are in the middle.
+
+        Returns:
+            The example, `shape`; the size of the medium, (width, height) or (seconds, 1), that boxes and moments are stated in; and
+            the part of it that is shown, whose right end is beyond 1 where a clip or a sound is shorter than its window.
+
+        Raises:
+            UnreadableImageError: if it cannot be decoded.
+        """
+
+    @abstractmethod
+    def features(self, shown: Tensor) -> Tensor:
+        """Return the tower's input of examples `[B, ...]`, on their device."""
+
+    @property
+    @abstractmethod
+    def key(self) -> dict[str, Any]:
+        """All that an evaluated example depends on besides the medium, by the names in the identities of runs."""
+
+    def blank(self, count: int) -> Tensor:
+        """Return `count` examples of black squares, black frames or silence, as they leave the workers."""
+        return torch.zeros(count, *self.shape, dtype=self.dtype)
+
+
+@lru_cache(16)
+def _on_bytes(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1) * 255
+
+
+@dataclass
+class _Pictures(Medium):
+    """Squares of images, or of the frames of clips.
+
+    Attributes:
+        image_size: side of the square, S.
+        mean, std: mean and standard deviation of each colour in [0, 1], for the tower.
+        min_crop_area: smallest area of a training crop, as a share of the largest square; 1 is the central square.
+    """
+
+    image_size: int
+    mean: Sequence[float] = (0.5,) * 3
+    std: Sequence[float] = (0.5,) * 3
+    min_crop_area: float = 1.0
+
+    @override
+    def features(self, shown: Tensor) -> Tensor:
+        """Return normalised colours; converted first, as subtracting mixed types takes 3 times as long."""
+        mean, std = (_on_bytes(tuple(values), shown.device) for values in (self.mean, self.std))
+        return shown.float().sub_(mean).div_(std)
+
+    @property
+    @override
+    def key(self) -> dict[str, Any]:
+        return {"image_size": self.image_size, "image mean and std": [list(self.mean), list(self.std)]}
+
+    @property
+    def _largest_read(self) -> int:
+        """Shorter side at which images are decoded for training: even the smallest crop is not enlarged."""
+        return int(self.image_size * self.min_crop_area**-0.5) + 1
+
+
+@dataclass
+class Image(_Pictures):
+    """Squares of images: uint8 `[3, S, S]`.
+
+    Attributes:
+        fixed_crop: cut squares of the input's size, without resizing, from images up to `MAX_FIXED_SCALE` times as large.
+    """
+
+    fixed_crop: bool = False
+    kind, column, feature, lasts = "image", "image", datasets.Image(decode=False), False
+    suffixes = (
+        *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+        *(".ppm", ".pgm", ".avif", ".heic", ".jp2"),
+    )
+    names: ClassVar[list[str]] = [
+        *("image", "image_path", "image_file", "filepath", "file_path", "file_name", "filename", "path"),
+        *("img", "img_path", "picture", "photo", "jpg", "jpeg", "png", "webp"),
+    ]
+    holders = ("image",)
+    templates = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
+    unused = ("medium_seconds", "clip_frames", "sound_jitter")
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        return 3, self.image_size, self.image_size
+
+    @override
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+        side = self.image_size
+        pixels, size = read_pixels(value, side if rng is None or self.min_crop_area == 1 else self._largest_read)
+        if rng is None:
+            height, width = pixels.shape[:2]
+            return center_square(PictureFile.fromarray(pixels), side), size, center_window(width, height, side)
+        if self.fixed_crop and side <= min(pixels.shape[:2]) <= MAX_FIXED_SCALE * side:
+            square, window = fixed_square(pixels, side, rng)
+        else:
+            square, window = random_square(pixels, side, self.min_crop_area, rng)
+        return square, size, window
+
+
+@dataclass
+class Clip(_Pictures):
+    """Frames spread evenly over a window of a clip: uint8 `[T, 3, S, S]`, one crop for all.
+
+    Frames are never reversed and their pace never changes in training: captions say what comes first, and what is fast.
+
+    Attributes:
+        frames: T.
+        seconds: length of the window; None takes the whole clip.
+    """
+
+    frames: int = 16
+    seconds: float | None = None
+    kind, column, feature = "clip", "video", Video(decode=False)
+    suffixes = (
+        *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
+        ".gif",
+    )
+    names: ClassVar[list[str]] = ["video", "video_path", "video_file", "clip", "gif", "frames"]
+    holders = ("clip",)
+    templates = ("a video of a {}.", "a clip of a {}.", "a recording of a {}.")
+    unused = ("fixed_crop", "sound_jitter")
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        return self.frames, 3, self.image_size, self.image_size
+
+    @property
+    @override
+    def key(self) -> dict[str, Any]:
+        return {**super().key, "medium": ["clip", self.frames, self.image_size, self.seconds]}
+
+    @override
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+        stored, fps = read_avi(value["bytes"] or b"")
+        length = len(stored) / fps
+        begin, seconds = _window(length, self.seconds or length, rng)
+        within = 0.5 if rng is None else rng.random()  # of the time that each frame stands for
+        times = begin + (np.arange(self.frames) + within) / self.frames * seconds
+        places = np.clip((times * fps).astype(int), 0, len(stored) - 1).tolist()
+        side = self.image_size if rng is None else self._largest_read
+        decoded = {at: read_pixels({"bytes": bytes(stored[at]), "path": None}, side)[0] for at in set(places)}
+        if len({pixels.shape for pixels in decoded.values()}) > 1:
+            raise UnreadableImageError("its frames differ in size")
+        whole = [decoded[at] for at in places]
+        if rng is None or self.min_crop_area == 1:
+            shown = torch.stack([center_square(PictureFile.fromarray(pixels), self.image_size) for pixels in whole])
+        else:
+            shown = random_squares(whole, self.image_size, self.min_crop_area, rng)
+        return shown, (length, 1.0), Window(begin / length, 0.0, (begin + seconds) / length, 1.0)
+
+
+@dataclass
+class Sound(Medium):
+    """Samples of a window of a sound: int16 `[n]`.
+
+    In training, a window may begin before the sound or end behind it, in silence, and its loudness varies. What is shorter than
+    the window by as much is never cut.
+
+    Attributes:
+        log_mel: makes the sound tower's input of them, on the device.
+        seconds: length of the window.
+        min_share: a training window leaves a sound by at most the rest of this share of its own length.
+        jitter: most decibels of `vary_loudness` in training.
+    """
+
+    log_mel: "LogMel"
+    seconds: float
+    min_share: float = 1.0
+    jitter: float = 0.0
+    kind, column, feature, dtype = "sound", "audio", Audio(decode=False), torch.int16
+    suffixes = (
+        *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".amr"),
+    )
+    names: ClassVar[list[str]] = ["audio", "audio_path", "audio_file", "sound", "wav", "speech"]
+    holders = ("sound", "clip")
+    templates = ("the sound of a {}.", "a recording of a {}.", "this is the sound of a {}.")
+    unused = ("clip_frames", "fixed_crop", "color_jitter", "horizontal_flip")
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        return (round(self.seconds * self.log_mel.rate),)
+
+    @property
+    @override
+    def key(self) -> dict[str, Any]:
+        own = ["sound", self.seconds, self.log_mel.describe()]
+        return {"image_size": 0, "image mean and std": [[], []], "medium": own}  # the first two as in earlier runs
+
+    @override
+    def features(self, shown: Tensor) -> Tensor:
+        return self.log_mel(shown.float() / 32768)
+
+    @override
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+        samples, rate = read_wav(value["bytes"] or b"")
+        if not len(samples):
+            raise UnreadableImageError("a WAV file of no samples")
+        length, wanted = len(samples) / rate, self.log_mel.rate
+        begin, seconds = _window(length, self.seconds, rng, 1 - self.min_share)
+        first, count = int(begin * rate), round(seconds * rate)
+        part = samples[max(0, first) : first + count]
+        if rate != wanted:
+            part = resample_poly(part.astype(np.float32), wanted, rate).round().clip(-32768, 32767)
+        shown = np.zeros(self.shape, np.int16)
+        part = np.tile(part, self.log_mel.loops(len(part)))
+        silent = max(0, -first) * wanted // rate
+        shown[silent : silent + len(part)] = part[: len(shown) - silent]
+        if rng is not None and self.jitter:
+            shown = vary_loudness(shown, wanted, self.jitter, rng)
+        if self.log_mel.after_end:
+            shown = shown.clip(self.log_mel.after_end + 1)
+            shown[silent + len(part) :] = self.log_mel.after_end
+        window = Window(first / len(samples), 0.0, (first + count) / len(samples), 1.0)
+        return torch.from_numpy(shown), (length, 1.0), window
+
+
+def _window(length: float, seconds: float, rng: random.Random | None, beyond: float = 0.0) -> tuple[float, float]:
+    """Return begin and length, in seconds, of a window of a medium of this length.
+
+    Args:
+        beyond: a drawn window may leave the medium by this share of its length; what is shorter lies anywhere in it.
+    """
+    room, most = length - seconds, beyond * seconds
+    if rng is None:
+        return max(0.0, room) * 0.5, seconds
+    low, high = (min(-most, room), room + most) if beyond else (0.0, room)
+    return rng.uniform(low, max(0.0, high)), seconds
+
+
+MEDIA: dict[str, type[Medium]] = {each.kind: each for each in (Image, Clip, Sound)}
+
+
+def medium_of(features: Mapping[str, Any]) -> type[Medium]:
+    """Return the medium in the column `image`; unknown features count as images."""
+    found = type(features.get("image"))
+    return next((each for each in MEDIA.values() if type(each.feature) is found), Image)
+
+
+def kind_of(features: Mapping[str, Any]) -> str:
+    """Return the kind of the medium in the column `image`."""
+    return medium_of(features).kind
+
+
+def cached_rows(rows: Callable[..., Iterator[dict[str, Any]]], features: Features, given: dict[str, Any]) -> Dataset:
+    """Write the rows that a generator makes of `given` into the datasets cache, once."""
+    bare = Features({**features, "image": {"bytes": Value("binary"), "path": Value("string")}})
+    found = Dataset.from_generator(
+        rows,
+        features=bare if medium_of(features).lasts else features,  # the encoder of `Audio` asks for a codec
+        cache_dir=str(datasets.config.HF_DATASETS_CACHE),
+        gen_kwargs=given,
+    )
+    assert isinstance(found, Dataset)
+    return found.cast_column("image", features["image"]) if medium_of(features).lasts else found
+
+
+# -- the medium of a processor ------------------------------------------------------------------------------------------
+
+
+def image_geometry(processor: "ProcessorMixin") -> tuple[int, list[float], list[float]]:
+    """Return the side of the processor's squares, and mean and std of its normalisation."""
+    images = processor.image_processor
+    return images.crop_size["height"], list(images.image_mean), list(images.image_std)
+
+
+def kind_of_processor(processor: "ProcessorMixin") -> str:
+    """Return the kind of media that a processor is for."""
+    if getattr(processor, "feature_extractor", None) is not None:
+        return "sound"
+    return "clip" if getattr(processor.image_processor, "clip_frames", None) else "image"
+
+
+def read_by(
+    processor: "ProcessorMixin",
+    min_crop_area: float = 1.0,
+    fixed_crop: bool = False,
+    sound_jitter: float | None = None,
+) -> Any:
+    """Return the `Medium` that reads as a processor says, with training's augmentation."""
+    if kind_of_processor(processor) == "sound":
+        from mm_utils.data.media.log_mel import LogMel  # here, as preparing needs no extractors
+
+        extractor: Any = processor.feature_extractor  # type: ignore[attr-defined]
+        jitter = SOUND_JITTER if sound_jitter is None else sound_jitter
+        side = math.sqrt(min_crop_area)  # of which the smallest square leaves the rest
+        return Sound(LogMel.of(extractor), extractor.window_seconds, side, jitter)
+    images: Any = processor.image_processor  # type: ignore[attr-defined]
+    squares = *image_geometry(processor), min_crop_area
+    if kind_of_processor(processor) == "image":
+        return Image(*squares, fixed_crop)
+    return Clip(*squares, images.clip_frames, getattr(images, "window_seconds", None))
+
+
+def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
+    """Return the window: what 95 % of the sounds do not exceed; None for whole clips.
+
+    One long sound would leave silence in the windows of all others. Tenths of a second; the rest of one is not waited for.
+    """
+    if medium != "sound":
+        return None
+    usual = np.quantile(rows["seconds"], _USUAL) if len(rows) else MOST_SECONDS
+    return min(MOST_SECONDS, max(0.1, math.floor(10 * usual) / 10))
+
+
+def settle_window(
+    processor: "ProcessorMixin", medium: str, seconds: float | None, frames: int | None, default: float | None
+) -> None:
+    """Write a new model's window into its processor; a present one stays.
+
+    Args:
+        seconds, frames: as the flags say, or None.
+        default: `default_seconds` of the training data.
+    """
+    if medium == "image":
+        return
+    owner: Any = processor.feature_extractor if medium == "sound" else processor.image_processor  # type: ignore[attr-defined]
+    owner.window_seconds = getattr(owner, "window_seconds", None) or seconds or default
+    if medium == "clip":
+        owner.clip_frames = getattr(owner, "clip_frames", None) or frames or CLIP_FRAMES
+
+
+def check_window(medium: Medium, seconds: float | None, frames: int | None) -> None:
+    """Raise ValueError if flags ask for another window than the model's."""
+    known: Any = getattr(medium, "seconds", None)
+    if seconds is not None and seconds != known:
+        why = f"the model takes {f'{known:g} s' if known else 'whole clips'}" if medium.lasts else "images do not last"
+        raise ValueError(f"--medium_seconds is {seconds}; {why}. Give that, or drop it.")
+    known = getattr(medium, "frames", None)
+    if frames is not None and frames != known:
+        why = f"the model takes {known}" if known else f"these are {medium.kind}s"
+        raise ValueError(f"--clip_frames is {frames}; {why}. Drop it.")
+
+
+# -- squares of images, loudness of sounds ------------------------------------------------------------------------------
+# Evaluation resizes the whole image with torch and cuts its centre (`center_square`), as the saved processor does, bit for bit.
+# Training crops at whole pixels and resizes only these. Both use the same filter (bicubic, antialiased), in a third of Pillow's time.
+
+
+def center_window(width: int, height: int, size: int) -> Window:
+    """Return the part that `center_square` shows of an image of `width` x `height` pixels."""
+    width, height, left, top = center_of(width, height, size)
+    return Window(left / width, top / height, (left + size) / width, (top + size) / height)
+
+
+def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Random) -> tuple[Tensor, Window]:
+    """Crop `[height, width, 3]` at random and resize to uint8 `[3, size, size]`.
+
+    Returns the square and the part that it shows. Up to rounding to whole pixels, the crop's area is uniform in
+    [`min_area`, 1] of the largest square's, and its aspect ratio is between 3:4 and 4:3 where the image allows it.
+    `min_area=1` returns `center_square`.
+    """
+    height, width = pixels.shape[:2]
+    if min_area >= 1:
+        return center_square(PictureFile.fromarray(pixels), size), center_window(width, height, size)
+    left, top, right, bottom = _random_box(width, height, min_area, rng)
+    square = resized(pixels[top:bottom, left:right].copy(), size, size).contiguous()
+    return square, Window(left / width, top / height, right / width, bottom / height)
+
+
+def random_squares(frames: Sequence[np.ndarray], size: int, min_area: float, rng: random.Random) -> Tensor:
+    """Crop all frames `[H, W, 3]` of a clip alike, by `random_square`; uint8 `[T, 3, S, S]`."""
+    left, top, right, bottom = _random_box(frames[0].shape[1], frames[0].shape[0], min_area, rng)
+    return torch.stack([resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
+
+
+def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> tuple[Tensor, Window]:
+    """Cut `[3, size, size]` out of `[height, width, 3]` at random; return also the part shown."""
+    height, width = pixels.shape[:2]
+    left, top = rng.randint(0, width - size), rng.randint(0, height - size)
+    square = pixels[top : top + size, left : left + size].transpose(2, 0, 1)
+    window = Window(left / width, top / height, (left + size) / width, (top + size) / height)
+    return torch.from_numpy(np.ascontiguousarray(square)), window
+
+
+def _random_box(width: int, height: int, min_area: float, rng: random.Random) -> tuple[int, int, int, int]:
+    side = min(width, height) * rng.uniform(min_area, 1) ** 0.5
+    stretch = min(max(rng.uniform(3 / 4, 4 / 3) ** 0.5, side / height), width / side)
+    across, down = (max(1, round(length)) for length in (side * stretch, side / stretch))
+    left, top = (round(rng.uniform(0, room)) for room in (width - across, height - down))
+    return left, top, left + across, top + down
+
+
+def jitter_colors(square: Tensor, strength: float, rng: random.Random) -> Tensor:
+    """Change brightness, contrast, saturation of uint8 `[3, S, S]` or frames `[T, 3, S, S]`.
+
+    Each is multiplied by a factor in [1 - strength, 1 + strength]. All three are linear in the colours and are applied as
+    one matrix; values are clipped to 0 ... 255 once, at the end.
+    """
+    brightness, contrast, saturation = (rng.uniform(max(0.0, 1 - strength), 1 + strength) for _ in range(3))
+    by_colour = square.movedim(-3, 0)
+    colours = by_colour.reshape(3, -1).float()
+    grey = brightness * (_LUMA @ colours.mean(1))
+    matrix = brightness * contrast * (saturation * torch.eye(3) + (1 - saturation) * _LUMA)
+    shift = ((1 - contrast) * grey).expand(3, 1)
+    changed = torch.addmm(shift, matrix, colours).round_().clamp_(0, 255).to(torch.uint8)
+    return changed.view(by_colour.shape).movedim(0, -3)
+
+
+def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.Random) -> np.ndarray:
+    """Make a sound, int16 `[n]`, louder or softer, whole and in bands, by up to `decibels`.
+
+    So do other distances, rooms and microphones; no pitch and no time changes. The bands are a line through 3 to 6 random
+    points, evenly spaced in mel (FilterAugment, arXiv 2110.03282). What would be too loud for int16 is softer as a whole.
+
+    Args:
+        rate: samples a second.
+    """
+    whole, *points = (rng.uniform(-decibels, decibels) for _ in range(1 + rng.randint(*_KNOTS)))
+    size = next_fast_len(len(samples), real=True)
+    mel = _mel_scale(size, rate)
+    curve = np.interp(mel, np.linspace(0, mel[-1], len(points)), points) + whole
+    gains = np.power(np.float32(10), curve.astype(np.float32) / 20)
+    changed = irfft(rfft(samples.astype(np.float32), size) * gains, size)[: len(samples)]
+    loudest = max(1.0, float(abs(changed).max()) / 32767)
+    return (changed / np.float32(loudest)).round().astype(np.int16)
+
+
+@lru_cache(4)
+def _mel_scale(size: int, rate: int) -> np.ndarray:
+    """Return the frequencies of a real transform of n samples in mel, up to a factor."""
+    return np.log1p(np.linspace(0, rate / 2, size // 2 + 1) / 700)

@@ -1,0 +1,143 @@
+"""WAV and AVI files without a codec: sounds of 16-bit samples, clips of JPEG frames.
+
+Prepared sounds and clips are kept as such files, which any player opens. Both are RIFF containers: chunks of a name of four
+letters, a size, the content, and a byte of padding where the size is odd ("Multimedia Programming Interface and Data
+Specifications 1.0", IBM and Microsoft, 1991).
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from mm_utils.data.images import UnreadableImageError
+
+MOST_RATE = 384_000  # samples a second
+_MOST_CHUNKS = 250_000  # of a file: an hour of 60 frames a second
+_JPEG = b"\xff\xd8"  # the first bytes of a frame
+_PCM, _SAMPLE = 1, 2  # format tag of plain samples; bytes of one
+_WAV_FORMAT = struct.Struct("<HHIIHH")  # tag, channels, samples and bytes a second, bytes of a frame, bits of a sample
+_AVI_HEADER = struct.Struct("<14I")
+_STREAM_HEADER = struct.Struct("<4s4sIHHIIIIIIII4H")
+_PICTURE_FORMAT = struct.Struct("<IiiHH4sIiiII")
+_INDEX_ENTRY = struct.Struct("<4sIII")
+_FRAME, _HAS_INDEX, _KEY_FRAME = b"00dc", 0x10, 0x10
+
+
+def write_wav(samples: np.ndarray, rate: int) -> bytes:
+    """Return a WAV file of mono int16 samples `[n]`, at `rate` a second."""
+    layout = _WAV_FORMAT.pack(_PCM, 1, rate, rate * _SAMPLE, _SAMPLE, 8 * _SAMPLE)
+    content = np.ascontiguousarray(samples, "<i2").tobytes()
+    return _chunk(b"RIFF", b"WAVE" + _chunk(b"fmt ", layout) + _chunk(b"data", content))
+
+
+def read_wav(content: bytes) -> tuple[np.ndarray, int]:
+    """View the samples of a file of `write_wav`, int16 `[n]`, uncopied; return their rate too.
+
+    Raises:
+        UnreadableImageError: if it is none.
+    """
+    chunks = {name: data for name, data in _chunks(memoryview(content), b"RIFF", b"WAVE") if name != b"LIST"}
+    if b"data" not in chunks or len(chunks.get(b"fmt ", b"")) < _WAV_FORMAT.size:
+        raise UnreadableImageError("a WAV file without its format or its samples")
+    tag, channels, rate, _, _, bits = _WAV_FORMAT.unpack_from(chunks[b"fmt "])
+    if (tag, channels, bits) != (_PCM, 1, 8 * _SAMPLE) or len(chunks[b"data"]) % _SAMPLE or not rate:
+        raise UnreadableImageError(
+            f"a WAV file of {channels} channels of {bits} bits; prepared sounds are mono, 16 bits"
+        )
+    if rate > MOST_RATE:  # the filter that changes it would take memory by the rate
+        raise UnreadableImageError(f"a WAV file of {rate:,} samples a second; {MOST_RATE:,} are the most")
+    return np.frombuffer(chunks[b"data"], "<i2"), rate
+
+
+def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> bytes:
+    """Return an AVI file of JPEG frames.
+
+    Args:
+        frames: JPEG files of one size; an empty one shows the frame before for longer.
+        fps: frames a second.
+        size: width and height of the frames, in pixels.
+    """
+    width, height = size
+    rate = Fraction(fps).limit_denominator(1_000_000)
+    largest = max(map(len, frames), default=0)
+    main = _AVI_HEADER.pack(
+        round(1e6 / rate), largest * -(-rate.numerator // rate.denominator), 0, _HAS_INDEX, len(frames), 0, 1, largest,
+        width, height, 0, 0, 0, 0,
+    )  # fmt: skip
+    stream = _STREAM_HEADER.pack(
+        b"vids", b"MJPG", 0, 0, 0, 0, rate.denominator, rate.numerator, 0, len(frames), largest, 0xFFFFFFFF, 0,
+        0, 0, width, height,
+    )  # fmt: skip
+    picture = _PICTURE_FORMAT.pack(40, width, height, 1, 24, b"MJPG", width * height * 3, 0, 0, 0, 0)
+    streams = b"strl" + _chunk(b"strh", stream) + _chunk(b"strf", picture)
+    headers = b"hdrl" + _chunk(b"avih", main) + _chunk(b"LIST", streams)
+    chunks = [_chunk(_FRAME, frame) for frame in frames]
+    at, entries = len(b"movi"), []
+    for frame, chunk in zip(frames, chunks, strict=True):
+        entries.append(_INDEX_ENTRY.pack(_FRAME, _KEY_FRAME if frame else 0, at, len(frame)))
+        at += len(chunk)
+    movie = _chunk(b"LIST", b"movi" + b"".join(chunks))
+    return _chunk(b"RIFF", b"AVI " + _chunk(b"LIST", headers) + movie + _chunk(b"idx1", b"".join(entries)))
+
+
+def read_avi(content: bytes) -> tuple[list[memoryview], float]:
+    """View the JPEG frames of a file of `write_avi`, uncopied; return the frames a second too.
+
+    A frame that shows for longer is given again.
+
+    Raises:
+        UnreadableImageError: if it is none.
+    """
+    header, frames = None, list[memoryview]()
+    for name, data in _chunks(memoryview(content), b"RIFF", b"AVI "):
+        if name == b"LIST" and data[:4] == b"hdrl":
+            header = _stream_header(data[4:])
+        elif name == b"LIST" and data[:4] == b"movi":
+            frames = [frame for kind, frame in _walk(data[4:]) if kind == _FRAME]
+    if header is None or not frames or not len(frames[0]):
+        raise UnreadableImageError("an AVI file without JPEG frames; prepared clips have one stream of them")
+    if any(len(frame) and bytes(frame[:2]) != _JPEG for frame in frames):  # only these are decoded at a small scale
+        raise UnreadableImageError("an AVI file with frames that are not JPEG files")
+    for at, frame in enumerate(frames):
+        frames[at] = frame if len(frame) else frames[at - 1]
+    return frames, header
+
+
+def _stream_header(headers: memoryview) -> float | None:
+    """Return the frames a second of the first stream, if it is one of JPEG frames."""
+    for name, data in _walk(headers):
+        if name == b"LIST" and data[:4] == b"strl":
+            for part, fields in _walk(data[4:]):
+                if part == b"strh" and len(fields) >= _STREAM_HEADER.size:
+                    values = _STREAM_HEADER.unpack_from(fields)
+                    return values[7] / values[6] if values[1] == b"MJPG" and values[6] and values[7] else None
+    return None
+
+
+def _chunk(name: bytes, content: bytes) -> bytes:
+    return name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
+
+
+def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    if content[:4] != name or content[8:12] != form:
+        raise UnreadableImageError(f"it is not in the format {form.decode().strip()}")
+    end = 8 + int.from_bytes(content[4:8], "little")
+    if end > len(content):
+        raise UnreadableImageError(f"it has {len(content):,} of its {end:,} bytes")
+    yield from _walk(content[12:end])
+
+
+def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield name and content of each chunk; a cut one is an error, and so are too many."""
+    at = count = 0
+    while at < len(content):
+        count += 1
+        if count > _MOST_CHUNKS:
+            raise UnreadableImageError(f"it has more than {_MOST_CHUNKS:,} parts")
+        size = int.from_bytes(content[at + 4 : at + 8], "little")
+        if at + 8 + size > len(content):
+            raise UnreadableImageError(f"it ends within a part of {size:,} bytes")
+        yield bytes(content[at : at + 4]), content[at + 8 : at + 8 + size]
+        at += 8 + size + size % 2

@@ -1,0 +1,147 @@
+"""Load image-caption pairs from any source, as one `datasets.DatasetDict` with one schema.
+
+==============  =====================================  ====================================================
+column          type                                   meaning
+==============  =====================================  ====================================================
+``id``          string                                 the image's id, unique within a split
+``image``       ``datasets.Image(decode=False)``       ``{"bytes", "path"}``; files stay files, by absolute path
+``captions``    list of string                         one or more captions, none empty, none twice
+``languages``   list of string, if the source has it   one per caption, "" where unknown
+``regions``     boxes with phrases, if it has any      what is where in the image
+``negatives``   list of string, if the source has it   captions that are wrong for the image
+==============  =====================================  ====================================================
+
+The splits are ``train``, ``validation`` and, if the source has one, ``test``. `mm_utils.data.prepare.on_disk` lists the
+further columns of prepared data. Raw sources are prepared first, into the datasets cache (`mm_utils.data.prepare.cache`).
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+
+from mm_utils.data.prepare.cache import load_or_prepare
+from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
+from mm_utils.data.rows.columns import SPLITS, hold_out
+from mm_utils.data.rows.columns import first_rows as first_of
+from mm_utils.data.rows.detect import METADATA_FILES, holds_shards, is_image_folder, metadata_files
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded, resolved
+from mm_utils.data.scenes import load_scenes
+from mm_utils.doors import entries, load
+
+logger = logging.getLogger(__name__)
+
+
+def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool | None = None) -> DatasetDict:
+    """Load the pairs that `args` names, in the schema above, one row per image.
+
+    Bad rows are set aside, with warnings that name them. With `hold_out`, by default the value of `need_train`, images are
+    held out of train by the hash of their id where the source has no validation split: always the same ones. With
+    ``need_train=False``, for evaluation alone, there may be no train split. An image path in a data file leads to a file
+    below --image_root, or its row is bad. No file of a data set lies outside of its folder, unless with
+    --allow_outside_root. Nothing is downloaded but data sets from the Hub.
+
+    Raises:
+        ValueError: in one line, if a file or column does not exist, a file cannot be parsed, an id names two images, more
+            than half of the rows of a source are bad, or train has fewer than 2 pairs.
+    """
+    sources = sources_of(args)
+    title = ", ".join(source.title for source in sources) or "no source is given"
+    if not sources:
+        pairs = load_scenes()
+    elif is_embedded(args.dataset_name):
+        pairs = load(entries("SETS")[str(args.dataset_name)])()
+    elif args.dataset_name is not None and is_prepared(args.dataset_name):
+        pairs = open_prepared(args.dataset_name, title, args.dataset_config_name, args.allow_outside_root)
+    else:
+        paths = PathArguments(args.image_root, args.allow_outside_root)
+        pairs = load_or_prepare(sources, paths, args.preprocessing_num_workers)
+    if need_train and "train" not in pairs:
+        raise ValueError(f"{title}; there is no train split, only {', '.join(pairs)}. Give pairs to train on.")
+    parts = _with_validation(pairs, title) if (need_train if hold_out is None else hold_out) else dict(pairs)
+    return first_rows({split: parts[split] for split in SPLITS if split in parts}, args, title, need_train)
+
+
+def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
+    """Load a split for evaluation; rows held out of train are the validation split here, too.
+
+    Raises:
+        ValueError: as `load_pairs`, or if there is no such split.
+    """
+    pairs = load_pairs(args, need_train=split == "train", hold_out=split != "test")
+    if split not in pairs:
+        raise ValueError(f"--split is {split}; the data has {', '.join(pairs)}.")
+    return split, pairs[split]
+
+
+def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, need_train: bool = True) -> DatasetDict:
+    """Keep the first rows of every split, as `--max_train_samples` and `--max_eval_samples` say.
+
+    Raises:
+        ValueError: begun by `title`, if `need_train` and train has fewer than 2 pairs then.
+    """
+    kept = DatasetDict()
+    for name, rows in splits.items():
+        most = args.max_train_samples if name == "train" else args.max_eval_samples
+        kept[name] = first_of(rows, most)
+    if need_train and len(kept["train"]) < 2:
+        raise ValueError(
+            f"{title}; train has {len(kept['train'])} pairs, and contrastive training needs at least 2 pairs. Add some, "
+            "or raise --max_train_samples."
+        )
+    return kept
+
+
+def iterate_captions(rows: Dataset) -> Iterator[str]:
+    """Yield all captions of a split, in order."""
+    for batch in rows.select_columns("captions").iter(1000):
+        for captions in batch["captions"]:
+            yield from captions
+
+
+def sources_of(args: DataArguments) -> list[Source]:
+    """Return the sources that the flags name, none for the embedded scenes."""
+    if args.dataset_name:
+        title, config = f"--dataset_name is {args.dataset_name}", args.dataset_config_name
+        kind = "webdataset" if holds_shards(args.dataset_name) else "datasets"
+        source = Source(args.dataset_name, kind, args.dataset_name, config=config, title=title, **args.columns)
+        return [resolved(source)]
+    if args.dataset_dir:
+        kind = "webdataset" if holds_shards(args.dataset_dir) else "imagefolder"
+        if kind == "imagefolder":
+            _check_image_folder(Path(args.dataset_dir))
+        title = f"--dataset_dir is {args.dataset_dir}"
+        return [Source(args.dataset_dir, kind, args.dataset_dir, title=title, **args.columns)]
+    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
+    given = {split: file for split, file in files.items() if file}
+    sources = []
+    for split, file in given.items():
+        title = f"--{split}_file is {file}"
+        if not Path(file).is_file() and not file.lower().endswith(".tar"):
+            raise ValueError(f"{title}; there is no such file. Check the path.")
+        name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
+        own_splits = list(given) == ["train"]  # only then rows may say their split
+        sources.append(Source(file, name=name, split=None if own_splits else split, title=title, **args.columns))
+    return sources
+
+
+def _check_image_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"--dataset_dir is {folder}; there is no such folder. Check the path.")
+    if not metadata_files(folder) and not is_image_folder(folder):
+        raise ValueError(
+            f"--dataset_dir is {folder}; neither it nor a train, validation or test folder in it has one of "
+            f"{', '.join(METADATA_FILES)}, and no caption is beside an image or in its metadata. Write one, with the columns "
+            "file_name and caption."
+        )
+
+
+def _with_validation(pairs: DatasetDict, title: str) -> dict[str, Dataset]:
+    """Hold validation out of train if there is none; no image is touched."""
+    if "validation" in pairs or "train" not in pairs:
+        return dict(pairs)
+    ids = pairs["train"].with_format("arrow")[:]["id"].to_pylist()
+    train, validation = hold_out(pairs["train"], ids)
+    logger.info("%s: no validation split; %s images are held out for it", title, f"{len(validation):,}")
+    return {**pairs, "train": train, "validation": validation}

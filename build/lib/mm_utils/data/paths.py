@@ -1,0 +1,235 @@
+"""Paths that data name: limits of reading, and a jail that no path leaves unnoticed."""
+
+import errno
+import glob
+import itertools
+import math
+import os
+import re
+import stat
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import fsspec
+
+from mm_utils.data.faults import REASONS, Fault
+from mm_utils.doors import entries
+from mm_utils.files import is_passing, read_regular_file, retry
+
+MOST_FILES = 1_000_000  # that a pattern stands for
+LONGEST_NAME = 255  # bytes of one file name, on every usual file system
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://|(pipe|data):")
+_MOST_HINTS = 10  # missing files whose folder is searched for a similar name: a long listing takes a second
+_LONGEST_LISTING = 100_000
+_MOST_FOLDERS = 10_000
+_REASONS = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "image_missing"),
+    **dict.fromkeys((errno.EISDIR, errno.EINVAL), "not_a_file"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "permission_denied"),
+    **{errno.ELOOP: "bad_path", errno.EFBIG: "too_many_bytes", errno.ENODATA: "image_empty"},
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of reading an image: size, seconds and redirects of a download, attempts."""
+
+    max_bytes: int = 64 << 20
+    seconds: float = 30.0
+    redirects: int = 3
+    attempts: int = 3
+
+
+SHARDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"}
+MEDIA_LIMITS = Limits(max_bytes=512 << 20)
+"""The limits of a file of sound or video."""
+
+
+def is_url(name: str) -> bool:
+    """Return whether `name` is an address of any scheme, such as ``https://`` or ``pipe:``."""
+    return _URL.match(name) is not None
+
+
+def shard_kind(url: str) -> str | None:
+    """Return `parquet`, `arrow`, `tar` or the format of an extra by the path or address of a shard, or None."""
+    name = url.split("?")[0].lower()
+    own = {suffix: kind for suffix, kind in entries("SOURCE_SUFFIXES").items() if kind in entries("COUNTS")}
+    return next((kind for suffix, kind in {**SHARDS, **own}.items() if name.endswith(suffix)), None)
+
+
+class Jail:
+    """Makes the paths of a data file absolute; they are relative to `root` and stay below it.
+
+    A link counts as its target. With `allow_outside` a file may lie anywhere; `also` names further folders to stay in.
+    """
+
+    def __init__(self, root: str, allow_outside: bool = False, also: Iterable[str] = ()) -> None:
+        self.root = os.path.abspath(root)
+        self.allow_outside = allow_outside
+        self._real_roots = [os.path.realpath(folder).rstrip(os.sep) + os.sep for folder in (root, *also)]
+        self._real_folders: dict[str, str] = {}
+        self._hints = 0
+
+    def resolve(self, name: str) -> str:
+        """Return the absolute path of `name`, normalised, links unchanged.
+
+        Raises a `Fault`: bad_path (NUL, text that no file name can be, a loop of links), path_too_long, outside_root,
+        image_missing, not_a_file (a folder, a pipe, a device) or permission_denied.
+        """
+        _check_name(name)
+        path = os.path.normpath(os.path.join(self.root, name))
+        try:
+            self._check_place(path, name, follow=False)
+            mode = os.lstat(path).st_mode
+            if stat.S_ISLNK(mode):
+                self._check_place(path, name, follow=True)
+                mode = os.stat(path).st_mode
+        except OSError as error:
+            hint = self._similar_name(path, name) if isinstance(error, FileNotFoundError) else ""
+            raise file_fault(error, path, hint) from error
+        if not stat.S_ISREG(mode):
+            raise Fault("not_a_file", f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}")
+        return path
+
+    def _check_place(self, path: str, name: str, follow: bool) -> None:
+        """Raise outside_root if the folder of `path`, or its target, is not below the root."""
+        if self.allow_outside:
+            return
+        if follow:
+            real = os.path.realpath(path)
+        else:
+            folder, leaf = os.path.split(path)
+            if folder not in self._real_folders:
+                if len(self._real_folders) == _MOST_FOLDERS:
+                    self._real_folders.clear()
+                self._real_folders[folder] = os.path.realpath(folder)
+            real = os.path.join(self._real_folders[folder], leaf)
+        if not any(f"{real}{os.sep}".startswith(root) for root in self._real_roots):
+            raise Fault("outside_root", f"{name} leads to {real}, outside {self.root}")
+
+    def _similar_name(self, path: str, written: str) -> str:
+        """Return a hint at a file whose name differs only in case, Unicode form, or the slashes of Windows."""
+        slashed = written.replace("\\", "/")
+        if slashed != written and os.path.exists(os.path.join(self.root, slashed)):
+            return f"; there is {slashed}, and a path has slashes"
+        folder, name = os.path.split(path)
+        self._hints += 1
+        if self._hints > _MOST_HINTS or not os.path.isdir(folder):
+            return ""
+        with os.scandir(folder) as entries:
+            twin = next((e.name for e in islice(entries, _LONGEST_LISTING) if _folded(e.name) == _folded(name)), None)
+        if twin is None:
+            return ""
+        difference = "case" if _nfc(twin) != _nfc(name) else "Unicode form (NFC, NFD)"
+        return f"; there is {twin}, which differs in {difference}"
+
+
+def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, title: str) -> None:
+    """Check that a file found in `folder` is a regular file there, and no link that leads out.
+
+    Raises:
+        ValueError: begun by `title`.
+    """
+    try:
+        Jail(str(folder), allow_outside).resolve(os.path.abspath(path))
+    except Fault as fault:
+        raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
+
+
+def walk(folder: str, unread: list[Fault] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Walk the folders below `folder` in order; yield each with the sorted names of its files.
+
+    A folder that is a link is not entered, nor is one that cannot be listed; their faults are added to `unread`, with paths
+    relative to `folder`.
+    """
+    failed: list[OSError] = []
+    for place, inside, names in os.walk(folder, onerror=failed.append):
+        if unread is not None:
+            unread += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
+            linked = (path for name in sorted(inside) if os.path.islink(path := os.path.join(place, name)))
+            unread += (Fault("linked_folder", os.path.relpath(path, folder)) for path in linked)
+        failed.clear()
+        inside.sort()
+        yield place, sorted(names)
+    if unread is not None:
+        unread += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
+
+
+def read_file(path: str, limits: Limits, offset: int = 0, size: int | None = None) -> bytes:
+    """Read `size` bytes of a regular file from `offset`, by default all of it; raises a `Fault`."""
+    pauses = [0.1 * 2**attempt for attempt in range(limits.attempts - 1)]
+    try:
+        return retry(lambda: read_regular_file(path, limits.max_bytes, offset, size), is_passing, pauses)
+    except OSError as error:
+        raise file_fault(error, path) from error
+
+
+def file_fault(error: OSError, path: str, hint: str = "") -> Fault:
+    """Return the fault of an error of opening or reading a file."""
+    if error.errno == errno.ENAMETOOLONG:
+        return Fault("path_too_long", f"{path[:80]}... has {len(os.fsencode(path))} bytes")
+    reason = _REASONS.get(error.errno or 0, "read_error")
+    detail = path + hint if reason in ("image_missing", "permission_denied") else f"{path}: {error.strerror}"
+    return Fault(reason, detail)
+
+
+def _check_name(name: str) -> None:
+    if "\0" in name:
+        raise Fault("bad_path", f"{name!r} holds a NUL character")
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise Fault("bad_path", f"{name!r} is not valid Unicode") from error
+    longest = max(map(len, encoded.split(os.fsencode(os.sep))))
+    if longest > LONGEST_NAME:
+        raise Fault("path_too_long", f"{name[:80]}... has a name of {longest} bytes; {LONGEST_NAME} is the most")
+
+
+def _nfc(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
+def _folded(name: str) -> str:
+    return _nfc(_nfc(name).casefold())
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for.
+
+    Raises:
+        ValueError: if they are more than `MOST_FILES`.
+    """
+    parts = [part.split(",") if at % 2 else [part] for at, part in enumerate(re.split(r"\{([^{}]+)\}", pattern))]
+    counts = [1]
+    for at, [first, *more] in enumerate(parts):
+        span = None if more or at % 2 == 0 else re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", first)
+        numbers = range(int(span[1]), int(span[2]) + 1) if span else range(len(parts[at]))
+        counts.append(len(numbers))
+        if math.prod(counts) > MOST_FILES:
+            raise ValueError(f"{pattern} stands for more than {MOST_FILES:,} files. Shorten its ranges.")
+        if span:
+            parts[at] = [str(number).zfill(len(span[1])) for number in numbers]
+    names = map("".join, itertools.product(*parts))
+    if len(counts) == 2:
+        return list(names)
+    return [found for name in names for found in expand_braces(name)]  # braces may lie in braces
+
+
+def files_of_pattern(pattern: str) -> list[str]:
+    """Return the files that a path with ``*``, ``[..]``, ``{000..063}`` or ``{a,b}`` stands for, on disk or a server.
+
+    A part of it that finds no file is returned as it is written, so that whoever opens it names it.
+    """
+    found: list[str] = []
+    for name in expand_braces(pattern):
+        if not any(sign in name for sign in "*[") or os.path.isfile(name):
+            found.append(name)
+        elif "://" in name:
+            files = fsspec.url_to_fs(name)[0]
+            found += sorted(files.unstrip_protocol(path) for path in files.glob(name)) or [name]
+        else:
+            found += sorted(glob.glob(name, recursive=True)) or [name]
+    return list(dict.fromkeys(found))

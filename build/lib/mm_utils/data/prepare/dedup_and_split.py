@@ -1,0 +1,349 @@
+"""Compare all checked rows: merge equal images, find leaks, give each row split and id.
+
+Only the small columns of the parts are read, some 500 bytes a row; images stay in their files. The order of decisions:
+
+1. Rows form a group if their images are equal or nearly equal, or if they have the same id.
+2. A group that the sources put into several splits leaks; `--on_leakage` decides what happens.
+3. Rows whose source names no split go where their group is, or else where a hash of their group decides: no group is
+   divided, and new data moves no old row.
+4. Rows of the same image in one split become one, with the captions of all. An id that names two images is a fault of
+   the later row, and so is, on request, a near-duplicate.
+5. Sources with weights are thinned out, in train, to their shares.
+"""
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mm_utils.arguments import arg
+from mm_utils.data.faults import escaped
+from mm_utils.data.prepare.ingest import read_facts
+from mm_utils.data.prepare.perceptual_hash import (
+    FINGERPRINT,
+    RADIUS,
+    assign_splits,
+    groups,
+    leaks,
+    mirror_pairs,
+    near_pairs,
+)
+from mm_utils.data.rows.columns import SPLITS
+
+logger = logging.getLogger(__name__)
+
+_EXAMPLES = 20
+# From this many ids that splits share without any shared image on, ids are taken for row numbers.
+_COUNTERS = 10
+_LEAKS = {"exact": "the very same", "near": "nearly the same", "by_id": "of the same id"}
+
+
+@dataclass
+class ReconcileArguments:
+    """Handling of duplicates, of leaks between splits, and of rows whose source names no split."""
+
+    validation_fraction: float = arg(0.05, "Share of the rows without a split that is held out for validation.")
+    test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.")
+    on_leakage: str = arg(
+        "error",
+        "The same image in two splits: error (stop and say which), drop (it stays in test, else in validation) or keep.",
+        choices=["error", "drop", "keep"],
+    )
+    near_duplicates: str = arg(
+        "keep", "Images of one split that look the same: keep, or drop all but the first.", choices=["keep", "drop"]
+    )
+    near_duplicate_distance: int = arg(
+        RADIUS, "Bits of 64 in which the perceptual hashes of images that look the same may differ."
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("validation_fraction", "test_fraction"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; it is a share of the images. Give 0 to below 1.")
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError("--validation_fraction and --test_fraction leave nothing to train on. Lower them.")
+        if not 0 <= self.near_duplicate_distance <= 16:
+            raise ValueError(
+                f"--near_duplicate_distance is {self.near_duplicate_distance}; unrelated images differ in 20 and more of "
+                "64 bits. Give 0 to 16."
+            )
+
+
+@dataclass
+class Reconciled:
+    """The rows that are to be written.
+
+    Attributes:
+        facts: the small columns of all parts, and `name`, the id that a row gets.
+        rows: for every split that is not empty, the places of its rows in the parts, in order.
+        merged: for a row that stands for several of the same image, all of these, itself first.
+        faults: rows set aside here, see `mm_utils.data.prepare.ingest.ChunkResult`.
+        duplicates, leakage: figures for the report.
+        leaks: a sentence on the leaks, "" without any.
+    """
+
+    facts: pa.Table
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    merged: dict[int, list[int]] = field(default_factory=dict)
+    faults: list[dict[str, str]] = field(default_factory=list)
+    duplicates: dict[str, Any] = field(default_factory=dict)
+    leakage: dict[str, Any] = field(default_factory=dict)
+    leaks: str = ""
+
+
+def reconcile(
+    parts: Sequence[Path],
+    args: ReconcileArguments,
+    weights: dict[str, float | None],
+    leak_file: Path,
+    *,
+    own_ids: bool = False,
+) -> Reconciled:
+    """Decide about the rows of all `parts`.
+
+    Args:
+        weights: the sources' shares, None where a source has none.
+        leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused.
+        own_ids: ids stay as the sources give them, only rows of one id or one file become one, and there may be no
+            training images.
+
+    Raises:
+        ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
+    """
+    found = Reconciled(read_facts(parts, own_ids))
+    if not len(found.facts):
+        raise ValueError(
+            "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
+        )
+    state = _State(found.facts, args.near_duplicate_distance, seeks_mirrored=not own_ids)
+    _measure_duplicates(found, state)
+    _resolve_leaks(found, state, args.on_leakage, leak_file)
+    _fill_splits(state, found.facts, (args.validation_fraction, args.test_fraction))
+    _refuse_shared_ids(found, state)
+    members = _merge(found, state, own_ids)
+    if args.near_duplicates == "drop":
+        _drop_near_duplicates(found, state)
+    _thin_out(state, found.facts, weights)
+    kept = state.keep_N
+    if not own_ids and np.count_nonzero(kept & (state.split_N == 0)) < 2:
+        raise ValueError("fewer than 2 training images are left; contrastive training needs at least 2. Add some.")
+    rows = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
+    found.rows = {split: places for split, places in rows.items() if len(places)}
+    found.merged = {first: [first, *others] for first, others in members.items() if kept[first]}
+    return found
+
+
+class _State:
+    """N rows, numbered as in the parts, and U distinct images, numbered by their first row.
+
+    `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
+    """
+
+    def __init__(self, facts: pa.Table, distance: int, seeks_mirrored: bool):
+        self.image_N = _codes(facts["image_hash"])
+        # With the source: files of two sources may have the same name, and rows the same number, by chance.
+        self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
+        _, self.first_U = np.unique(self.image_N, return_index=True)
+        prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(self.first_U).to_pylist()), FINGERPRINT)
+        self.near_P = near_pairs(prints_U, distance)
+        seeks_mirrored &= facts["medium"][0].as_py() == "image"  # which a report counts, and nothing else asks
+        self.mirrored = len(mirror_pairs(prints_U, distance)) if seeks_mirrored else 0
+        self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
+        given = [SPLITS.index(name) if name in SPLITS else -1 for name in facts["split"].to_pylist()]
+        self.split_N = np.array(given, dtype=np.int8)
+        self.keep_N = np.ones(len(facts), dtype=bool)
+
+    def in_split(self, codes_N: np.ndarray) -> np.ndarray:
+        """Return codes that are equal for rows of one code and one split."""
+        return codes_N * len(SPLITS) + self.split_N
+
+
+def _codes(column: pa.ChunkedArray) -> np.ndarray:
+    """Number equal strings equally, in the order of their first occurrence; null is -1."""
+    return pc.fill_null(column.combine_chunks().dictionary_encode().indices, -1).to_numpy().astype(np.int64)
+
+
+def _first_of(codes_N: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return for each of `rows` the first one with an equal code."""
+    _, first, place = np.unique(codes_N[rows], return_index=True, return_inverse=True)
+    return rows[first[place]]
+
+
+def _measure_duplicates(found: Reconciled, state: _State) -> None:
+    _, counts = np.unique(state.look_U, return_counts=True)
+    names = _names(found.facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
+    first_N = state.first_U[state.image_N]
+    copies_N = np.flatnonzero(first_N != np.arange(len(first_N)))
+    # Rows of one id are captions of one image, which is not a copy.
+    copies_N = copies_N[(state.id_N[copies_N] < 0) | (state.id_N[copies_N] != state.id_N[first_N[copies_N]])]
+    found.duplicates = {
+        "exact_rows": len(copies_N),
+        "exact_groups": len(np.unique(state.image_N[copies_N])),
+        "near_pairs": len(state.near_P),
+        "mirrored_pairs": state.mirrored,
+        "largest_group": int(counts.max()),
+        "examples": [names[at : at + 2] for at in range(0, len(names), 2)],
+    }
+
+
+def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Path) -> None:
+    """Find the groups that the sources put into several splits, and drop, keep or refuse them."""
+    given = np.flatnonzero(state.split_N >= 0)
+
+    def leaking(groups_N: np.ndarray) -> np.ndarray:
+        return given[leaks(state.split_N[given], groups_N[given])]
+
+    exact, near = leaking(state.image_N), leaking(state.look_U[state.image_N])
+    by_id = leaking(np.where(state.id_N < 0, -2 - np.arange(len(state.id_N)), state.id_N))
+    if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], near[:, 0]).any():
+        logger.warning(
+            "%s ids are in several splits, never for the same image: they are taken for row numbers", f"{len(by_id):,}"
+        )
+        by_id = by_id[:0]
+    else:
+        state.group_U = groups(len(state.first_U), np.concatenate([state.near_P, _same_id(state)]))
+    pairs = leaking(state.group_U[state.image_N]) if len(by_id) else near
+    kinds = {"exact": exact[:, 0], "by_id": np.setdiff1d(by_id[:, 0], near[:, 0])}
+    kinds["near"] = np.setdiff1d(pairs[:, 0], np.concatenate(list(kinds.values())))
+    found.leakage = {
+        "policy": policy,
+        **{kind: len(rows) for kind, rows in kinds.items()},
+        "dropped": {},
+        "examples": [_names(found.facts, pair) for pair in pairs[:_EXAMPLES]],
+    }
+    if not len(pairs):
+        return
+    found.leaks = _describe_leaks(found, state, pairs)
+    details = (f"{_place(found.facts, winner)}, in {SPLITS[state.split_N[winner]]}, shows it" for _, winner in pairs)
+    leaked = [_fault(found.facts, row, "leaked", detail) for (row, _), detail in zip(pairs, details, strict=True)]
+    if policy == "error":
+        leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
+        raise ValueError(
+            f"{found.leaks}; {leak_file} lists all. Add --on_leakage drop to the command (the image stays in the test, "
+            "else in the validation split), or --on_leakage keep; what has been read is not read again."
+        )
+    if policy == "drop":
+        state.keep_N[pairs[:, 0]] = False
+        found.faults += leaked
+        splits, counts = np.unique(state.split_N[pairs[:, 0]], return_counts=True)
+        found.leakage["dropped"] = {SPLITS[at]: int(n) for at, n in zip(splits, counts, strict=True)}
+
+
+def _describe_leaks(found: Reconciled, state: _State, pairs: np.ndarray) -> str:
+    counts = ", ".join(f"{found.leakage[kind]:,} {text}" for kind, text in _LEAKS.items() if found.leakage[kind])
+    first, second = (f"{_place(found.facts, row)} in {SPLITS[state.split_N[row]]}" for row in pairs[0])
+    return f"{len(pairs):,} rows have an image that is in another split too ({counts}), such as {first} and {second}"
+
+
+def _same_id(state: _State) -> np.ndarray:
+    """Return pairs [P, 2] of distinct images that have an id in common."""
+    known = np.flatnonzero(state.id_N >= 0)
+    first = _first_of(state.id_N, known)
+    pairs = np.stack([state.image_N[first], state.image_N[known]], axis=1)
+    return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
+
+
+def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) -> None:
+    """Assign to rows without a split that of their group, or one by the hash of their group."""
+    unknown = state.split_N < 0
+    if not unknown.any():
+        return
+    links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)
+    group_U = groups(len(state.first_U), np.concatenate([links_U2, _same_file(state, facts)]))
+    group_N = group_U[state.image_N]
+    of_group = np.full(len(state.first_U), -1, dtype=np.int8)
+    np.maximum.at(of_group, group_N, state.split_N)
+    keys = facts["image_hash"].take(state.first_U).to_pylist()
+    by_hash_U = assign_splits(group_U, keys, (1 - sum(shares), *shares))
+    chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
+    state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
+
+
+def _same_file(state: _State, facts: pa.Table) -> np.ndarray:
+    """Return pairs [P, 2] of clips or sounds that are parts of one file."""
+    files_U = _codes(facts["file_hash"])[state.first_U]
+    known = np.flatnonzero(files_U >= 0)
+    pairs = np.stack([_first_of(files_U, known), known], axis=1)
+    return pairs[pairs[:, 0] != pairs[:, 1]]
+
+
+def _refuse_shared_ids(found: Reconciled, state: _State) -> None:
+    """Set aside the later of two images of one source and split that have the same id."""
+    rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
+    pairs = np.stack([rows, _first_of(state.in_split(state.id_N), rows)], axis=1)
+    for row, earlier in pairs[state.image_N[pairs[:, 0]] != state.image_N[pairs[:, 1]]]:
+        detail = f"{found.facts['where'][earlier]} assigns id {found.facts['id'][row]} to another image"
+        _set_aside(found, state, row, "duplicate_id", detail)
+
+
+def _merge(found: Reconciled, state: _State, own_ids: bool) -> dict[int, list[int]]:
+    """Keep the first row of every image in a split; return the rows merged into each."""
+    rows = np.flatnonzero(state.keep_N)
+    if own_ids:
+        first = _first_of_id_or_path(found.facts, state, rows)
+    else:
+        first = _first_of(state.in_split(state.image_N), rows)
+    members: dict[int, list[int]] = defaultdict(list)
+    for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
+        members[earlier].append(row)
+        state.keep_N[row] = False
+    found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
+    return members
+
+
+def _first_of_id_or_path(facts: pa.Table, state: _State, rows: np.ndarray) -> np.ndarray:
+    """Return for each row the first of its split that equal ids or paths connect it to."""
+    links = []
+    for codes_N in (_codes(facts["name"]), _codes(facts["path"])):
+        known = rows[codes_N[rows] >= 0]
+        links.append(np.stack([_first_of(state.in_split(codes_N), known), known], axis=1))
+    return groups(len(facts), np.concatenate(links))[rows]
+
+
+def _drop_near_duplicates(found: Reconciled, state: _State) -> None:
+    rows = np.flatnonzero(state.keep_N)
+    first = _first_of(state.in_split(state.look_U[state.image_N]), rows)
+    for row, earlier in np.stack([rows, first], axis=1)[rows != first]:
+        _set_aside(found, state, row, "near_duplicate", f"it looks like {_place(found.facts, earlier)}")
+
+
+def _set_aside(found: Reconciled, state: _State, row: int, reason: str, detail: str) -> None:
+    state.keep_N[row] = False
+    found.faults.append(_fault(found.facts, row, reason, detail))
+
+
+def _thin_out(state: _State, facts: pa.Table, weights: dict[str, float | None]) -> None:
+    """Drop training rows, the largest hashes first, until the sources have their shares."""
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    if not given:
+        return
+    without = [name for name in weights if name not in given]
+    if without:
+        raise ValueError(f"--sources sets weights, but none for {', '.join(without)}. Set one for every source.")
+    names = np.array(facts["source"].to_pylist())
+    rows = {name: np.flatnonzero(state.keep_N & (state.split_N == 0) & (names == name)) for name in given}
+    scale = min(len(rows[name]) / weight for name, weight in given.items())
+    for name, weight in given.items():
+        hashes = np.array(facts["image_hash"].take(rows[name]).to_pylist())
+        surplus = rows[name][np.argsort(hashes)][round(scale * weight) :]
+        state.keep_N[surplus] = False
+
+
+def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:
+    return facts["name"].take(rows).to_pylist()
+
+
+def _place(facts: pa.Table, row: int) -> str:
+    return escaped(f"{facts['where'][row]} of {facts['source'][row]}")
+
+
+def _fault(facts: pa.Table, row: int, reason: str, detail: str) -> dict[str, str]:
+    place = {name: facts[name][row].as_py() for name in ("source", "where")}
+    return {**place, "reason": reason, "detail": escaped(detail), "raw": facts["name"][row].as_py()}

@@ -1,0 +1,370 @@
+"""Check and store raw records, a chunk at a time, in any process, and only once.
+
+A finished chunk is two files: `part-N.arrow` with the rows (`PART_SCHEMA`, the images in the form in which they are kept)
+and, renamed into place last, `part-N.json` with the faults. A chunk whose second file exists and was made of the same
+records and files, with the same settings and decoders, is not done again, so an interrupted run resumes there.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import PIL
+import pyarrow as pa
+import pyarrow.compute as pc
+from PIL import Image
+
+from mm_utils.data.faults import Fault, storable
+from mm_utils.data.images import MOST_PIXELS, decode, encode, open_image, psnr, read_header, shrink
+from mm_utils.data.paths import Limits
+from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
+from mm_utils.data.prepare.perceptual_hash import fingerprint
+from mm_utils.data.prepare.timed import TimedArguments, store_medium
+from mm_utils.data.rows.columns import NEGATIVES
+from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, ImageRef, Record
+from mm_utils.doors import entries, load
+from mm_utils.files import write_atomic
+from mm_utils.stored import stamp, version_of
+
+OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
+IMAGE_TYPE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+REGIONS_TYPE = pa.list_(pa.struct({"box": pa.list_(pa.float64()), "phrase": pa.string()}))
+MOMENTS_TYPE = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))
+PART_SCHEMA = pa.schema(
+    {
+        "id": pa.string(),
+        "medium": pa.string(),
+        "image": IMAGE_TYPE,
+        "width": pa.int32(),
+        "height": pa.int32(),
+        "captions": pa.list_(pa.string()),
+        "languages": pa.list_(pa.string()),
+        "regions": REGIONS_TYPE,
+        NEGATIVES: pa.list_(pa.string()),
+        "seconds": pa.float64(),
+        "rate": pa.float64(),  # of the original: samples of a sound, frames of a clip a second
+        "moments": MOMENTS_TYPE,
+        "source": pa.string(),
+        "where": pa.string(),
+        "split": pa.string(),
+        "image_hash": pa.string(),
+        "file_hash": pa.string(),  # of clips and sounds: parts of one file have it in common
+        "stored_hash": pa.string(),
+        "stored_bytes": pa.int64(),
+        "original_bytes": pa.int64(),
+        "original_width": pa.int32(),
+        "original_height": pa.int32(),
+        "fingerprint": pa.binary(),
+        "psnr": pa.float32(),
+    }
+)
+FIRST_CHUNK = 64  # rows
+_VERSION = 4  # part of every key; raise it with every change of the rows that are written
+PSNR_EVERY = 100  # rows of which one is decoded again to measure the loss of storing
+BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
+_METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
+_CHECKED_SIDE = 256  # pixels; images that are not shrunk are checked at no larger scale than they need
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The form in which images are kept.
+
+    Attributes:
+        store: "jpeg" (quality 92, or PNG bytes where those are smaller), "png", "raw", or "reference": files stay where
+            they are and are named by their paths.
+        short_side: larger images are shrunk to it, in pixels; None keeps the original bytes.
+        timed: the form of clips and sounds.
+        captioned: whether records have captions, which are checked.
+    """
+
+    store: str
+    short_side: int | None
+    timed: TimedArguments = field(default_factory=TimedArguments, compare=False)
+    captioned: bool = field(default=True, compare=False)
+
+
+IN_PLACE = Storage("reference", None)
+_USUAL_SIDE = round(OVERSIZE * 224)  # pixels: of clips where images stay in place
+# Findings on files that stay in place, by process: rows of one image need not follow each other. 1 kB each.
+_known: dict[ImageRef, dict[str, Any]] = {}
+_MOST_KNOWN = 20_000
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of the sources, and the chunk's place among all."""
+
+    number: int
+    items: tuple[Record | BadRow, ...]
+
+
+@dataclass
+class ChunkResult:
+    """The outcome of a chunk.
+
+    Attributes:
+        rows, bad: rows read and rows lost, by source.
+        faults: one dict a fault: source, where, reason, detail, raw. A row may have several, and a row with a good
+            caption survives the faults of its others.
+        notes: counts of the harmless conversions.
+    """
+
+    key: str
+    rows: dict[str, int]
+    bad: dict[str, int]
+    faults: list[dict[str, str]]
+    notes: dict[str, int]
+
+
+def key_of_rows(items: Iterable[Record | BadRow], *settings: Any) -> tuple[str, int]:
+    """Return a hash of all that decides what becomes of rows, and their number.
+
+    These are the rows, the size and date of every file that holds an image, the settings, the decoders and this code.
+    """
+    parts = (_VERSION, PIL.__version__, version_of("av"), settings)
+    digest = hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16)
+    archives: dict[str, str] = {}
+    count = 0
+    for item in items:
+        row = f"{item!r}{_stamps(item.image, archives)}{item.timing}" if isinstance(item, Record) else repr(item)
+        digest.update(f"{row}\n".encode("utf-8", "backslashreplace"))
+        count += 1
+    return digest.hexdigest(), count
+
+
+def _stamps(image: ImageRef, archives: dict[str, str]) -> str:
+    """Return the size and date of the files that hold an image; `archives` keeps those of archives."""
+    if isinstance(image, FileImage):
+        return stamp(image.name)
+    if isinstance(image, FramesImage):
+        return " ".join(_stamps(frame, archives) for frame in image.frames)
+    path = getattr(image, "path", None)  # of an archive, a table or a database
+    if path is None:
+        return ""  # the reference is all there is
+    if path not in archives:
+        archives[path] = stamp(path)
+    return archives[path]
+
+
+def cut_into_chunks(items: Iterable[Record | BadRow]) -> Iterator[Chunk]:
+    """Cut rows into chunks: small ones first, to fill all cores, then large ones."""
+    number, held = 0, []
+    for item in items:
+        held.append(item)
+        if len(held) == (FIRST_CHUNK if number < 256 else 2048):
+            yield Chunk(number, tuple(held))
+            number, held = number + 1, []
+    if held:
+        yield Chunk(number, tuple(held))
+
+
+def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage) -> ChunkResult:
+    """Check and store the rows of a chunk in `folder`, or return its earlier result."""
+    key, _ = key_of_rows(chunk.items, checks, storage)
+    done = folder / f"part-{chunk.number:06d}.json"
+    if done.is_file():
+        result = ChunkResult(**json.loads(done.read_text(encoding="utf-8")))
+        if result.key == key:
+            return result
+    worker = Worker(checks, storage, key)
+    scratch = done.with_suffix(".arrow.tmp")
+    with pa.OSFile(str(scratch), "wb") as file, pa.ipc.new_stream(file, PART_SCHEMA) as writer:
+        for batch in _batches(worker.rows(chunk.items)):
+            writer.write_batch(batch)
+    os.replace(scratch, done.with_suffix(".arrow"))
+    write_atomic(done, json.dumps(asdict(worker.result)))
+    return worker.result
+
+
+def read_part(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Read some columns of a part; the file is mapped, so only those are loaded."""
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_stream(file).read_all().select(columns)
+
+
+def read_facts(parts: Sequence[Path], own_ids: bool) -> pa.Table:
+    """Read all columns of the parts but the images, and add `name`, the row's id.
+
+    Args:
+        own_ids: ids stay as the sources give them; add `path` too, the file of an image that stays in place.
+    """
+    names = [name for name in PART_SCHEMA.names if name != "image"]
+    facts = pa.concat_tables([read_part(part, names) for part in parts])
+    if own_ids:
+        paths = [pc.struct_field(read_part(part, ["image"])["image"], "path") for part in parts]
+        facts = facts.append_column("path", pa.chunked_array([chunk for path in paths for chunk in path.chunks]))
+        return facts.append_column("name", pc.coalesce(facts["id"], facts["stored_hash"]))
+    ids = pc.coalesce(facts["id"], pc.utf8_slice_codeunits(facts["image_hash"], 0, 32))
+    several = len(facts["source"].unique()) > 1
+    return facts.append_column("name", pc.binary_join_element_wise(facts["source"], ids, "/") if several else ids)
+
+
+def stored_hash(content: bytes) -> str:
+    """Return the BLAKE2b-128 of the stored bytes of an image, hexadecimal."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
+    held: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        held.append(row)
+        size += len(row["image"]["bytes"] or b"")
+        if size >= BATCH_BYTES:
+            yield pa.RecordBatch.from_pylist(held, PART_SCHEMA)
+            held, size = [], 0
+    if held:
+        yield pa.RecordBatch.from_pylist(held, PART_SCHEMA)
+
+
+class Worker:
+    """Checks and stores the rows of a chunk; consecutive rows of an image decode it once."""
+
+    def __init__(self, checks: CheckArguments, storage: Storage, key: str):
+        self.checks, self.storage = checks, storage
+        self.limits = Limits(max_bytes=checks.max_image_bytes)
+        self.result = ChunkResult(key, {}, {}, [], {})
+        self.last: tuple[tuple[ImageRef, Any], dict[str, Any]] | None = None
+
+    def rows(self, items: Sequence[Record | BadRow]) -> Iterator[dict[str, Any]]:
+        """Yield the columns of a part of every good record; set the others aside."""
+        notes, rows, bad = Counter[str](), Counter[str](), Counter[str]()
+        for place, item in enumerate(items):
+            rows[item.source] += 1
+            try:
+                if isinstance(item, BadRow):
+                    raise item.fault
+                captions, languages = (
+                    self._captions(item, notes) if self.storage.captioned else (item.captions, item.languages)
+                )
+                image = self.image(item, measured=place % PSNR_EVERY == 0, notes=notes)
+                yield {
+                    **image,
+                    "id": item.id,
+                    "medium": item.medium,
+                    "captions": captions,
+                    "languages": languages,
+                    "regions": self._part("regions", item, image, notes),
+                    NEGATIVES: self._negatives(item),
+                    "moments": self._part("moments", item, image, notes),
+                    "source": item.source,
+                    "where": item.where,
+                    "split": item.split,
+                }
+            except Fault as fault:
+                bad[item.source] += 1
+                self._set_aside(item, fault)
+        self.result.rows, self.result.bad, self.result.notes = dict(rows), dict(bad), dict(notes)
+
+    def _set_aside(self, item: Record | BadRow, fault: Fault) -> None:
+        raw = item.raw if isinstance(item, BadRow) else item.image.name
+        place = {"source": item.source, "where": item.where}
+        self.result.faults.append({**place, "reason": fault.reason, "detail": fault.detail, "raw": raw})
+
+    def _captions(self, record: Record, notes: Counter[str]) -> tuple[list[str], list[str] | None]:
+        """Return the good captions, each once; raise the last fault if none is good."""
+        good, faults, found = check_captions(record.captions, record.languages, self.checks)
+        notes.update([*found, *(record.notes if good else ())])
+        for fault in faults[: None if good else -1]:
+            self._set_aside(record, fault)
+        if not good:
+            raise faults[-1]
+        return list(good), None if record.languages is None else list(good.values())
+
+    def _negatives(self, record: Record) -> list[str] | None:
+        """Return the good captions that are wrong for the image, once each; set others aside."""
+        if not record.negatives:
+            return None
+        given = record.negatives if isinstance(record.negatives, list) else [record.negatives]
+        good, faults, _ = check_captions(given, None, self.checks)
+        for fault in faults:
+            self._set_aside(record, fault)
+        return list(good)
+
+    def image(self, record: Record, measured: bool, notes: Counter[str]) -> dict[str, Any]:
+        """Return the columns of a record's image, clip or sound; raises a `Fault`."""
+        key = record.image, record.cut
+        if self.last is None or self.last[0] != key:
+            if record.medium == "image":
+                found = _known.get(record.image) if self.storage == IN_PLACE else None
+                self.last = key, found or self._read(record.image, measured, notes)
+            else:
+                side = _USUAL_SIDE if self.storage == IN_PLACE else self.storage.short_side
+                said: list[str] = []
+                self.last = key, store_medium(record, self.checks, self.storage.timed, side, said)
+                notes.update(set(said))
+        return self.last[1]
+
+    def _part(self, name: str, record: Record, image: dict[str, Any], notes: Counter[str]) -> Any:
+        """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""
+        if getattr(record, name) is None or name not in entries("STORED"):
+            return None
+        good, faults, found = load(entries("STORED")[name])(record, image, self.checks)
+        notes.update(found)
+        for fault in faults:
+            self._set_aside(record, fault)
+        return good
+
+    def _read(self, ref: ImageRef, measured: bool, notes: Counter[str]) -> dict[str, Any]:
+        data = ref.read(self.limits)
+        if self.storage == IN_PLACE:
+            checked = check_image(data, self.checks, ref.name, _CHECKED_SIDE, MOST_PIXELS)
+        else:
+            checked = check_image(data, self.checks, ref.name, self.storage.short_side)
+        notes.update(checked.notes)
+        stored, path, size = self._store(data, checked, ref)
+        image_field = {"bytes": stored, "path": path}
+        image = {
+            "image": image_field,
+            "width": size[0],
+            "height": size[1],
+            "image_hash": hashlib.sha256(data).hexdigest(),
+            "stored_hash": stored_hash(data if stored is None else stored),
+            "stored_bytes": len(stored or b""),
+            "original_bytes": len(data),
+            "original_width": checked.width,
+            "original_height": checked.height,
+            "fingerprint": fingerprint(checked.image),
+            "psnr": self._loss(data, image_field, size) if measured else None,
+        }
+        if stored is None:
+            if len(_known) == _MOST_KNOWN:
+                _known.clear()
+            _known[ref] = image
+        return image
+
+    def _store(
+        self, data: bytes, checked: CheckedImage, ref: ImageRef
+    ) -> tuple[bytes | None, str | None, tuple[int, int]]:
+        """Return the bytes that are kept, the path field, and the size of the stored image.
+
+        Bytes that need no change, carry no metadata and are not larger are kept: a JPEG is not compressed twice.
+        """
+        store, short_side = self.storage.store, self.storage.short_side
+        if short_side is None:
+            in_place = store == "reference" and isinstance(ref, FileImage) and ref.name == storable(ref.name)
+            return None if in_place else data, ref.name if in_place else None, (checked.width, checked.height)
+        image = shrink(checked.image, short_side)
+        encoded = encode(image, store)
+        if store == "raw":
+            return encoded, f"raw:{image.width}x{image.height}", image.size
+        untouched = image.size == (checked.width, checked.height) and not set(checked.notes) - {"wrong_extension"}
+        lossless = checked.format == "PNG" or (checked.format == "JPEG" and store == "jpeg")
+        kept = untouched and lossless and len(data) <= len(encoded) and not _METADATA.search(data)
+        return data if kept else encoded, None, image.size
+
+    def _loss(self, data: bytes, stored: dict[str, Any], size: tuple[int, int]) -> float | None:
+        """Return the PSNR in dB of a stored image against its original; None if they are equal."""
+        if stored["bytes"] is None or stored["bytes"] is data:
+            return None
+        original = decode(read_header(data), data)[0].resize(size, Image.Resampling.BICUBIC)
+        loss = psnr(original, open_image(stored))
+        return loss if math.isfinite(loss) else None

@@ -1,0 +1,342 @@
+"""Write, verify and recognise prepared pair data sets.
+
+====================  ================================================================================================
+column                meaning
+====================  ================================================================================================
+``id``                the source's id of the image, or else half of ``image_hash``; with several sources, after the name
+                      of the source and a slash
+``image``             ``datasets.Image(decode=False)``: the stored bytes (a raw store: see `mm_utils.data.images.pixels`)
+                      or, in the datasets cache, the absolute path of a file that stays where it is; clips are in
+                      ``video`` and sounds in ``audio``, see `mm_utils.data.media`, and become ``image`` when opened
+``width, height``     of the stored image; ``original_width, original_height`` of the source's, upright
+``captions``          one or more, none empty, none twice
+``languages``         one code per caption, "" where unknown; if any source has them
+``regions``           boxes (x, y, width, height in stored pixels) with phrases; if any source has them
+``negatives``         captions that are wrong for the image; if any source has them, or scripts/mine_negatives.py found some
+``seconds``           of the stored clip or sound
+``moments``           spans of seconds from its beginning, with phrases; if any source has them
+``source``            name of the source
+``image_hash``        SHA-256 of the original bytes, hexadecimal
+``content_id``        BLAKE2b-128 over stored bytes and captions, hexadecimal: proof that they belong together
+====================  ================================================================================================
+
+It is an ordinary `datasets` folder with the splits train, validation and test, if they have rows; beside them lie
+`report.json`, which names the format, and `quarantine.jsonl`.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, DatasetInfo, Features, load_from_disk
+from datasets.features.features import require_decoding
+from tqdm.auto import tqdm
+
+from mm_utils.data.media import COLUMNS, FEATURES, kind_of
+from mm_utils.data.paths import Jail
+from mm_utils.data.prepare.dedup_and_split import Reconciled
+from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part, stored_hash
+from mm_utils.data.rows.columns import NEGATIVES, SPLITS
+from mm_utils.data.rows.stored import check_image_files, check_saved, dataset_jail, is_saved, load_splits
+from mm_utils.text import one_line
+
+PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
+VERSION = 2
+# `content_id` stands for images and captions.
+_DECIDING = ("id", "content_id", "languages", "regions", NEGATIVES, "moments")
+SHARD_BYTES = 500 << 20
+_STORED = ("image", "width", "height", "original_width", "original_height")
+_TEXT = ("captions", "languages", "regions", NEGATIVES, "moments")
+
+
+def is_prepared(name: str) -> bool:
+    """Return whether a folder is a prepared data set."""
+    report = Path(name) / "report.json"
+    if not report.is_file() or not is_saved(report.parent):
+        return False
+    try:
+        content = json.loads(report.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{report} is not valid JSON ({one_line(error)}). Prepare the data set anew.") from error
+    return isinstance(content, dict) and content.get("format") == PREPARED_FORMAT
+
+
+def open_prepared(name: str, title: str, config: str | None = None, allow_outside: bool = False) -> DatasetDict:
+    """Open a prepared data set, memory-mapped, without a look at rows that hold their image.
+
+    Args:
+        allow_outside: accept images that are files anywhere, as the datasets cache of raw files has them.
+
+    Raises:
+        ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
+    """
+    pairs = _with_image(load_splits(name, config, None, title, allow_outside))
+    unknown = [split for split in pairs if split not in SPLITS]
+    lacking = [split for split, rows in pairs.items() if not _is_prepared_split(rows)]
+    if unknown or lacking:
+        raise ValueError(
+            f"{title}; its report.json says {PREPARED_FORMAT}, but split {(unknown + lacking)[0]} is none of it. "
+            "Prepare it anew."
+        )
+    if not allow_outside:
+        jail = dataset_jail(name, None, allow_outside)
+        for split, rows in pairs.items():
+            check_image_files(rows, f"{title}, split {split}", jail)
+    return pairs
+
+
+def _is_prepared_split(rows: Dataset) -> bool:
+    """Return whether rows have a prepared split's columns, and no image that would be opened."""
+    is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
+    return is_read and not any(require_decoding(feature) for name, feature in rows.features.items() if name != "image")
+
+
+def _with_image(pairs: DatasetDict) -> DatasetDict:
+    """Call the column of clips or sounds `image`, as everywhere in memory."""
+    for split, rows in pairs.items():
+        held = [
+            name for kind, name in COLUMNS.items() if kind != "image" and rows.features.get(name) == FEATURES[kind]
+        ]
+        if "image" not in rows.features and len(held) == 1:
+            pairs[split] = rows.rename_column(held[0], "image")
+    return pairs
+
+
+def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
+    """Write all splits into `folder`, images straight from the `parts`; return them."""
+    columns, rows = _columns(found), found.rows
+    medium = found.facts["medium"][0].as_py()
+    stored = _STORED if medium == "image" else ("image", "seconds", *_STORED[1:3])
+    tables = {split: _with_images(parts, rows[split], columns[split], stored) for split in rows}
+    return write_splits(tables, sum(map(len, rows.values())), folder, medium)
+
+
+def write_splits(
+    tables: Mapping[str, Iterator[pa.Table]], rows: int, folder: Path, medium: str | None = None
+) -> DatasetDict:
+    """Write the tables of all splits; `medium` is by default the kind of their features."""
+    with tqdm(total=rows, desc="Writing", unit=" rows") as bar:
+        for split, of_split in tables.items():
+            write_split(of_split, split, folder / split, bar, medium)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(tables)}), encoding="utf-8")
+    return _with_image(DatasetDict.load_from_disk(str(folder)))
+
+
+def _with_images(
+    parts: Sequence[Path], rows: np.ndarray, columns: pa.Table, stored: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Lay the `stored` columns of `rows` beside `columns`, a batch at a time."""
+    begin = 0
+    for part in parts:
+        for batch in read_part(part, stored).to_batches():
+            low, high = np.searchsorted(rows, [begin, begin + len(batch)])
+            if high > low:
+                images = batch.take(pa.array(rows[low:high] - begin))
+                table = columns.slice(low, high - low).combine_chunks()
+                for at, name in enumerate(stored, start=1):
+                    table = table.add_column(at, name, images[name])
+                yield table
+            begin += len(batch)
+
+
+def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm, medium: str | None = None) -> None:
+    """Write tables of the columns above, as shards of about `SHARD_BYTES`.
+
+    `save_to_disk` would copy every image of a selection twice more, and cut rows with images into batches of 100, each of
+    which costs 6 kB of memory in every process that opens them.
+    """
+    folder.mkdir(parents=True)
+    first = next(tables)
+    features = Features.from_arrow_schema(first.schema)
+    medium = medium or kind_of(features)
+    features["image"] = FEATURES[medium]
+    inside = features.arrow_schema
+    features = Features({COLUMNS[medium] if name == "image" else name: value for name, value in features.items()})
+    schema = features.arrow_schema
+    known = [name for name in _DECIDING if name in schema.names]
+    digest = hashlib.blake2b(digest_size=8)
+    shards: list[Path] = []
+    waiting = itertools.chain([first], tables)
+    table = next(waiting, None)
+    while table is not None:
+        shards.append(folder / f"shard-{len(shards)}")
+        written = 0
+        with pa.OSFile(str(shards[-1]), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            while table is not None and written < SHARD_BYTES:
+                writer.write_table(table.cast(inside).rename_columns(schema.names).cast(schema))
+                bar.update(len(table))
+                digest.update(repr(table.select(known).to_pylist()).encode())
+                written += table.nbytes
+                table = next(waiting, None)
+    names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
+    for shard, name in zip(shards, names, strict=True):
+        shard.rename(folder / name)
+    DatasetInfo(features=features).write_to_directory(str(folder))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": digest.hexdigest(),  # part of the names of caches of these rows
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+
+
+def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
+    """Return the rows that the findings name as examples and that are not kept."""
+    wanted = {name for part in (found.duplicates, found.leakage) for pair in part["examples"] for name in pair}
+    kept = np.zeros(len(found.facts), dtype=bool)
+    kept[np.concatenate(list(found.rows.values()))] = True
+    named = pc.is_in(found.facts["name"], pa.array(sorted(wanted), pa.string())).to_numpy()
+    rows = np.flatnonzero(named & ~kept)
+    begins = np.cumsum([0, *(len(read_part(part, ["width"])) for part in parts)])
+    images = [
+        read_part(parts[part], ["image"]).slice(row - begins[part], 1)
+        for row, part in zip(rows, np.searchsorted(begins, rows, side="right") - 1, strict=True)
+    ]
+    table = pa.concat_tables(images) if images else pa.schema([PART_SCHEMA.field("image")]).empty_table()
+    own = found.facts.take(rows)
+    named_table = pa.table({"id": own["name"], "image": table["image"], "captions": own["captions"]})
+    features = Features.from_arrow_schema(named_table.schema)
+    features["image"] = FEATURES[found.facts["medium"][0].as_py()]
+    return Dataset(named_table.cast(features.arrow_schema))
+
+
+def write_findings(folder: Path, summary: dict[str, Any], faults: Sequence[dict[str, str]]) -> None:
+    """Write `report.json` and `quarantine.jsonl`."""
+    report = {"format": PREPARED_FORMAT, "version": VERSION, **summary}
+    (folder / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(fault) + "\n" for fault in faults)
+
+
+def content_id(stored_hash: str, captions: Sequence[str]) -> str:
+    """Return the BLAKE2b-128 over the hash of the stored bytes and the captions."""
+    digest = hashlib.blake2b(stored_hash.encode(), digest_size=16)
+    for caption in captions:
+        digest.update(b"\0" + caption.encode())
+    return digest.hexdigest()
+
+
+def content_fingerprint(pairs: DatasetDict) -> str:
+    """Return BLAKE2b-128 over ids, content ids, languages, regions, negatives of all rows."""
+    digest = hashlib.blake2b(digest_size=16)
+    for split, rows in pairs.items():
+        digest.update(split.encode())
+        known = [name for name in _DECIDING if name in rows.column_names]
+        for batch in rows.select_columns(known).with_format("arrow").iter(10_000):
+            digest.update("".join(map(repr, batch.to_pylist())).encode())
+    return digest.hexdigest()
+
+
+def verify(folder: str) -> int:
+    """Compare every row of a prepared data set with its content id; return the number of rows.
+
+    Raises:
+        ValueError: if the folder holds none, rows are damaged, or rows are missing; the message names the first.
+    """
+    if not is_prepared(folder):
+        raise ValueError(f"{folder} holds no prepared data set. Give the --output_dir of prepare_data.")
+    report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
+    if report.get("version") != VERSION:
+        raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
+    try:
+        check_saved(Path(folder), Jail(folder))
+        pairs = _with_image(load_from_disk(folder))
+        total = sum(map(len, pairs.values()))
+        damaged = _damaged(pairs, total)
+        counts = {name: part["images"] for name, part in report["splits"].items()}
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
+    if damaged:
+        raise ValueError(
+            f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
+        )
+    same = counts == {name: len(rows) for name, rows in pairs.items()}
+    if not same or content_fingerprint(pairs) != report.get("fingerprint"):
+        raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")
+    return total
+
+
+def _damaged(pairs: DatasetDict, total: int) -> list[str]:
+    """Name the rows that differ from what was written."""
+    found = (
+        (f"row {at} of {split}", good) for split, rows in pairs.items() for at, good in enumerate(_verified(rows))
+    )
+    return [row for row, good in tqdm(found, total=total, desc="Verifying", unit=" rows") if not good]
+
+
+def _verified(rows: Dataset) -> Iterator[bool]:
+    columns = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow")
+    for batch in columns.iter(100):
+        contents = pc.struct_field(batch["image"], "bytes")
+        for content, captions, wanted in zip(
+            contents, batch["captions"].to_pylist(), batch["content_id"].to_pylist(), strict=True
+        ):
+            yield content.is_valid and content_id(stored_hash(content.as_buffer()), captions) == wanted
+
+
+def _columns(found: Reconciled) -> dict[str, pa.Table]:
+    """Return the columns beside the images of every split."""
+    facts = found.facts
+    texts = facts.select(_TEXT)
+    joined = [_join(texts.take(rows).to_pylist()) for rows in found.merged.values()]
+    texts = pa.concat_tables([texts, pa.Table.from_pylist(joined, schema=texts.schema)])
+    text_of = np.arange(len(facts))
+    text_of[list(found.merged)] = len(facts) + np.arange(len(found.merged))
+    optional = [name for name in _TEXT[1:] if facts[name].null_count < len(facts)]
+    tables = {}
+    for split, rows in found.rows.items():
+        own, text = facts.take(rows), texts.take(text_of[rows])
+        captions = text["captions"].to_pylist()
+        hashes = own["stored_hash"].to_pylist()
+        tables[split] = pa.table(
+            {
+                "id": own["name"],
+                "captions": text["captions"],
+                **{name: _no_nulls(text, name) for name in optional},
+                "source": own["source"],
+                "image_hash": own["image_hash"],
+                "content_id": [content_id(*pair) for pair in zip(hashes, captions, strict=True)],
+            }
+        )
+    return tables
+
+
+def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the captions, regions, negatives and moments of rows of one image, each once."""
+    captions: dict[str, str] = {}
+    regions: dict[str, Any] = {}
+    negatives: dict[str, None] = {}
+    moments: dict[str, Any] = {}
+    for row in rows:
+        for caption, language in zip(row["captions"], row["languages"] or [""] * len(row["captions"]), strict=True):
+            captions[caption] = captions.get(caption) or language
+        regions |= {repr(region): region for region in row["regions"] or []}
+        negatives |= dict.fromkeys(row[NEGATIVES] or [])
+        moments |= {repr(moment): moment for moment in row["moments"] or []}
+    known = any(row["languages"] is not None for row in rows)
+    return {
+        "captions": list(captions),
+        "languages": list(captions.values()) if known else None,
+        "regions": list(regions.values()),
+        NEGATIVES: list(negatives),
+        "moments": list(moments.values()),
+    }
+
+
+def _no_nulls(text: pa.Table, name: str) -> pa.ChunkedArray:
+    """Return a column of lists, with an empty code per caption, or nothing, in place of null."""
+    if not text[name].null_count:
+        return text[name]
+    rows = zip(text[name].to_pylist(), text["captions"].to_pylist(), strict=True)
+    filled = [([""] * len(lines) if name == "languages" else []) if value is None else value for value, lines in rows]
+    return pa.chunked_array([filled], text.schema.field(name).type)

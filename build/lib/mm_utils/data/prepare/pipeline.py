@@ -1,0 +1,403 @@
+"""Read, check and store raw sources on all cores, and only once.
+
+The result is described in `mm_utils.data.prepare.on_disk`; every row or caption that was set aside is in
+`quarantine.jsonl` with its source, place and reason. All work is done in `<output_dir>.partial`, whose result is renamed
+to `output_dir` at the end; an interrupted run leaves it, and the same command resumes there.
+"""
+
+import itertools
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.arguments import arg
+from mm_utils.data.faults import REASONS, is_hopeless, storable
+from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, ChunkResult, Storage, cut_into_chunks, ingest
+from mm_utils.data.prepare.timed import TimedArguments
+from mm_utils.data.rows.detect import detect, read_source
+from mm_utils.data.rows.records import BadRow, Record
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.files import replace_folder, restore_folder
+from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
+
+_EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
+
+
+@dataclass
+class PrepareArguments:
+    """Sources, the output folder, and the form in which images are kept."""
+
+    sources: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
+            "name, split, weight, medium, image_root, image_column, caption_column, id_column, language_column, language, "
+            "captions, templates, classes or config where they are not found by themselves."
+        },
+    )
+    output_dir: str = arg("", "The prepared data set goes here; --dataset_name of a training script reads it.")
+    overwrite_output_dir: bool = arg(False, "Replace what --output_dir holds, and begin anew.")
+    image_size: int = arg(224, "The vision tower's input in pixels; images are kept 1.15 times as large.")
+    store: str = arg(
+        "jpeg",
+        "jpeg: quality 92; png: without loss; raw: pixels that need no decoding, for a data set that fits into memory.",
+        choices=["jpeg", "png", "raw"],
+    )
+    keep_originals: bool = arg(False, "Keep the original bytes instead, whatever --image_size and --store say.")
+    max_bad_fraction: float = arg(0.05, "Stop if more than this share of a source's rows is bad.")
+    verify: str | None = arg(None, "Only compare a prepared data set with what was written.", metavar="DIR")
+    max_rows: int | None = arg(None, "Read only the first N rows of every source, to try.")
+    num_proc: int | None = arg(None, "Processes; default one per core.")
+
+    def __post_init__(self) -> None:
+        if self.verify:
+            return
+        if not self.sources:
+            raise ValueError("--sources is empty; there is nothing to prepare. Give files, folders or repositories.")
+        if not self.output_dir:
+            raise ValueError("--output_dir is empty; the prepared data set needs a place. Give a folder.")
+        if self.output_dir != storable(self.output_dir):
+            raise ValueError(
+                f"--output_dir is {storable(self.output_dir)}; that is not UTF-8 text, and Arrow files need such names. Give "
+                "another folder."
+            )
+        if self.image_size < 16:
+            raise ValueError(f"--image_size is {self.image_size}; that is in pixels. Give at least 16, usually 224.")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f"--max_bad_fraction is {self.max_bad_fraction}; give a share from 0 to 1.")
+        for name in ("max_rows", "num_proc"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
+
+    @property
+    def short_side(self) -> int:
+        """Return the shorter side of stored images, in pixels."""
+        return round(OVERSIZE * self.image_size)
+
+    def plan(self, checks: CheckArguments, timed: TimedArguments) -> "IngestPlan":
+        """Return the settings of `ingest_sources`."""
+        storage = Storage(self.store, None if self.keep_originals else self.short_side, timed)
+        workers = self.num_proc or distributed.available_cores()
+        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows)
+
+
+@dataclass(frozen=True)
+class IngestPlan:
+    """Settings of `ingest_sources`.
+
+    Attributes:
+        workers: processes.
+        max_bad_fraction: a source with a larger share of bad rows is refused.
+        max_rows: rows that are read of each source; None reads all.
+    """
+
+    checks: CheckArguments
+    storage: Storage
+    workers: int
+    max_bad_fraction: float
+    max_rows: int | None = None
+
+
+@dataclass
+class SourceTally:
+    """Counts of the rows of one source that were read, and of those that were lost."""
+
+    source: Source
+    rows: int = 0
+    bad: int = 0
+
+
+@dataclass
+class Ingested:
+    """The outcome of all chunks.
+
+    Attributes:
+        sources: by name.
+        parts: the files with the rows, in order.
+        faults, notes: see `mm_utils.data.prepare.ingest.ChunkResult`.
+    """
+
+    sources: dict[str, SourceTally]
+    parts: list[Path] = field(default_factory=list)
+    faults: list[dict[str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def weights(self) -> dict[str, float | None]:
+        """Return the weights of all sources, by name."""
+        return {name: tally.source.weight for name, tally in self.sources.items()}
+
+
+@contextmanager
+def workspace(args: PrepareArguments) -> Iterator[Path]:
+    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir` at the end.
+
+    Links in the path of the output are followed once, here.
+
+    Raises:
+        ValueError: if the output folder is taken or cannot be written, or another process is at work there.
+    """
+    output = Path(args.output_dir).resolve()
+    work = output.with_name(f"{output.name}.partial")
+    try:
+        restore_folder(output)
+        _refuse_taken(output, args)
+        work.mkdir(parents=True, exist_ok=True)
+        with FileLock(work / "lock", blocking=False):
+            _refuse_taken(output, args)  # again, as the last holder of the lock may be done
+            _empty(work, everything=args.overwrite_output_dir)
+            with _left_with_a_word(work):
+                yield work
+            flush(work / "result")
+            replace_folder(work / "result", output)
+        shutil.rmtree(work)
+    except Timeout:
+        raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some "
+            "space or give another folder; the same command resumes where this stopped."
+        ) from error
+
+
+def _empty(work: Path, everything: bool) -> None:
+    """Remove the half result of a run that was killed while writing, or everything but the lock."""
+    for path in work.iterdir():
+        if path.name == "result" or (everything and path.name != "lock"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def _left_with_a_word(work: Path) -> Iterator[None]:
+    """When the block fails, remove an untouched folder, and name one with something in it."""
+    try:
+        yield
+    except BaseException:
+        if any(path.is_file() and path.name != "lock" for path in work.rglob("*")):
+            logger.warning(
+                "%s keeps the rows that were read: the same command resumes there. Delete it if you do not need it",
+                work,
+            )
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _refuse_taken(output: Path, args: PrepareArguments) -> None:
+    """Refuse to replace what is not a prepared data set, what a source is read from, a mount point, the current folder."""
+    if os.path.ismount(output) or output == Path.cwd():
+        kind = "the current folder" if output == Path.cwd() else "a mount point"
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; that is {kind}, and the result takes the place of a folder. Give a folder "
+            "inside it."
+        )
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not args.overwrite_output_dir:
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; it is not empty. Replace it with --overwrite_output_dir, or give another folder."
+        )
+    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output)]
+    if inside:
+        raise ValueError(f"--output_dir is {args.output_dir}; {inside[0]} is read from it. Give another folder.")
+    if not (output / "report.json").is_file():
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; it holds no prepared data set but something else, which is not removed. Give "
+            "another folder."
+        )
+
+
+def flush(folder: Path) -> None:
+    """Write all files of `folder` through to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan, work: Path) -> Ingested:
+    """Read all sources; check and store their rows in `work`. Existing chunks are kept.
+
+    Raises:
+        ValueError: if a source cannot be read, or more than `plan.max_bad_fraction` of its rows are bad.
+    """
+    with _reading(*sources):
+        sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
+    found = Ingested({source.name: SourceTally(source) for source in sources})
+    given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
+    for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work, "Checking images"):
+        _count(found, result)
+        found.parts.append(part)
+        for tally in found.sources.values():
+            if tally.rows >= _EARLY_ROWS:
+                _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+    for tally in found.sources.values():
+        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+    return found
+
+
+def rows_of(source: Source, paths: PathArguments) -> Iterator[Record | BadRow]:
+    """Yield the rows of a source.
+
+    Raises:
+        ValueError: also if a file of the source cannot be read.
+    """
+    with _reading(source):
+        yield from read_source(source, paths)
+
+
+@contextmanager
+def _reading(*sources: Source) -> Iterator[None]:
+    """Turn the system's refusal to read a file of a source into a ValueError that names it."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename or " ".join(source.path for source in sources)
+        reason = error.strerror or one_line(error)
+        raise ValueError(
+            f"{sources[0].title}; {named} cannot be read: {reason}. Check the path and its permissions."
+        ) from error
+
+
+def ingest_rows(
+    rows: Iterable[Record | BadRow], plan: IngestPlan, work: Path, title: str
+) -> Iterator[tuple[Path, ChunkResult]]:
+    """Check and store rows on all cores; yield the files of each chunk, in order. Existing ones are kept.
+
+    Raises:
+        ValueError: if a process was killed.
+    """
+    parts = work / "parts"
+    parts.mkdir(exist_ok=True)
+    with (
+        tqdm(desc=title, unit=" rows", smoothing=0.05) as bar,
+        # Forked processes need not import anything again, which would take longer than a small data set.
+        ProcessPoolExecutor(
+            plan.workers,
+            multiprocessing.get_context("fork" if hasattr(os, "fork") else None),
+            _set_up_worker,
+            (os.getpid(),),
+        ) as pool,
+    ):
+        try:
+            arguments = (parts, plan.checks, plan.storage)
+            for number, result in _in_order(pool, cut_into_chunks(rows), arguments, 2 * plan.workers):
+                bar.update(sum(result.rows.values()))
+                yield parts / f"part-{number:06d}.arrow", result
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process that decodes images was killed, probably for lack of memory. Give fewer with --num_proc; the "
+                "same command resumes where this stopped."
+            ) from error
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[Record | BadRow]:
+    """Yield the rows; refuse a second kind of medium, and a store that the kind does not have."""
+    first: Record | None = None
+    for row in rows:
+        if isinstance(row, Record):
+            if first is None and row.medium != "image" and storage.store in ("png", "raw"):
+                raise ValueError(f"--store is {storage.store}; clips are kept as JPEG frames, sounds as WAV. Drop it.")
+            first = first or row
+            if row.medium != first.medium:
+                raise ValueError(
+                    f"{row.source} holds {row.medium}s, and {first.source} {first.medium}s; a prepared data set is of one "
+                    "kind. Prepare them apart, or name the kind with medium=."
+                )
+        yield row
+
+
+def _set_up_worker(parent: int) -> None:
+    """Limit a process of the pool to one thread, and silence the decoders' own messages."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+    torch.set_num_threads(1)
+    # Pillow's messages on damaged files name neither file nor row; the quarantine does.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed: it would hold the parent's locks."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _named(sources: list[Source]) -> list[Source]:
+    """Add folders to equal names of sources; refuse a name that is given to two."""
+    for tail in (2, 3):
+        names = Counter(source.name for source in sources)
+        sources = [
+            replace(source, name="/".join(Path(source.path).parts[-tail:])) if names[source.name] > 1 else source
+            for source in sources
+        ]
+    twice = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
+    if twice:
+        raise ValueError(f"--sources has several items named {twice[0]}. Give each its own name=...")
+    return sources
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, chunks: Iterable[Chunk], arguments: tuple[Any, ...], ahead: int
+) -> Iterator[tuple[int, ChunkResult]]:
+    """Yield the results in the order of the chunks, with at most `ahead` of them under way."""
+    under_way: deque[tuple[int, Future[ChunkResult]]] = deque()
+    for chunk in chunks:
+        under_way.append((chunk.number, pool.submit(ingest, chunk, *arguments)))
+        while len(under_way) >= ahead:
+            number, future = under_way.popleft()
+            yield number, future.result()
+    while under_way:
+        number, future = under_way.popleft()
+        yield number, future.result()
+
+
+def _count(found: Ingested, result: ChunkResult) -> None:
+    for name, count in result.rows.items():
+        found.sources[name].rows += count
+    for name, count in result.bad.items():
+        found.sources[name].bad += count
+    found.faults += result.faults
+    found.notes.update(result.notes)
+
+
+def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]]) -> None:
+    title = tally.source.title
+    if tally.rows == 0:
+        raise ValueError(f"{title}; it holds no rows. Give a source with images and captions.")
+    if not is_hopeless(tally.bad, tally.rows, most):
+        return
+    reasons = Counter(fault["reason"] for fault in faults if fault["source"] == tally.source.name).most_common(3)
+    first = next(fault for fault in faults if (fault["source"], fault["reason"]) == (tally.source.name, reasons[0][0]))
+    limit = "half" if most == 0.5 else f"--max_bad_fraction {most}"
+    raise ValueError(
+        f"{title}; {tally.bad:,} of {tally.rows:,} rows are bad, more than {limit} "
+        f"({', '.join(f'{reason}: {count:,}' for reason, count in reasons)}). The first is {first['where']}: "
+        f"{first['detail']}. {REASONS[reasons[0][0]]}"
+    )

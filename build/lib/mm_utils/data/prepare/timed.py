@@ -1,0 +1,111 @@
+"""Store clips and sounds: the arguments, and the columns of a row."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from PIL import Image
+
+from mm_utils.arguments import arg
+from mm_utils.data.faults import Fault
+from mm_utils.data.media.clip_files import clip_of_frames, read_clip, strip
+from mm_utils.data.media.containers import seconds_of
+from mm_utils.data.media.riff import MOST_RATE, write_avi, write_wav
+from mm_utils.data.media.sound_files import LEAST_RATE, loudness_picture, read_sound
+from mm_utils.data.paths import MEDIA_LIMITS, Limits
+from mm_utils.data.prepare.checks import CheckArguments, check_image
+from mm_utils.data.prepare.perceptual_hash import fingerprint
+from mm_utils.data.rows.records import FramesImage, ImageRef, Record
+from mm_utils.model.reading import CLIP_FPS
+
+_MOST_FPS, _MOST_SECONDS = 60, 3600
+
+
+@dataclass
+class TimedArguments:
+    """How clips and sounds are kept: frames as JPEG at a constant rate, samples of 16 bits."""
+
+    clip_fps: float = arg(CLIP_FPS, "Frames a second that are kept of clips.")
+    sound_rate: int = arg(16_000, "Samples a second that are kept of sounds: what the sound tower takes.")
+    max_seconds: float = arg(60.0, "Set longer clips and sounds aside, or longer parts of them by start and end.")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_fps <= _MOST_FPS:
+            raise ValueError(f"--clip_fps is {self.clip_fps}; give frames a second, above 0 and at most {_MOST_FPS}.")
+        if not LEAST_RATE <= self.sound_rate <= MOST_RATE:
+            raise ValueError(
+                f"--sound_rate is {self.sound_rate}; give samples a second, {LEAST_RATE:,} to {MOST_RATE:,}, usually 16,000."
+            )
+        if not 0 < self.max_seconds <= _MOST_SECONDS:
+            raise ValueError(
+                f"--max_seconds is {self.max_seconds}; give seconds, above 0 and at most {_MOST_SECONDS}."
+            )
+
+
+def store_medium(
+    record: Record, checks: CheckArguments, args: TimedArguments, short_side: int | None, notes: list[str]
+) -> dict[str, Any]:
+    """Decode and store the clip or sound of a record; return its columns of a part.
+
+    Args:
+        short_side: larger frames are shrunk to it, in pixels; None keeps their size.
+        notes: keys of `NOTES` are added.
+
+    Raises:
+        Fault: if it cannot be used.
+    """
+    contents = _contents(record.image, checks)
+    times = record.image.times if isinstance(record.image, FramesImage) else None
+    start, end = (None if time is None else seconds_of(time) for time in record.cut)
+    options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds, "notes": notes}
+    if record.medium == "sound":
+        samples, rate = read_sound(contents[0], args.sound_rate, **options)
+        stored, picture = write_wav(samples, args.sound_rate), loudness_picture(samples, args.sound_rate)
+        row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate, "rate": float(rate)}
+    else:
+        if isinstance(record.image, FramesImage):
+            pictures = [partial(_checked, content, checks) for content in contents]
+            clip = clip_of_frames(pictures, times, args.clip_fps, short_side, **options)
+        else:
+            most = checks.max_image_pixels
+            clip = read_clip(contents[0], args.clip_fps, short_side, max_pixels=most, **options)
+        stored, picture = write_avi(clip.jpegs, args.clip_fps, clip.size), strip(clip.jpegs)
+        row = {"seconds": clip.seconds, "rate": clip.original_fps}
+        row |= dict(zip(("width", "height"), clip.size, strict=True))
+        row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
+    file_hash = _hash_of(contents, times)
+    is_whole = not start and end is None
+    return row | {
+        "image": {"bytes": stored, "path": None},
+        "image_hash": file_hash if is_whole else _hash_of([file_hash.encode()], (start, end)),
+        "file_hash": file_hash,
+        "stored_hash": hashlib.blake2b(stored, digest_size=16).hexdigest(),
+        "stored_bytes": len(stored),
+        "original_bytes": sum(map(len, contents)),
+        "fingerprint": fingerprint(picture),
+        "psnr": None,
+    }
+
+
+def _contents(ref: ImageRef, checks: CheckArguments) -> list[bytes]:
+    """Return a clip's or sound's file, or the files of its frames."""
+    limits = Limits(max_bytes=max(MEDIA_LIMITS.max_bytes, checks.max_image_bytes))
+    try:
+        return ref.contents(limits) if isinstance(ref, FramesImage) else [ref.read(limits)]
+    except Fault as fault:
+        raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
+
+
+def _checked(content: bytes, checks: CheckArguments) -> Image.Image:
+    return check_image(content, checks).image
+
+
+def _hash_of(contents: list[bytes], times: Any) -> str:
+    """Return the SHA-256 of files, and of times, if there are any."""
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
+    if times is not None:
+        digest.update(repr(times).encode())
+    return digest.hexdigest()

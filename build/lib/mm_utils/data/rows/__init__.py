@@ -1,0 +1,1 @@
+"""Read every format of image-caption data as records, each with its place or its fault."""

@@ -1,0 +1,254 @@
+"""Columns and splits: their usual names, and the values of a row."""
+
+import difflib
+import hashlib
+import heapq
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+
+from mm_utils.data.faults import Fault, first_repeated, storable
+from mm_utils.data.media.medium import MEDIA, Image
+from mm_utils.text import shortened
+
+SUFFIXES = {kind: medium.suffixes for kind, medium in MEDIA.items()}
+_CAPTION_NAMES = "caption,captions,text,texts,sentence,sentences,sentences_raw,raw,title,alt_text,alt,txt,description"
+USUAL_NAMES = {
+    "image": Image.names,
+    "caption": _CAPTION_NAMES.split(","),
+    # `id` comes last: in files made from COCO's annotations it numbers the captions, and `image_id` the images.
+    "id": ["image_id", "imgid", "cocoid", "id"],
+    "language": ["languages"],
+}
+MEDIUM_NAMES = {kind: medium.names for kind, medium in MEDIA.items()}
+_ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
+NEGATIVES = "negatives"
+BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone
+BESIDE_TIME = ("start", "end", "times", "moments")  # and those of clips and sounds
+SPLITS = ("train", "validation", "test")
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training", "restval"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+HOLDOUT_FRACTION, HOLDOUT_MOST = 0.05, 2000
+_NEEDED = ("image", "caption")
+_LISTED = 40  # columns that a message names
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns; None where there is none or, in a request, for the usual names.
+
+    `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `option` is how a request
+    names the column of a kind, in error messages.
+    """
+
+    image: str | None = None
+    caption: str | None = None
+    id: str | None = None
+    language: str | None = None
+    option: str = field(default="--{}_column", compare=False)
+    medium: str = "image"
+
+
+def find_columns(
+    names: Sequence[str],
+    title: str,
+    wanted: Columns,
+    spare_image: str | None = None,
+    typed: Mapping[str, str] | None = None,
+    first: Mapping[str, Any] | None = None,
+) -> Columns:
+    """Find the columns of a table, by `wanted` or else by their usual names in any case.
+
+    Args:
+        title: begins error messages.
+        spare_image: the image column if no usual name is found.
+        typed: the kinds of columns whose type says it.
+        first: values of the first rows, which tell the kind of files in columns such as `path`.
+
+    Raises:
+        ValueError: if a wanted column, or any for images or captions, is missing, two columns share a name, or columns
+            are for media of several kinds; the message lists the columns.
+    """
+    twice = first_repeated(names)
+    if twice is not None:
+        raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
+    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed or {}, first or {})
+    found: dict[str, str | None] = {}
+    for kind, usual in {**USUAL_NAMES, "image": names_of(medium)}.items():
+        spare = spare_image if kind == "image" else None
+        option = wanted.option.format(kind)
+        found[kind] = find_column(option, names, title, getattr(wanted, kind), usual) or spare
+        if found[kind] is None and kind in _NEEDED:
+            found[kind] = spelt_otherwise(names, usual)
+        if found[kind] is None and kind in _NEEDED:
+            advice = f"Set {option}." if option.startswith("--") else f"Write it behind the path: ,{option}=NAME."
+            shown = medium if kind == "image" else kind
+            raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
+    if found["id"] == found["image"]:
+        found["id"] = None
+    given = (typed or {}).get(str(found["image"]), medium)
+    if given != medium:
+        raise ValueError(
+            f"{title}; the medium is {medium}, and the column {found['image']} is of the kind {given}. Name one that "
+            "agrees, or leave --medium out."
+        )
+    return Columns(found["image"], found["caption"], found["id"], found["language"], medium=medium)
+
+
+def kind_of_value(value: Any) -> str | None:
+    """Return the kind of the file that a cell names, by its suffix; a list is one of frames."""
+    if isinstance(value, list):
+        return "clip"
+    name = str(value.get("path") if isinstance(value, Mapping) else value).lower()
+    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def names_of(medium: str) -> list[str]:
+    """Return the usual names of the column of a medium."""
+    return USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
+
+
+def _find_medium(
+    names: Sequence[str], title: str, wanted: Columns, typed: Mapping[str, str], first: Mapping[str, Any]
+) -> str:
+    """Return the kind of the medium that a table holds; images where nothing tells it."""
+    own = {name: kind for kind, usual in MEDIUM_NAMES.items() for name in usual if name not in _ANY_FILE}
+    if wanted.image is not None:
+        known = typed.get(wanted.image) or own.get(wanted.image.lower())
+        return known or kind_of_value(first.get(wanted.image)) or "image"
+    found = {own[name.lower()]: name for name in reversed(names) if name.lower() in own}
+    found = {kind: name for name, kind in typed.items()} | found
+    if len(found) > 1:
+        option = "--medium " if wanted.option.startswith("--") else ",medium="
+        raise ValueError(
+            f"{title}; the columns {' and '.join(found.values())} may all be the medium. Set {option}"
+            f"{' or '.join(found)}."
+        )
+    files = next((name for name in names if name.lower() in _ANY_FILE), None)
+    known = next(iter(found), None) or kind_of_value(first.get(str(files)))
+    return known or next((kind for kind in ("clip", "sound") if spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")
+
+
+def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:
+    """Return the wanted column, else the first of a usual name; exact names go before cases.
+
+    Args:
+        option: the flag or key that names the column, for error messages.
+
+    Raises:
+        ValueError: if the wanted column is missing, or two columns have a usual name in different cases, neither exactly.
+    """
+    if wanted is not None and wanted not in names:
+        close = difflib.get_close_matches(wanted, [name for name in names[:_LISTED] if len(name) < 80], n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise ValueError(f"{option} is {wanted}; there is no such column ({title}).{hint} {listed(names)}")
+    if wanted is not None:
+        return wanted
+    by_lower: dict[str, list[str]] = {}
+    for name in names:
+        by_lower.setdefault(name.lower(), []).append(name)
+    found = next((by_lower[guess] for guess in usual if guess in by_lower), [])
+    exact = [name for name in found if name in usual]
+    if len(found) > 1 and not exact:
+        raise ValueError(
+            f"{title}; the columns {' and '.join(found)} differ in case alone. Set {option} to one of them."
+        )
+    return next(iter(exact or found), None)
+
+
+def spelt_otherwise(names: Iterable[str], usual: Iterable[str]) -> str | None:
+    """Return the first column of a usual name that is written with blanks or hyphens, such as "Image path"."""
+    plain = {name.replace("_", "") for name in usual}
+    return next((name for name in names if re.sub(r"[\s_-]", "", name.lower()) in plain), None)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return a sentence that lists the columns, the first ones where there are many."""
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return f"The columns are: {', '.join(map(shortened, names[:_LISTED]))}{more}."
+
+
+def is_null(value: Any) -> bool:
+    """Return whether a value is null as JSON, CSV or pandas write it."""
+    if isinstance(value, str):
+        return not value.strip() or value.strip() in ("nan", "NaN")
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any], list[str] | None]:
+    """Return a row's unchecked captions, and one language per caption if the row has any.
+
+    A single language goes for all captions. Raises languages_mismatch.
+    """
+    value = values.get(str(columns.caption))
+    texts = value if isinstance(value, list) else [value]
+    given = values.get(columns.language) if columns.language is not None else None
+    if given is None:
+        return texts, None
+    names = given if isinstance(given, list) else [given] * len(texts)
+    if len(names) != len(texts):
+        raise Fault("languages_mismatch", f"{len(texts)} captions have {len(names)} languages")
+    return texts, ["" if is_null(name) else storable(str(name).strip()) for name in names]
+
+
+def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:
+    """Return a row's id, None without such a column; raise missing_column if it is empty."""
+    if columns.id is None:
+        return None
+    if is_null(values.get(columns.id)):
+        raise Fault("missing_column", f"{columns.id}, the id, is empty")
+    return storable(str(values[columns.id]))
+
+
+def split_of(value: Any) -> str:
+    """Return train, validation or test for the value of a split column; raises unknown_split."""
+    name = SPLIT_NAMES.get(str(value).strip().lower())
+    if name is None:
+        raise Fault("unknown_split", f"split is {value}, not train, validation or test")
+    return name
+
+
+def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> set[str]:
+    """Choose the ids of a validation split: those of the smallest hashes, 5 % and at most 2,000.
+
+    The order of the rows does not matter, and new rows change few choices.
+
+    Args:
+        ids: of images, or of what may not be divided, each once.
+        classes: the class of every id, of which the same share is held out; one of a smaller class that has two or more, of the
+            largest first, until twice the share is held out in all.
+    """
+    count = min(HOLDOUT_MOST, max(1, round(HOLDOUT_FRACTION * len(ids))))
+    of_class: dict[str, list[str]] = {}
+    for each in ids:
+        of_class.setdefault(classes[each] if classes else "", []).append(each)
+    sizes = {name: count * len(each) // len(ids) if classes else count for name, each in of_class.items()}
+    for name in sorted(of_class, key=lambda name: (-len(of_class[name]), name)):
+        if not sizes[name] and len(of_class[name]) > 1 and sum(sizes.values()) < 2 * count:
+            sizes[name] = 1
+    if not any(sizes.values()):  # every class has one
+        return set(heapq.nsmallest(count, ids, key=_hash))
+    return {each for name, inside in of_class.items() for each in heapq.nsmallest(sizes[name], inside, key=_hash)}
+
+
+def hold_out(rows: Dataset, keys: Sequence[str], classes: Mapping[str, str] | None = None) -> tuple[Dataset, Dataset]:
+    """Divide rows into those to train on and those that are held out, by the key of each row; see `held_out`."""
+    held = held_out(list(dict.fromkeys(keys)), classes)
+    kept, out = ([row for row, key in enumerate(keys) if (key in held) is inside] for inside in (False, True))
+    return rows.select(kept), rows.select(out)
+
+
+def first_rows(rows: Dataset, most: int | None) -> Dataset:
+    """Return the first rows, at most `most`."""
+    return rows if most is None else rows.take(min(most, len(rows)))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -1,0 +1,235 @@
+"""Recognise the format of a source, and read its rows one after another."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.paths import Jail, walk
+from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
+from mm_utils.data.rows.folders import (
+    CAPTION_SUFFIXES,
+    SUBTITLE_SUFFIXES,
+    own_caption,
+    read_caption_files,
+    read_classes,
+)
+from mm_utils.data.rows.records import IMAGE_SUFFIXES, BadRow, Record
+from mm_utils.data.rows.source import PathArguments, Source, known_formats
+from mm_utils.data.rows.stored import is_saved
+from mm_utils.data.rows.tables import read_datasets, read_metadata, read_parquet, read_text
+from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
+from mm_utils.doors import entries, load
+from mm_utils.text import one_line
+
+METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
+_HEAD = 1 << 16  # characters of a file that are looked at
+_LOOKED_AT = 1000  # files of a folder that are looked at
+_PHOTOS_LOOKED_AT = 50  # in which a caption is looked for
+_READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
+    "parquet": read_parquet,
+    "classes": read_classes,
+    "datasets": read_datasets,
+}
+
+
+def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read every row of `source` in order as a `Record`, or as a `BadRow` with the reason.
+
+    Rows of one image have equal ids and are not merged. Memory does not grow with the rows, except for JSON documents
+    (COCO, Karpathy, arrays), which are parsed whole, and parallel sources, whose captions are held.
+
+    Raises:
+        ValueError: if the source as a whole cannot be read: it is missing, lacks a column, or has another format.
+    """
+    source = replace(source, format=source.format or detect(source))
+    files = metadata_files(Path(source.path)) if source.format == "imagefolder" else {}
+    if source.format in _OF_FILES and not files and os.path.isdir(source.path):
+        source = replace(source, medium=_medium_of_folder(source))
+    if source.format == "imagefolder":
+        return read_metadata(source, safety, files) if files else read_caption_files(source, safety)
+    is_named = source.format in ("datasets", "webdataset") or source.format not in known_formats()
+    if not is_named and not os.path.exists(source.path):
+        raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
+    return _READERS.get(source.format, _read_own)(source, safety)
+
+
+def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read by the reader of an extra, or by a user's, which `format` names as module.function."""
+    try:
+        read = load(entries("SOURCES").get(source.format, source.format))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{source.title}, format={source.format}; it cannot be imported ({one_line(error)})."
+        ) from error
+    for item in read(source, safety):
+        if not isinstance(item, (Record, BadRow)):
+            raise ValueError(
+                f"{source.title}, format={source.format}; it yields {type(item).__name__}. Yield Record or BadRow."
+            )
+        yield item
+
+
+def detect(source: Source) -> str:
+    """Return the format of a source by its path and content.
+
+    Raises:
+        ValueError: if they do not decide it.
+    """
+    path = Path(source.path)
+    if source.captions is not None:
+        return "parallel"
+    if source.path.lower().endswith(".tar"):
+        return "webdataset"
+    if path.is_dir():
+        return _of_folder(path, source)
+    own = entries("SOURCE_SUFFIXES").get(path.suffix.lower())
+    if own is not None and path.is_file():
+        return str(own)
+    if path.is_file():
+        return _of_file(path, source)
+    if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", source.path) and not path.suffix:
+        return "datasets"
+    raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
+
+
+def metadata_files(folder: Path) -> dict[str | None, Path]:
+    """Return an image folder's metadata file, below None, or those of its split folders."""
+    file = _metadata_file(folder)
+    if file is not None:
+        return {None: file}
+    inside = [item for item in sorted(folder.iterdir()) if item.is_dir() and item.name.lower() in SPLIT_NAMES]
+    found = {SPLIT_NAMES[item.name.lower()]: _metadata_file(item) for item in inside}
+    return {split: file for split, file in found.items() if file is not None}
+
+
+def holds_shards(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder, or the folder of a split in it, holds tar files."""
+    path = Path(folder)
+    if not path.is_dir():
+        return False
+    places = [path, *(place for place in path.iterdir() if place.name.lower() in SPLIT_NAMES)]
+    return any(next(place.glob("*.tar"), None) for place in places)
+
+
+def is_image_folder(folder: Path) -> bool:
+    """Return whether media have a caption file each, or images a caption in their metadata."""
+    files = _files_of(folder)
+    return any(_of_names(files, folder, medium) == "imagefolder" for medium in SUFFIXES)
+
+
+def _files_of(folder: Path) -> list[tuple[str, str]]:
+    return [*islice(((place, name) for place, names in walk(str(folder)) for name in names), _LOOKED_AT)]
+
+
+def _metadata_file(folder: Path) -> Path | None:
+    return next((folder / name for name in METADATA_FILES if (folder / name).is_file()), None)
+
+
+def _of_folder(path: Path, source: Source) -> str:
+    if is_saved(path):
+        return "datasets"
+    if metadata_files(path):
+        return "imagefolder"
+    if (path / "images").is_dir() and (path / "captions").is_dir():
+        return "parallel"
+    files = _files_of(path)
+    medium = _medium_of_folder(source)
+    found = _of_names(files, path, medium)
+    if found is None:
+        raise ValueError(
+            f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(known_formats())}."
+        )
+    lists = [name for place, name in files if place == str(path) and name.lower().endswith(TEXT_SUFFIXES)]
+    if found == "classes" and lists:
+        raise ValueError(
+            f"{source.title}; this folder holds {medium}s and {lists[0]}. Give {path / lists[0]} as the source, or set "
+            "format=classes."
+        )
+    return found
+
+
+def _medium_of_folder(source: Source) -> str:
+    """Return the kind of the files in a folder; images where there are none.
+
+    Raises:
+        ValueError: if there are files of several kinds, and images are not most of them.
+    """
+    if source.medium != "auto":
+        return source.medium
+    found = kinds_of_folder(Path(source.path))
+    most = max(found, key=found.__getitem__, default="image")
+    if len(found) > 1 and most != "image":
+        held = " and ".join(f"{count:,} {kind}s" for kind, count in found.items())
+        option = "medium=" if source.title.startswith("--sources") else "--medium "
+        raise ValueError(f"{source.title}; this folder holds {held}. Set {option}{' or '.join(found)}.")
+    return most
+
+
+def kinds_of_folder(folder: Path) -> dict[str, int]:
+    """Count the first files of a folder by the kind that their names tell."""
+    names = [name.lower() for _, name in _files_of(folder)]
+    counts = {kind: sum(name.endswith(suffixes) for name in names) for kind, suffixes in SUFFIXES.items()}
+    counts["clip"] -= sum(name.endswith(".gif") for name in names)  # which is an image, too
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -> str | None:
+    """Return the format of the folder `path` by the folders and names of files in it."""
+    split = [(place, *os.path.splitext(name)) for place, name in files]
+    suffixes = {suffix.lower() for _, _, suffix in split}
+    images = {(place, stem) for place, stem, suffix in split if suffix.lower() in SUFFIXES[medium]}
+    beside = CAPTION_SUFFIXES if medium == "image" else (*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
+    captions = {(place, stem) for place, stem, suffix in split if suffix.lower() in beside}
+    if ".tar" in suffixes:
+        return "webdataset"
+    if images & captions:
+        return "imagefolder"
+    places = {os.path.relpath(place, path).lower() for place, _ in images}
+    if (
+        places <= {".", *SPLIT_NAMES}
+        and not suffixes & {*TEXT_SUFFIXES, ".parquet", ".arrow"}
+        and _is_captioned(files, path)
+    ):
+        return "imagefolder"
+    if places - {"."}:
+        return "classes"
+    if ".parquet" in suffixes and not (path / "README.md").is_file():
+        return "parquet"
+    return "datasets" if suffixes & {".parquet", ".arrow", ".jsonl", ".csv"} else None
+
+
+def _is_captioned(files: list[tuple[str, str]], path: Path) -> bool:
+    """Return whether one of the first photos has a caption in its metadata."""
+    jail = Jail(str(path), False)
+    for place, name in [each for each in files if each[1].lower().endswith(IMAGE_SUFFIXES)][:_PHOTOS_LOOKED_AT]:
+        with suppress(Fault):
+            if own_caption(jail.resolve(os.path.relpath(os.path.join(place, name), path))) is not None:
+                return True
+    return False
+
+
+def _of_file(path: Path, source: Source) -> str:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return "parquet"
+    with path.open("rb") as file:
+        head = file.read(_HEAD).decode("utf-8-sig", "replace")
+    found = next(filter(None, (load(path)(suffix, head) for path in entries("TEXT_FORMATS").values())), None)
+    if found is not None:
+        return str(found)
+    if suffix in (".json", ".jsonl"):
+        return "json" if is_array(head) else "jsonl"
+    if suffix in (".csv", ".tsv"):
+        return suffix[1:]
+    known = ", ".join((*TEXT_SUFFIXES, ".parquet", ".tar"))
+    raise ValueError(
+        f"{source.title}; its format is not known by '{path.suffix}'. Known are {known}; prepare_data also takes "
+        f"format=, one of {', '.join(known_formats())}."
+    )

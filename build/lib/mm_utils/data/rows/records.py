@@ -1,0 +1,342 @@
+"""Records: one row of a source with its place, or the reason why the row cannot be used.
+
+Nothing is decoded here. A record holds an `ImageRef`: small, picklable, and read by the process that decodes the image,
+clip or sound, all of which are files or bytes.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets.table import MemoryMappedTable
+
+from mm_utils.data.faults import Fault, excerpt, storable
+from mm_utils.data.images import encode, open_image, raw_size
+from mm_utils.data.parquet import ParquetRows
+from mm_utils.data.paths import Jail, Limits, is_url, read_file
+from mm_utils.data.rows.columns import SUFFIXES, is_null
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.text_files import check_row, open_lines, read_lines
+from mm_utils.doors import entries, load
+from mm_utils.text import one_line
+
+IMAGE_SUFFIXES = SUFFIXES["image"]
+_PARQUET_BATCH = 32  # rows of images that a process holds at a time
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """A place where the bytes of an image are; `name` is for people."""
+
+    name: str
+
+    def read(self, limits: Limits) -> bytes:
+        """Return the bytes, at least one and at most `limits.max_bytes`; raises a `Fault`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage(ImageRef):
+    """A regular file; its name is the absolute path, as a `Jail` resolved it."""
+
+    def read(self, limits: Limits) -> bytes:
+        """Read the whole file."""
+        return read_file(self.name, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberImage(ImageRef):
+    """`size` bytes of an uncompressed tar archive, from byte `offset`."""
+
+    path: str
+    offset: int
+    size: int
+
+    def read(self, limits: Limits) -> bytes:
+        """Read the member alone."""
+        return read_file(self.path, limits, self.offset, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class FramesImage(ImageRef):
+    """The pictures of a clip, in order, with the seconds at which they are shown, unchecked."""
+
+    frames: tuple[ImageRef, ...]
+    times: tuple[Any, ...] | None
+
+    def read(self, limits: Limits) -> bytes:
+        """Return the bytes of all pictures, one behind the other."""
+        return b"".join(self.contents(limits))
+
+    def contents(self, limits: Limits) -> list[bytes]:
+        """Read every picture."""
+        return [frame.read(limits) for frame in self.frames]
+
+
+@dataclass(frozen=True, slots=True)
+class BytesImage(ImageRef):
+    """Bytes in memory."""
+
+    data: bytes | None
+
+    def read(self, limits: Limits) -> bytes:
+        """Return the bytes."""
+        return checked_bytes(self.data, self.name, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowImage(ImageRef):
+    """A cell of a memory-mapped Arrow file of `datasets`, read in constant time."""
+
+    path: str
+    row: int
+    column: str
+
+    def read(self, limits: Limits) -> bytes:
+        """Read the cell."""
+        cell = _mapped(self.path).fast_slice(self.row, 1).column(self.column)[0]
+        return checked_bytes(_bytes_of(cell), self.name, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetImage(ImageRef):
+    """A cell of a Parquet file: row `row` of row group `group`.
+
+    Each process keeps its place in the last two row groups, so rows read in order are decompressed once and memory does
+    not grow with the size of a row group.
+    """
+
+    path: str
+    group: int
+    row: int
+    column: str
+
+    def read(self, limits: Limits) -> bytes:
+        """Read the cell; raises read_error if the file is damaged there."""
+        try:
+            cell = _cursor(self.path, self.group, self.column).cell(self.row)
+        except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
+            _cursor.cache_clear()
+            raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
+        return checked_bytes(_bytes_of(cell), self.name, limits)
+
+
+@dataclass(slots=True)
+class Record:
+    """One row of a source.
+
+    Attributes:
+        where: the place in the source, such as "line 12" or "member 000123".
+        id: the source's own id, or the image's path relative to its folder, or None for embedded bytes without an id
+            column. Rows of equal ids name the same image; readers do not merge them.
+        captions: unchecked values.
+        languages: one code per caption, "" where unknown; None where the source has none.
+        regions: unchecked boxes with phrases.
+        negatives: unchecked captions that are wrong for the image.
+        medium: image, clip or sound.
+        cut: unchecked start and end, in seconds, of the part of a clip or sound that the captions are about.
+        moments: unchecked spans with phrases.
+        split: train, validation or test; None where the source does not say.
+        notes: where the captions came from, keys of `NOTES`.
+    """
+
+    source: str
+    where: str
+    id: str | None
+    image: ImageRef
+    captions: list[Any]
+    languages: list[str] | None = None
+    regions: Any = None
+    split: str | None = None
+    negatives: Any = None
+    notes: tuple[str, ...] = ()
+    medium: str = field(default="image", repr=False)
+    cut: tuple[Any, Any] = field(default=(None, None), repr=False)
+    moments: Any = field(default=None, repr=False)
+
+    @property
+    def timing(self) -> str:
+        """Return what the record says about time, for a hash of it; "" for an image."""
+        times = getattr(self.image, "times", None)
+        return "" if self.medium == "image" else repr((self.medium, self.cut, self.moments, times))
+
+
+@dataclass(slots=True)
+class BadRow:
+    """A row without a record: the reason, and the beginning of the row, escaped."""
+
+    source: str
+    where: str
+    fault: Fault
+    raw: str = ""
+
+
+class RecordBuilder:
+    """Makes the records of a source: resolves images, fills in values that hold for all rows.
+
+    Args:
+        default_root: the folder of images if neither the source nor the flags give one.
+        id_root: the folder that ids made of paths are relative to; by default that of the images.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        safety: PathArguments,
+        default_root: str | os.PathLike[str],
+        id_root: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.source, self.safety = source, safety
+        given = source.image_root or safety.image_root
+        root = given or os.fspath(default_root)
+        if not os.path.isdir(root):
+            raise ValueError(f"{source.title}; its image_root {root} is not a folder. Give the folder of the images.")
+        self.jail = Jail(root, safety.allow_outside_root)
+        self._id_root = os.path.abspath(given or id_root or root)
+        self._first_frames: dict[str, int] = {}  # a hash of all frames, by the id of the first
+        self.medium = "image" if source.medium == "auto" else source.medium
+
+    def image(self, value: Any, jail: Jail | None = None, times: Any = None) -> tuple[ImageRef, str | None]:
+        """Return the medium that a cell names, and the id that follows from its path or address.
+
+        A list names the frames of a clip, which are shown at `times`, in seconds.
+        """
+        if isinstance(value, ImageRef):
+            return value, None
+        if self.medium != "image" and (is_null(value) or value == []):
+            raise Fault("medium_empty", f"the cell of the {self.medium} is empty")
+        if self.medium == "clip" and isinstance(value, list):
+            return self._frames(value, jail or self.jail, times)
+        written = value.get("path") if isinstance(value, dict) else value
+        kind = entries("ADDRESSES").get(str(written).partition("://")[0].lower()) if is_url(str(written)) else None
+        if self.safety.allow_download and kind is not None:
+            return load(kind)(str(written)), storable(str(written))
+        path = image_path(written, jail or self.jail)
+        return FileImage(path), path_id(path, self._id_root, written)
+
+    def _frames(self, paths: list[Any], jail: Jail, times: Any) -> tuple[ImageRef, str | None]:
+        frames = tuple(FileImage(image_path(each, jail)) for each in paths)
+        shown = times if times is None else tuple(times) if isinstance(times, list) else (times,)
+        name = frames[0].name
+        key, own = path_id(name, self._id_root, paths[0]), hash((*(frame.name for frame in frames), repr(shown)))
+        if self._first_frames.setdefault(key, own) != own:  # another clip that begins with the same picture
+            digest = hashlib.blake2b(repr((paths, shown)).encode("utf-8", "backslashreplace"), digest_size=4)
+            key = f"{key}#{digest.hexdigest()}"
+        return FramesImage(name, frames, shown), key
+
+    def record(
+        self,
+        where: str,
+        image: tuple[ImageRef, str | None],
+        captions: list[Any],
+        *,
+        languages: list[str] | None = None,
+        regions: Any = None,
+        negatives: Any = None,
+        split: str | None = None,
+        cut: tuple[Any, Any] = (None, None),
+        moments: Any = None,
+    ) -> Record:
+        """Return the record of an image with its id, to which a cut is added."""
+        if languages is None and self.source.language is not None:
+            languages = [self.source.language] * len(captions)
+        ref, key = image
+        split = self.source.split or split
+        found = Record(self.source.name, storable(where), key, ref, captions, languages, regions, split, negatives)
+        if self.medium != "image":
+            found.medium, found.cut, found.moments = self.medium, cut, moments
+            if key is not None and cut != (None, None):
+                begin, end = ("" if each is None else each for each in cut)
+                found.id = storable(f"{key}#{begin}-{end}")
+        return found
+
+    def bad(self, where: str, fault: Fault, raw: str = "") -> BadRow:
+        """Return the bad row of a fault."""
+        return BadRow(self.source.name, storable(where), fault, excerpt(raw))
+
+    def lines(self, path: Path, unit: str) -> Iterator[tuple[str, str | BadRow]]:
+        """Read the lines of a text file that are not blank, each with its place."""
+        with open_lines(path) as file:
+            for number, line in enumerate(read_lines(file), start=1):
+                if not line.strip():
+                    continue
+                where = f"{unit} {number}"
+                try:
+                    check_row(line)
+                    yield where, line.strip("\r\n")
+                except Fault as fault:
+                    yield where, self.bad(where, fault, line)
+
+
+def image_path(value: Any, jail: Jail) -> str:
+    """Return the absolute path of an image from its cell.
+
+    Raises a `Fault`: image_empty for an empty cell, bad_path for what is not a text, url_not_allowed, or as `Jail` does.
+    """
+    if is_null(value):
+        raise Fault("image_empty", "the cell of the image is empty")
+    if not isinstance(value, str):
+        raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
+    if is_url(value):
+        raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
+    return jail.resolve(value)
+
+
+def path_id(path: str, id_root: str, written: Any) -> str:
+    """Return a path relative to `id_root` as an id, or as written if it lies outside."""
+    inside = path.startswith(id_root + os.sep)
+    return storable(path[len(id_root) + 1 :].replace(os.sep, "/") if inside else str(written))
+
+
+class _Cursor:
+    """A place in the image column of one row group, which moves forward."""
+
+    def __init__(self, path: str, group: int, column: str) -> None:
+        self._file = ParquetRows(path, path)
+        self._group, self._column = group, column
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._batches: Iterator[pa.RecordBatch] = self._file.batches(self._group, [self._column], _PARQUET_BATCH)
+        self._begin, self._held = 0, next(self._batches)
+
+    def cell(self, row: int) -> pa.Scalar:
+        if row < self._begin:
+            self._rewind()
+        while row >= self._begin + len(self._held):
+            self._begin += len(self._held)
+            self._held = next(self._batches)
+        return self._held.column(0)[row - self._begin]
+
+
+@lru_cache(maxsize=2)
+def _cursor(path: str, group: int, column: str) -> _Cursor:
+    return _Cursor(path, group, column)
+
+
+@lru_cache(maxsize=8)
+def _mapped(path: str) -> MemoryMappedTable:
+    return MemoryMappedTable.from_file(path)
+
+
+def _bytes_of(cell: pa.Scalar) -> bytes | None:
+    """Return the bytes of a binary cell, or of the field `bytes` of a struct."""
+    value = cell.as_py()
+    if not isinstance(value, dict):
+        return value
+    # A raw store (see `mm_utils.data.images.pixels`) that was saved anew: its bytes are not an image file.
+    return encode(open_image(value), "png") if raw_size(value) else value["bytes"]
+
+
+def checked_bytes(data: bytes | None, name: str, limits: Limits) -> bytes:
+    """Return the bytes of an image; raise image_empty or too_many_bytes."""
+    if not data:
+        raise Fault("image_empty", f"{name} has {'no' if data is None else '0'} bytes")
+    if len(data) > limits.max_bytes:
+        raise Fault("too_many_bytes", f"{name} has {len(data):,} bytes; {limits.max_bytes:,} is the most")
+    return data

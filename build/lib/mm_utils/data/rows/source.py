@@ -1,0 +1,313 @@
+"""Flags and items that name sources of image-caption pairs."""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mm_utils.arguments import arg
+from mm_utils.data.faults import storable
+from mm_utils.data.media import medium as media
+from mm_utils.data.paths import Limits, read_file
+from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
+from mm_utils.doors import entries, load
+from mm_utils.text import one_line
+
+FORMATS = {
+    "jsonl": "one JSON object a line",
+    "json": "an array of JSON objects",
+    "csv": "a table with a header; commas, semicolons, tabs or pipes between cells",
+    "tsv": "a table with a header, tabs between cells",
+    "parquet": "a Parquet file or a folder of them",
+    "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt), or "
+    "with a caption in its own metadata (XMP, IPTC, EXIF)",
+    "classes": "a folder of images per class, below split folders or not; captions are made from templates",
+    "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
+}
+DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
+TEMPLATES = media.Image.templates
+MEDIA = ("auto", "image", "clip", "sound")
+WORDNET_ID = re.compile(r"n\d{8}")
+_LONGEST_NAMES = 16 << 20  # bytes of a file of names
+
+
+@dataclass
+class DataArguments:
+    """Image-caption pairs. Without a source, the embedded scenes.
+
+    Raw files are checked at the first start, every image decoded, and kept in the datasets cache; later starts are fast.
+    """
+
+    dataset_name: str | None = arg(
+        None,
+        "A data set on the Hub, a local folder of one, or a folder made by save_to_disk or prepare_data; clips or sounds: the "
+        "embedded set of these, drawn at the first start.",
+    )
+    dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
+    train_file: str | None = arg(
+        None,
+        "Training pairs: JSONL, JSON, CSV, TSV or Parquet, one image and its caption a row, or COCO, Flickr or tar shards. "
+        "The first start checks all images; later ones read the datasets cache.",
+    )
+    validation_file: str | None = arg(None, "Validation pairs; without any, some training images are held out.")
+    test_file: str | None = arg(None, "Test pairs.")
+    dataset_dir: str | None = arg(
+        None, "A folder of images with metadata.jsonl or .csv, in it or per split, or with captions in them."
+    )
+    medium: str = arg(
+        "auto",
+        "What the captions describe: images, clips (videos, GIFs, lists of frames) or sounds; auto: as the columns say.",
+        choices=list(MEDIA),
+    )
+    image_column: str | None = arg(
+        None, "Column of the images, clips or sounds, paths or files; found by its usual names, whatever --medium is."
+    )
+    caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
+    id_column: str | None = arg(None, "Column that identifies the image; default image_id or id, else the path.")
+    language_column: str | None = arg(None, "Column of language codes, one a row or one a caption; default languages.")
+    image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
+    allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
+    max_train_samples: int | None = arg(None, "Keep the first N training images.")
+    max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.")
+    preprocessing_num_workers: int | None = arg(
+        None, "Processes that check images (default all cores) and tokenise.", rare=True
+    )
+
+    def __post_init__(self) -> None:
+        sources = [f"--{name}" for name in ("dataset_name", "train_file", "dataset_dir") if getattr(self, name)]
+        if len(sources) > 1:
+            raise ValueError(f"{' and '.join(sources)} are given together; pairs have one source. Keep one of them.")
+        for name in ("validation_file", "test_file"):
+            if getattr(self, name) and sources and not self.train_file:
+                raise ValueError(f"--{name} is given with {sources[0]}; it goes with --train_file. Drop one of them.")
+        if self.dataset_config_name and not self.dataset_name:
+            raise ValueError(
+                f"--dataset_config_name is {self.dataset_config_name}; there is no --dataset_name. Give both or none."
+            )
+        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Return the flags of columns, as `Source` takes them."""
+        names = ("medium", "image_column", "caption_column", "id_column", "language_column")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class PathArguments:
+    """Files and addresses that the paths in a data file may reach."""
+
+    image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
+    allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
+    allow_download: bool = arg(False, "Fetch images given as http(s) addresses; private networks stay out of reach.")
+
+    def __post_init__(self) -> None:
+        if self.image_root is not None and not os.path.isdir(self.image_root):
+            raise ValueError(
+                f"--image_root is {self.image_root}; there is no such folder. Give the folder of the images."
+            )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place of image-caption pairs, and how to read them.
+
+    Attributes:
+        path: a file, a folder, a pattern of shards, or a repository on the Hub.
+        format: a key of `FORMATS` or of the extras' `SOURCES`, or a reader of one's own as ``module.function``; "" recognises
+            it by the path and the content.
+        name: the source's name in rows, reports and warnings; by default the last part of `path`.
+        image_root: folder that image paths are relative to and may not leave; by default the data file's.
+        split: the split of all rows, whatever the rows say.
+        weight: its share of the training images, relative to other sources; None takes all.
+        image_column, caption_column, id_column, language_column: found by their usual names where None.
+        language: the code of all captions whose rows give none.
+        captions: the list or folder of captions of the format ``parallel``.
+        classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
+        templates: captions of classes, with the name at ``{}``.
+        config: the configuration of a data set on the Hub, or the table of a database.
+        delimiter: what stands between the cells of a CSV or TSV file; found in its header where None.
+        medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
+        title: beginning of error messages, which names the flag.
+    """
+
+    path: str
+    format: str = ""
+    name: str = ""
+    image_root: str | None = None
+    split: str | None = None
+    weight: float | None = None
+    image_column: str | None = None
+    caption_column: str | None = None
+    id_column: str | None = None
+    language_column: str | None = None
+    language: str | None = None
+    captions: str | None = None
+    classes: str | None = None
+    templates: tuple[str, ...] = TEMPLATES
+    config: str | None = None
+    delimiter: str | None = None
+    title: str = ""
+    medium: str = field(default="auto", repr=False)  # what is read says it, too
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError(
+                "--sources has an item without a path; an item is path,key=value,... Give the path first."
+            )
+        title = self.title or f"--sources has {self.path}"
+        object.__setattr__(self, "title", title)
+        object.__setattr__(self, "name", storable(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1]))
+        formats = known_formats()
+        if self.format and self.format not in formats and "." not in self.format:
+            raise ValueError(
+                f"{title}, format={self.format}; known are {', '.join(formats)}, and a function of your own as "
+                f"module.function.{_close(self.format, formats)}"
+            )
+        if self.medium not in MEDIA:
+            known = ", ".join(MEDIA)
+            raise ValueError(f"{title}, medium={self.medium}; known are {known}.{_close(self.medium, MEDIA)}")
+        if self.split is not None:
+            if self.split.lower() not in SPLIT_NAMES:
+                raise ValueError(
+                    f"{title}, split={self.split}; a split is train, validation or test. Name one of them."
+                )
+            object.__setattr__(self, "split", SPLIT_NAMES[self.split.lower()])
+        if self.delimiter is not None:
+            sign = DELIMITERS.get(self.delimiter, self.delimiter)
+            if sign not in DELIMITERS.values():
+                known = ", ".join(DELIMITERS)
+                raise ValueError(f"{title}, delimiter={self.delimiter}; known are {known}. Name one of them.")
+            object.__setattr__(self, "delimiter", sign)
+        if self.weight is not None and not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"{title}, weight={self.weight}; a weight is above 0. Drop the source to leave it out.")
+        without = [template for template in self.templates if "{}" not in template]
+        if without or not self.templates:
+            shown = without[0] if without else ""
+            raise ValueError(f"{title}, templates={shown}; a template says with {{}} where the name goes. Add it.")
+
+    @classmethod
+    def parse(cls, item: "str | Mapping[str, Any]") -> "Source":
+        r"""Read ``path,key=value,...``, or a mapping of the same keys as a YAML file has it.
+
+        A comma inside a value is written ``\,``; templates are separated by ``|``, or are a list in a mapping.
+
+        Raises:
+            ValueError: for an unknown key or an impossible value.
+        """
+        if isinstance(item, str):
+            path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
+            pairs = [part.partition("=") for part in rest]
+            odd = next((key for key, equals, _ in pairs if not equals), None)
+            if odd is not None:
+                raise ValueError(rf"--sources has {item}; '{odd}' is not key=value. Write a comma in a path as '\,'.")
+            names = ["path", *(key.strip() for key, _, _ in pairs)]
+            twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+            if twice is not None:
+                raise ValueError(f"--sources has {item}; {twice} is given twice. Keep one of them.")
+            item = dict(zip(names, [path.strip(), *(value.strip() for _, _, value in pairs)], strict=True))
+        known = [each.name for each in dataclasses.fields(cls) if each.name != "title"]
+        values = {key: value for key, value in item.items() if value is not None}
+        for key in values:
+            if key not in known:
+                raise ValueError(
+                    f"--sources has the key {key}; known are {', '.join(known)}.{_close(str(key), known)}"
+                )
+        return cls(**{key: _typed(key, value) for key, value in {"path": "", **values}.items()})
+
+    @property
+    def columns(self) -> Columns:
+        """Return the wanted columns."""
+        own = self.title.startswith("--sources")  # written behind the path, not as flags
+        option = "{}_column" if own else "--{}_column"
+        names = (self.image_column, self.caption_column, self.id_column, self.language_column)
+        return Columns(*names, option, self.medium)
+
+    def captions_of_class(self, name: str, medium: str) -> list[str]:
+        """Return the captions that the templates make of the name of a class."""
+        usual = media.MEDIA[medium].templates
+        return [each.replace("{}", name) for each in (usual if self.templates == TEMPLATES else self.templates)]
+
+
+def known_formats() -> list[str]:
+    """Return the names of all formats, those of extras too."""
+    return [*FORMATS, *entries("SOURCES")]
+
+
+def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
+    """Return whether --dataset_name means an embedded set; a file or folder goes before."""
+    return dataset_name in entries("SETS") and not os.path.exists(str(dataset_name))
+
+
+def resolved(source: Source) -> Source:
+    """Return the source of the data that a name stands for, such as a benchmark's; others as they are."""
+    path = entries("NAMED_SOURCES").get(source.path)
+    if path is None or os.path.exists(source.path):
+        return source
+    found: Source = load(path)(source)
+    return found
+
+
+def class_names(source: Source) -> dict[str, str]:
+    """Read the file `classes` of a source: names by WordNet id, folder name or index.
+
+    It is a JSON object ``{id: name}`` or ``{index: [id, name]}``, lines ``id name`` or ``id<TAB>name``, or one name a
+    line. The first of several names, as in WordNet, counts.
+    """
+    if source.classes is None:
+        return {}
+    path = Path(source.classes)
+    title = f"{source.title}, classes={path}"
+    if not path.is_file():
+        raise ValueError(f"{title}; there is no such file. Check the path.")
+    found: dict[str, str] = {}
+    try:
+        text = read_file(str(path), Limits(_LONGEST_NAMES)).decode("utf-8-sig")
+        if text.lstrip().startswith("{"):
+            for key, value in json.loads(text).items():
+                *keys, name = [key, *(value if isinstance(value, list) else [value])]
+                found |= dict.fromkeys(map(str, keys), str(name))
+        else:
+            for index, line in enumerate(line.strip() for line in text.splitlines() if line.strip()):
+                key, _, name = line.partition("\t") if "\t" in line else line.partition(" ")
+                if "\t" in line or WORDNET_ID.fullmatch(key):
+                    found[key] = name
+                else:
+                    found[str(index)] = line
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{title}; it cannot be read ({one_line(error)}). Write lines of 'id name', or JSON."
+        ) from error
+    return {key: readable(name.split(",")[0]) for key, name in found.items()}
+
+
+def readable(name: str) -> str:
+    """Return the name of a folder or class as words."""
+    return " ".join(name.replace("_", " ").split())
+
+
+def _typed(key: str, value: Any) -> Any:
+    if key == "weight":
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"--sources has weight={value}; a weight is a number. Write for example weight=2."
+            ) from None
+    if key == "templates":
+        return tuple(value.split("|") if isinstance(value, str) else map(str, value))
+    return str(value)
+
+
+def _close(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,211 @@
+"""Open data sets of `datasets`, from a folder or the Hub, with no file elsewhere.
+
+Anyone may publish such a folder. Its card, its JSON files and its columns of images name files, and `datasets` opens them
+wherever they are, on the disk or in the network; so they are judged here before.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import yaml
+from datasets import Dataset, DatasetBuilder, DatasetDict, load_dataset_builder, load_from_disk
+from datasets.exceptions import DatasetsError
+from huggingface_hub import DatasetCard, hf_hub_download
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HfHubHTTPError
+
+from mm_utils.data.faults import REASONS, Fault
+from mm_utils.data.parquet import check_files
+from mm_utils.data.paths import Jail, is_url
+from mm_utils.data.rows.records import image_path
+from mm_utils.text import one_line
+
+_BUILDERS = ("arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset")
+
+
+def load_splits(
+    name: str, config: str | None, num_proc: int | None, title: str, allow_outside: bool | None = None
+) -> DatasetDict:
+    """Load all splits of a folder of `save_to_disk`, of a Hub data set or of a local one.
+
+    Args:
+        allow_outside: the value of --allow_outside_root; None for a script without this flag.
+
+    Raises:
+        ValueError: begun by `title`, if that fails, or the data set names files elsewhere.
+    """
+    folder = Path(name)
+    if folder.is_file():
+        raise ValueError(f"{title}; that is a file. Give it as --train_file.")
+    try:
+        if is_saved(folder):
+            check_saved(folder, Jail(name, bool(allow_outside)))
+            source = load_from_disk(name)
+        else:
+            builder = open_builder(name, config, bool(allow_outside))
+            builder.download_and_prepare(num_proc=num_proc)
+            source = builder.as_dataset()
+    except Fault as fault:
+        raise ValueError(f"{title}; {fault.detail}. {remedy(fault, allow_outside)}") from fault
+    except _DAMAGE as error:
+        raise ValueError(
+            f"{title}; it could not be loaded ({one_line(error.__cause__ or error)}). Check its spelling, its "
+            "configuration and the connection, or give a local folder of it."
+        ) from error
+    return DatasetDict({"train": source}) if isinstance(source, Dataset) else source
+
+
+def open_builder(name: str, config: str | None, allow_outside: bool) -> DatasetBuilder:
+    """Return the builder of a local or Hub data set, none of whose data files lies elsewhere.
+
+    Raises a `Fault` if one does, or the errors of `datasets`.
+    """
+    folder, jail = Path(name), Jail(name, allow_outside)
+    for file in ("README.md", ".huggingface.yaml"):
+        path = folder / file if folder.is_dir() else _file_on_hub(name, file)
+        if path is not None and path.is_file():
+            check_card(path, jail)
+    builder = load_dataset_builder(name, config)
+    kind = type(builder).__module__.rpartition(".")[2]
+    if folder.is_dir() and kind not in _BUILDERS:  # others follow links inside files, such as HDF5's
+        raise Fault("image_unknown_format", f"it holds files of the kind {kind}; known are {', '.join(_BUILDERS)}")
+    files = [str(file) for each in (builder.config.data_files or {}).values() for file in each]
+    for file in files:
+        if folder.is_dir():
+            jail.resolve(file)
+        elif not file.startswith("hf://datasets/"):
+            raise Fault("outside_root", f"its data file {file} is not in the data set")
+    if folder.is_dir():
+        check_files(files)
+    return builder
+
+
+def _file_on_hub(name: str, file: str) -> Path | None:
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset"))
+    except (HfHubHTTPError, OSError, ValueError):  # there is none, or `datasets` cannot reach the Hub either
+        return None
+
+
+def remedy(fault: Fault, allow_outside: bool | None) -> str:
+    """Return what to do about a fault of `check_saved` or `open_builder`."""
+    if fault.reason == "url_not_allowed":
+        return "Download the file into the folder, and name it there."
+    if fault.reason == "outside_root":
+        return f"Copy the files into the folder{'' if allow_outside is None else ', or set --allow_outside_root'}."
+    return (
+        "Give a folder of regular files of these kinds."
+        if fault.reason == "image_unknown_format"
+        else REASONS[fault.reason]
+    )
+
+
+def dataset_jail(name: str, root: str | None, allow_outside: bool) -> Jail:
+    """Return the jail of a data set's images: `root`, its folder, and its part of the cache."""
+    is_folder = os.path.isdir(name)
+    own = name if is_folder else os.path.join(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
+    also = own, str(datasets.config.DOWNLOADED_DATASETS_PATH)
+    return Jail(root or (name if is_folder else "."), allow_outside, also)
+
+
+# What `datasets` raises of files that are damaged; RecursionError is a RuntimeError.
+_DAMAGE = (
+    DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, yaml.YAMLError, KeyError, TypeError, AttributeError,
+)  # fmt: skip
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` wrote this folder."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def check_image_files(rows: Dataset, title: str, jail: Jail) -> None:
+    """Raise ValueError, begun by `title`, if an image is a file that the jail refuses."""
+    contents, paths = (pc.struct_field(rows.data.column("image"), name) for name in ("bytes", "path"))
+    if not contents.null_count:
+        return
+    for path in paths.filter(pc.is_null(contents)).to_pylist():
+        try:
+            image_path(path, jail)
+        except Fault as fault:
+            if fault.reason in ("outside_root", "url_not_allowed", "not_a_file"):
+                raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
+
+
+def check_saved(folder: Path, jail: Jail) -> None:
+    """Check the files that a folder of `save_to_disk` names, before `datasets` opens them.
+
+    Raises a `Fault`, or a ValueError if a file of names is damaged.
+    """
+    parts = [""]
+    if (folder / "dataset_dict.json").is_file():
+        parts += [f"{split}/" for split in _read_json(folder / "dataset_dict.json").get("splits") or ()]
+    for part in parts:
+        for name in ("state.json", "dataset_info.json"):
+            if os.path.lexists(folder / part / name):
+                _check_named(jail, f"{part}{name}", "dataset_dict.json")
+        if not (folder / part / "state.json").is_file():
+            continue
+        for data in _read_json(folder / part / "state.json").get("_data_files") or ():
+            file = data.get("filename") if isinstance(data, dict) else None
+            if not isinstance(file, str):
+                raise ValueError(f"{part}state.json names no files")
+            _check_named(jail, os.path.join(part, file), f"{part}state.json")
+
+
+def check_card(path: Path, jail: Jail) -> None:
+    """Check the data files that a data set's card or .huggingface.yaml names, beforehand.
+
+    Patterns are judged by their text: no address, no absolute path, no step upwards.
+
+    Raises a `Fault`, or an error of the libraries if it is not YAML.
+    """
+    if path.suffix == ".md":
+        configs = DatasetCard.load(path).data.get("configs")
+    else:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        configs = content.get("configs") if isinstance(content, dict) else None
+    for config in configs if isinstance(configs, list) else [configs]:
+        for key in ("data_files", "data_dir"):
+            for name in _strings(config.get(key) if isinstance(config, dict) else None):
+                # One letter before a colon is a drive of Windows; "::" joins addresses of fsspec.
+                if len(urlsplit(name).scheme) > 1 or "::" in name or is_url(name):
+                    raise Fault("url_not_allowed", f"{path.name} names the {key} {name}, an address")
+                leaves = os.path.isabs(name) or name.startswith("~") or ".." in re.split(r"[\\/]", name)
+                if leaves and not jail.allow_outside:
+                    raise Fault("outside_root", f"{path.name} names the {key} {name}, outside the data set")
+
+
+def _check_named(jail: Jail, name: str, file: str) -> None:
+    try:
+        jail.resolve(os.path.join(jail.root, name))
+    except Fault as fault:
+        if fault.reason != "image_missing":  # which `datasets` names
+            raise Fault(fault.reason, f"{file} names {name}: {fault.detail}") from fault
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return content
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every text in lists and mappings, each looked at once, whatever its aliases."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, (list, tuple, dict)) and id(item) not in seen:
+            seen.add(id(item))
+            waiting += item.values() if isinstance(item, dict) else item

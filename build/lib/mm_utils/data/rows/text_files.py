@@ -1,0 +1,303 @@
+"""Rows of JSONL, JSON, CSV and TSV by line number, unreadable ones; cues of subtitles."""
+
+import csv
+import json
+import logging
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from mm_utils.data.faults import REASONS, Fault, first_repeated
+from mm_utils.text import shortened
+
+logger = logging.getLogger(__name__)
+
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+DEEPEST = 32  # lists and objects in each other in a row; other processes get it, and fail at some hundreds
+LONGEST_LINE = 16 << 20  # characters
+LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's captions have 0.1 GB
+_LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
+_TIME = r"(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})[.,](\d{1,9})"  # bounded, so that the search is linear in the file
+_CUE = re.compile(rf"{_TIME}[ \t]{{0,99}}-->[ \t]{{0,99}}{_TIME}[^\n]*(?:\n|$)((?:[^\n]*\S[^\n]*(?:\n|$))*)")
+_MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
+_UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
+
+
+class BadLine(NamedTuple):
+    """A row that cannot be read: the reason and the row's text."""
+
+    fault: Fault
+    text: str
+
+    def describe(self, path: Path, where: str) -> str:
+        """Return an error message of one line."""
+        return f"{path}, {where} is {self.fault.detail}. {REASONS[self.fault.reason]}"
+
+
+Rows = Iterator[tuple[int, dict[str, Any] | BadLine]]
+
+
+class RepeatedKeys(dict[str, Any]):
+    """A JSON object that has the key `key` twice."""
+
+    key: str
+
+
+def text_records(path: Path, kind: str | None = None, delimiter: str | None = None) -> tuple[str, Rows]:
+    """Return the unit that counts the rows ("line" or "row"), and the rows with their numbers.
+
+    Blank lines are skipped. A file in UTF-16, and a JSON array that does not parse, is one `BadLine`.
+
+    Args:
+        kind: a suffix of `TEXT_SUFFIXES`; by default the file's own.
+        delimiter: the sign between the cells of a CSV or TSV file; by default the one that divides its header most.
+    """
+    kind = (kind or path.suffix).lower()
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if wide := wide_encoding(head):
+        return "line", iter([(1, BadLine(Fault("bad_encoding", f"{wide} text"), str(head[:40])))])
+    if kind in (".csv", ".tsv"):
+        return "line", _delimited_records(path, delimiter or _delimiter(path, kind))
+    if is_array(head.decode("utf-8-sig", "replace")):
+        return _array_records(path)
+    return "line", _line_records(path)
+
+
+def open_lines(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text file as UTF-8, with or without a mark; `check_line` finds other bytes."""
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def read_lines(file: TextIO) -> Iterator[str]:
+    """Yield the lines of a file; of one that `check_row` refuses as too long, its beginning."""
+    while line := file.readline(LONGEST_LINE + 1):
+        yield line
+        while len(line) > LONGEST_LINE and line[-1] not in "\r\n":
+            line = file.readline(LONGEST_LINE + 1)
+
+
+def read_document(path: Path) -> str:
+    """Return the text of a file that is parsed whole; raises bad_encoding or malformed_row."""
+    size = path.stat().st_size
+    if size > LONGEST_DOCUMENT:
+        detail = (
+            f"a JSON document of {size:,} bytes, and {LONGEST_DOCUMENT:,} is the most; write one object a line (JSONL)"
+        )
+        raise Fault("malformed_row", detail)
+    with open_lines(path) as file:
+        text = file.read()
+    check_line(text)
+    return text
+
+
+def check_row(text: str) -> None:
+    """Raise malformed_row if a line of `read_lines` is too long; see `check_line`."""
+    if len(text) > LONGEST_LINE:
+        raise Fault("malformed_row", f"a line of more than {LONGEST_LINE:,} characters")
+    check_line(text)
+
+
+def check_line(text: str) -> None:
+    """Raise bad_encoding if a line of `open_lines` held bytes that are not UTF-8."""
+    found = None if text.isascii() else _UNDECODED.search(text)
+    if found is not None:
+        at = len(text[: found.start()].encode("utf-8", "surrogateescape"))
+        raise Fault("bad_encoding", f"not UTF-8 text: byte {at + 1} of the line")
+
+
+def wide_encoding(head: bytes) -> str:
+    """Return UTF-16 or UTF-32 for the beginning of a file of one, by its mark or its zeros; "" for others."""
+    half, zeros = max(2, len(head) // 2), sorted((head[0::2].count(0), head[1::2].count(0)))
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or (zeros[1] > 0.8 * half and 0.4 < zeros[0] / half < 0.6):
+        return "UTF-32"
+    is_half = zeros[1] > 0.8 * half and zeros[0] < 0.2 * half
+    return "UTF-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") or is_half else ""
+
+
+def is_array(head: str) -> bool:
+    """Return whether JSON that begins with `head` is one array, not lines."""
+    text = head.lstrip()
+    first, _, rest = text.partition("\n")
+    if not text.startswith("[") or not rest.strip():
+        return text.startswith("[")
+    try:
+        parse_json(first)
+    except Fault:
+        return True
+    return False
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; raise malformed_row or too_nested. A repeated key makes `RepeatedKeys`."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise Fault("too_nested", "not readable JSON: it is nested too deeply") from error
+    except ValueError as error:  # JSONDecodeError, or a number of more than 4300 digits
+        raise Fault("malformed_row", f"not valid JSON: {error}") from error
+
+
+def checked_object(item: Any) -> dict[str, Any]:
+    """Return a JSON object without repeated keys; raise not_an_object, duplicate_key or too_nested."""
+    if not isinstance(item, dict):
+        raise Fault("not_an_object", f"a JSON {type(item).__name__}; a row is an object")
+    if isinstance(item, RepeatedKeys):
+        raise Fault("duplicate_key", f"an object that has the key '{shortened(item.key)}' twice")
+    level: list[Any] = [item]
+    for _ in range(DEEPEST):
+        level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [value for value in level if isinstance(value, (dict, list))]
+        if not level:
+            return item
+    raise Fault("too_nested", f"an object that is nested more than {DEEPEST} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    item = dict(pairs)
+    if len(item) == len(pairs):
+        return item
+    repeated = RepeatedKeys(item)
+    repeated.key = first_repeated(name for name, _ in pairs)
+    return repeated
+
+
+def _line_records(path: Path) -> Rows:
+    with open_lines(path) as file:
+        for number, text in enumerate(read_lines(file), start=1):
+            if not text.strip():
+                continue
+            try:
+                check_row(text)
+                yield number, checked_object(parse_json(text))
+            except Fault as fault:
+                yield number, BadLine(fault, text)
+
+
+def _array_records(path: Path) -> tuple[str, Rows]:
+    try:
+        items = parse_json(read_document(path))
+    except Fault as fault:
+        cause = fault.__cause__
+        line, text = (cause.lineno, cause.doc[:1000]) if isinstance(cause, json.JSONDecodeError) else (1, "")
+        return "line", iter([(line, BadLine(fault, text))])
+    return "row", ((number, _item(item)) for number, item in enumerate(items))
+
+
+def _item(item: Any) -> dict[str, Any] | BadLine:
+    try:
+        return checked_object(item)
+    except Fault as fault:
+        return BadLine(fault, "" if fault.reason == "too_nested" else str(item))
+
+
+class _Lines:
+    """The lines of a file for `csv`, which can return to the second line of a failed row."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._again = read_lines(file), deque[str]()
+        self.begin, self.taken = 1, list[str]()
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.popleft() if self._again else next(self._file)
+        self.taken.append(line)
+        return line
+
+    def finish_row(self) -> None:
+        self.begin += len(self.taken)
+        self.taken.clear()
+
+    def finish_line(self) -> None:
+        self._again.extendleft(reversed(self.taken[1:]))
+        del self.taken[1:]
+        self.finish_row()
+
+
+def _delimited_records(path: Path, delimiter: str) -> Rows:
+    with open_lines(path, newline="") as file:
+        lines = _Lines(file)
+        # strict: else one forgotten quote swallows all lines up to the next quote, without an error.
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        names: list[str] | None = None
+        while True:
+            fault = None
+            try:
+                cells = next(reader, None)
+                check_row("".join(lines.taken))
+            except csv.Error as error:
+                advice = "quote cells with separators, quotes or line breaks, and write a quote inside twice"
+                fault = Fault("malformed_row", f"a row that cannot be read: {error}; {advice}")
+            except Fault as error:
+                fault = error
+            if fault is not None:
+                bad = BadLine(fault, lines.taken[0])
+                if names is None:
+                    raise ValueError(bad.describe(path, f"line {lines.begin}")) from fault
+                yield lines.begin, bad
+                lines.finish_row() if fault.reason == "bad_encoding" else lines.finish_line()
+                reader = csv.reader(lines, delimiter=delimiter, strict=True)
+                continue
+            if cells is None:
+                return
+            if names is None and cells:
+                names = _header(cells, path)
+            elif names is not None and cells:
+                yield lines.begin, _as_dict(names, cells)
+            lines.finish_row()
+
+
+def _delimiter(path: Path, kind: str) -> str:
+    """Return the sign that divides the header into most cells; of equals the usual one."""
+    with open_lines(path, newline="") as file:
+        header = next((line for line in read_lines(file) if line.strip()), "")[:_LONGEST_HEADER]
+    signs = "\t,;|" if kind == ".tsv" else ",;\t|"
+    cells = {sign: len(next(csv.reader([header], delimiter=sign), [])) for sign in signs}
+    found = max(cells, key=cells.__getitem__)
+    if found != signs[0]:
+        _say_delimiter(path, found)
+    return found
+
+
+@lru_cache
+def _say_delimiter(path: Path, sign: str) -> None:
+    """Log it once, however often the file is read."""
+    logger.info("%s: its cells are separated by %r", path, sign)
+
+
+def _header(cells: list[str], path: Path) -> list[str]:
+    twice = first_repeated(filter(None, cells))
+    if twice is not None:
+        raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
+    return cells
+
+
+def _as_dict(names: list[str], cells: list[str]) -> dict[Any, Any]:
+    """Return a row as `csv.DictReader` does; surplus cells are a list under the key None, those without a name left out."""
+    row: dict[Any, Any] = dict.fromkeys(names)
+    row.update(zip(names, cells, strict=False))
+    row.pop("", None)
+    if len(cells) > len(names):
+        row[None] = cells[len(names) :]
+    return row
+
+
+def read_cues(text: str) -> list[dict[str, Any]]:
+    """Return subtitles' cues, SubRip or WebVTT, as moments; those without text are left out."""
+    found = []
+    for cue in _CUE.finditer(text.replace("\r\n", "\n").replace("\r", "\n")):
+        *times, words = cue.groups()
+        phrase = " ".join(_MARKUP.sub("", words).split())
+        if phrase:
+            found.append({"span": [_seconds(times[:4]), _seconds(times[4:])], "phrase": phrase})
+    return found
+
+
+def _seconds(parts: Sequence[str | None]) -> float:
+    hours, minutes, seconds, fraction = parts
+    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(f"{seconds}.{fraction}")

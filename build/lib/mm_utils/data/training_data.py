@@ -1,0 +1,216 @@
+"""Open a run's data: files, prepared sets, embedded scenes, labelled rows."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import datasets
+from accelerate import Accelerator
+from datasets import DatasetDict
+from transformers import ProcessorMixin
+
+from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_loading, make_loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
+from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
+from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.doors import entries
+
+logger = logging.getLogger(__name__)
+
+
+class Schedule(Protocol):
+    """The training arguments that decide the order and the size of batches."""
+
+    seed: int
+    per_device_eval_batch_size: int
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size as a function of the step."""
+
+
+class Share(NamedTuple):
+    """What a run has learnt of one medium.
+
+    Attributes:
+        run: the run, as if it were on this medium alone: its folder and its settings.
+        data: its data.
+        metrics: of the last evaluation, named as in a run on it alone.
+        remark: a sentence for its card.
+    """
+
+    run: Any
+    data: "TrainingData"
+    metrics: dict[str, float]
+    remark: str = ""
+
+
+@dataclass
+class TrainingData:
+    """The tokenised splits of a run, with the order of training and the loaders.
+
+    Attributes:
+        splits: the rows of every split.
+        processor: the tokenizer and the image processor.
+        loaders: the loaders of the run.
+        order: the order of the training rows.
+        identity: the fingerprint of the training data and the settings that affect batch order; a resumed run must have the
+            same.
+        eval_batch_size: images per process and forward pass in evaluation.
+        total_rows: the rows of every split before `--max_train_samples` and `--max_eval_samples`.
+        features: the training rows with the stored output of frozen towers, in place of `splits["train"]`.
+        name: what `--dataset_name` calls them, if it names several data sets.
+    """
+
+    splits: DatasetDict
+    processor: ProcessorMixin
+    loaders: Loaders
+    order: GlobalOrder
+    identity: dict[str, Any]
+    eval_batch_size: int
+    total_rows: dict[str, int] = field(default_factory=dict)
+    features: datasets.Dataset | None = None
+    name: str | None = None
+
+    @property
+    def media(self) -> dict[str, "TrainingData"]:
+        """The data of each medium, here one; `mm_utils.extras.several_media` has several."""
+        return {self.medium: self}
+
+    def shares(self, run: Any, metrics: dict[str, float]) -> list[Share]:
+        """Return what the run has learnt of each medium, the first one in the run's own folder."""
+        return [Share(run, self, metrics)]
+
+    @property
+    def training_rows(self) -> list[datasets.Dataset]:
+        """The tokenised training rows of each medium; none of a stream."""
+        return [data.splits["train"] for data in self.media.values() if "train" in data.splits]
+
+    @property
+    def medium(self) -> str:
+        """The kind of media: `image`, `clip` or `sound`."""
+        return self.loaders.medium.kind
+
+    @property
+    def num_rows(self) -> int:
+        """Number of training images."""
+        return self.order.num_rows
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the training data."""
+        return self.identity["data"]
+
+    @property
+    def max_seq_length(self) -> int:
+        """The longest possible caption in tokens."""
+        return self.loaders.arguments.max_seq_length
+
+    @cached_property
+    def eval_loader(self) -> DeviceLoader | None:
+        """This rank's share of the validation split, each image with all its captions."""
+        return self.evaluation("validation") if "validation" in self.splits else None
+
+    def evaluation(self, split: str) -> DeviceLoader:
+        """Return this rank's share of a split, each image with all its captions, in order."""
+        return self.loaders.evaluation(self.splits[split], self.eval_batch_size)
+
+    def train_batches(self, start: int, stop: int) -> DeviceLoader:
+        """Return this rank's share of the global batches of steps `start` to `stop`."""
+        return self.loaders.train(self.features or self.splits["train"], self.order, start, stop)
+
+    def __str__(self) -> str:
+        counts = {"train": self.num_rows, **{name: len(rows) for name, rows in self.splits.items()}}
+        return ", ".join(f"{name}: {rows:,} {self.medium}s" for name, rows in counts.items())
+
+
+def open_data(
+    accelerator: Accelerator,
+    data_args: DataArguments,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    make_processor: Callable[..., ProcessorMixin],
+    readers: Sequence[ColumnReader] = (),
+) -> TrainingData:
+    """Open the pairs that the arguments name, tokenised, with their loaders.
+
+    The main process fills the caches first, the others read them.
+
+    Args:
+        accelerator: the run's accelerator.
+        data_args, loader_args: the source, and how it is read.
+        schedule: the arguments that decide the order and the size of batches.
+        make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
+            `seconds` of its window.
+        readers: what terms read besides media and captions.
+
+    Raises:
+        ValueError: if the source cannot be read, with file, line or column and what to do.
+    """
+    with accelerator.main_process_first():
+        splits = load_pairs(replace(data_args, max_train_samples=None, max_eval_samples=None))
+        total = {name: len(rows) for name, rows in splits.items()}
+        splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")
+        processor = processor_of(make_processor, iterate_captions(splits["train"]), splits["train"], loader_args)
+        length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
+        splits = tokenize_splits(splits, processor.tokenizer, length, workers, readers)
+    return make_data(accelerator, splits, processor, loader_args, schedule, readers, total)
+
+
+def processor_of(
+    make: Callable[..., ProcessorMixin], captions: Iterator[str], known: datasets.Dataset, args: LoaderArguments
+) -> ProcessorMixin:
+    """Return the processor of the rows' media, with the window that is asked for; see `open_data`."""
+    medium = kind_of(known.features)
+    default = None if medium == "image" else default_seconds(medium, known)
+    timed = {} if medium == "image" else {"medium": medium, "seconds": args.medium_seconds or default}
+    processor = make(captions, **timed)
+    settle_window(processor, medium, args.medium_seconds, args.clip_frames, default)
+    return processor
+
+
+def make_data(
+    accelerator: Accelerator,
+    splits: DatasetDict,
+    processor: ProcessorMixin,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    readers: Sequence[ColumnReader] = (),
+    total_rows: dict[str, int] | None = None,
+) -> TrainingData:
+    """Put tokenised splits into batches."""
+    loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers)
+    rows = splits["train"]
+    order = global_order(rows, schedule.batch_sizes, schedule.seed, loader_args.similar_captions_per_batch)
+    total = total_rows or {name: len(rows) for name, rows in splits.items()}
+    identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer), **loader_args.order}
+    found = TrainingData(splits, processor, loaders, order, identity, schedule.per_device_eval_batch_size, total)
+    logger.info("%s", found)
+    return found
+
+
+def open_loaders(
+    accelerator: Accelerator,
+    splits: DatasetDict,
+    processor: ProcessorMixin,
+    loader_args: LoaderArguments,
+    schedule: Schedule,
+    readers: Sequence[ColumnReader] = (),
+    *,
+    streaming: bool = False,
+) -> Loaders:
+    """Return the loaders of a run, for which its machines have enough shared memory and open files."""
+    rows = splits["validation"]
+    for column in entries("UNREAD").keys() & set(rows.column_names) - {reader.source(rows) for reader in readers}:
+        logger.info("The rows have %s that no term reads; %s", column, entries("UNREAD")[column])
+    # Saved with the model, so that all who load it read as much of a text.
+    processor.tokenizer.model_max_length = loader_args.max_seq_length
+    loaders = make_loaders(loader_args, accelerator.device, processor, readers)
+    most, eval_batch_size = schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size
+    check_loading(loaders, most, eval_batch_size, streaming=streaming)
+    return loaders

@@ -1,0 +1,351 @@
+"""Ranks, collectives, sharded tensors: the only module that asks torch for processes.
+
+Shape letters: n this rank's rows, N all ranks' rows.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mm_utils.communication import gathered_bytes, meter, reduced_bytes
+
+logger = logging.getLogger(__name__)
+
+TensorLike = TypeVar("TensorLike", bound=Tensor)
+
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
+BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
+COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
+SAME_COMMAND = "Start all machines with one command, in equal environments."
+SAME_DATA = "All processes must read the same data with the same arguments."
+_groups: list[Any] = []  # of `make_groups`
+_host_groups: list[Any] = []  # of all ranks' hosts, where the default one is of devices
+
+
+class RunError(Exception):
+    """A run that cannot start or continue; the message says what to do."""
+
+
+# -- this process's place ---------------------------------------------------------------------------------------------
+
+
+def world_size() -> int:
+    """Return how many processes train together; 1 when `torch.distributed` is not set up."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return this process's rank, from 0."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processes_here() -> int:
+    """Return how many processes were launched together on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def ranks_here() -> range:
+    """Return the ranks of the processes on this machine."""
+    first = rank() - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + processes_here())
+
+
+def cores_per_process() -> int:
+    """Return this process's share of the machine's cores."""
+    return available_cores() // processes_here()
+
+
+def share(count: int, part: int, parts: int) -> range:
+    """Return the `part`-th of `parts` contiguous shares of `count` rows, equal up to one."""
+    return range(count * part // parts, count * (part + 1) // parts)
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def set_timeout(seconds: float) -> None:
+    """Make a collective fail when it waits longer than this for another process."""
+    if world_size() > 1:
+        for group in (None, *_groups):
+            (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
+
+
+def make_groups(sizes: Sequence[int]) -> Any:
+    """Cut the ranks into groups of these sizes; return this rank's; called on all ranks."""
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        group = dist.new_group(range(end - size, end), timedelta(seconds=COLLECTIVE_TIMEOUT))
+        if end - size <= rank() < end:
+            _groups.append(group)
+    return _groups[-1]
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether the error only says that another process did not take part in a collective."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo", " by peer", "Broken pipe"))
+    )
+
+
+def _all_gather(everything: Tensor, mine: Tensor) -> None:
+    """Gather into `everything`, metered."""
+    with meter.exchange(gathered_bytes(mine.nbytes, world_size()), mine.device):
+        _gather_into(everything, mine)
+
+
+def _all_reduce(values: Tensor, **options: Any) -> Any:
+    """Reduce in place, metered; the options are those of `torch.distributed.all_reduce`."""
+    received = reduced_bytes(values.nbytes, dist.get_world_size(options.get("group")))
+    with meter.exchange(received, values.device):
+        return dist.all_reduce(values, **options)
+
+
+def gather_sizes(count: int, device: torch.device) -> list[int]:
+    """Return how many rows every rank holds."""
+    if world_size() == 1:
+        return [count]
+    sizes = torch.empty(world_size(), dtype=torch.long, device=device)
+    _all_gather(sizes, torch.tensor([count]).to(device, non_blocking=True))
+    return sizes.tolist()
+
+
+def gather(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Gather `[n, ...]` of each rank into `[N, ...]` on all, in rank order, without gradient.
+
+    Args:
+        rows: this rank's rows.
+        sizes: the rows of every rank, from `gather_sizes`.
+    """
+    rows = rows.detach()
+    if len(sizes) == 1:
+        return rows
+    most = max(sizes)
+    if len(rows) < most:
+        rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    everything = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+    _all_gather(everything, rows.contiguous())
+    if min(sizes) == most:
+        return everything
+    return torch.cat([part[:size] for part, size in zip(everything.split(most), sizes, strict=True)])
+
+
+def gather_ragged(rows: Tensor, sizes: list[int], pad: int = 0, longest: int = 0) -> Tensor:
+    """Gather `[n, L]` rows whose L differs between ranks; shorter rows are padded with `pad`.
+
+    If no rank's L exceeds `longest`, give it: hosts need not wait to know.
+    """
+    if len(sizes) == 1:
+        return rows.detach()
+    longest = longest or max(gather_sizes(rows.shape[1], rows.device))
+    return gather(torch.nn.functional.pad(rows, (0, longest - rows.shape[1]), value=pad), sizes)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the element-wise sum over the ranks, without gradient."""
+    values = values.detach().clone()
+    if world_size() > 1:
+        _all_reduce(values)
+    return values
+
+
+def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
+    """Return the element-wise maximum over the ranks."""
+    if world_size() == 1:
+        return numbers
+    return start_max_over_ranks(numbers, device).tolist()
+
+
+def start_max_over_ranks(numbers: list[int], device: torch.device) -> Tensor:
+    """Return the element-wise maximum over the ranks, without waiting until the device has it."""
+    most = torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+    _all_reduce(most, op=dist.ReduceOp.MAX)
+    return most
+
+
+def any_rank(here: bool, device: torch.device) -> bool:
+    """Return whether `here` is true on any rank."""
+    return here if world_size() == 1 else any(max_over_ranks([int(here)], device))
+
+
+def any_host(here: bool, device: torch.device) -> bool:
+    """Return whether `here` is true on any rank; hosts wait for each other, not for what their devices still compute."""
+    if world_size() == 1:
+        return here
+    if device.type != "cpu" and not _host_groups:  # NCCL knows of devices alone
+        _host_groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)))
+        _groups.append(_host_groups[0])
+    flag = torch.tensor([int(here)])
+    _all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
+    return bool(flag.numpy()[0])
+
+
+def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> None:
+    """Copy rank `source`'s tensors into all ranks', through `device`; called on all ranks."""
+    for bucket in buckets(tensor.detach() for tensor in tensors):
+        flat = torch.cat([tensor.flatten().to(device) for tensor in bucket])
+        dist.broadcast(flat, source)
+        for tensor, value in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(value.view_as(tensor))
+
+
+def start_sum(values: Tensor, group: Any = None) -> Any:
+    """Begin to add up over the ranks, or a group, in place; the returned work's `wait` ends it."""
+    return _all_reduce(values, group=group, async_op=True)
+
+
+def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:
+    """Group tensors of one type and device, in their order, up to `BUCKET_ELEMENTS` together."""
+    alike: dict[tuple, list[TensorLike]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in alike.values():
+        bucket: list[TensorLike] = []
+        for tensor in same:
+            if bucket and sum(map(Tensor.numel, bucket)) + tensor.numel() > BUCKET_ELEMENTS:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
+
+def raise_everywhere(error: str | None = None, warnings: Iterable[str] = ()) -> None:
+    """Log each rank's warnings once; raise any rank's error on all. Called on all ranks.
+
+    Raises:
+        ValueError: on every rank, if there is an error on one.
+    """
+    found = gather_object([(error, list(warnings))])
+    for warning in dict.fromkeys(warning for _, each in found for warning in each):
+        if rank() == 0:
+            logger.warning("%s", warning)
+    if first := next((error for error, _ in found if error), None):
+        raise ValueError(first)
+
+
+def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA) -> None:
+    """Check that each value, which JSON or `str` can express, is equal on all ranks.
+
+    Args:
+        values: the name of each value in the message, and the value; called on all ranks.
+        remedy: the end of the message.
+
+    Raises:
+        ValueError: on every rank, naming the values that differ and the ranks that have them.
+    """
+    said = {name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
+    digests = gather_object([hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()])
+    if len(set(digests)) == 1:
+        return
+    of_ranks: list[dict[str, str]] = gather_object([said])
+    differing = []
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        holders: dict[str, list[int]] = {}
+        for number, of_rank in enumerate(of_ranks):
+            holders.setdefault(of_rank.get(name, "missing"), []).append(number)
+        if len(holders) > 1:
+            shares = [f"{_shortened(value)} on {_rank_list(held)}" for value, held in holders.items()]
+            differing.append(f"{name} is {' and '.join(shares)}")
+    raise ValueError(f"{'; '.join(differing)}; it differs between processes. {remedy}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _rank_list(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+class KeyValueStore:
+    """Share short texts without a collective, on an own connection to the group's store.
+
+    A new process group starts with an empty store, and so does every name. Any thread may call; every method raises
+    RuntimeError once the store's process is gone, and blocks while that process is stopped.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._group_store = distributed_c10d._get_default_store()  # held, as its keeper serves the others
+        self._store = dist.PrefixStore(name, self._group_store.clone())
+
+    def set(self, key: str, text: str) -> None:
+        """Write a text, over the earlier one."""
+        self._store.set(key, text)
+
+    def set_once(self, key: str, text: str) -> str:
+        """Write a text unless the key has one; return the text that the key has now."""
+        return self._store.compare_set(key, "", text).decode()
+
+    def get(self, *keys: str) -> list[str | None]:
+        """Return the texts, None for a key without one."""
+        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+
+    def add(self, key: str, amount: int = 0) -> int:
+        """Add to a counter that starts at 0; return the sum."""
+        return self._store.add(key, amount)
+
+
+# -- sharded tensors (FSDP2) ------------------------------------------------------------------------------------------
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the unsharded parameter; called on all ranks."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Reshape a full tensor like `parameter` and shard it in the same way; called on all ranks."""
+    value = value.view(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+@torch.no_grad()
+def load_full_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy all weights, unsharded, into a module that may be sharded; called on all ranks.
+
+    Raises:
+        ValueError: if the weights are those of another model.
+    """
+    own = module.state_dict()
+    differing = [
+        name
+        for name in {**own, **weights}
+        if name not in own or name not in weights or own[name].numel() != weights[name].numel()
+    ]
+    if differing:
+        shapes = [
+            f"{name} is {_shape(own.get(name))}, in the checkpoint {_shape(weights.get(name))}"
+            for name in differing[:3]
+        ]
+        raise ValueError(
+            f"the checkpoint is of another model: {len(differing)} of its weights differ; {'; '.join(shapes)}. Give the "
+            "arguments that it was trained with; its folder's parent has them in config.yaml."
+        )
+    for name, value in own.items():
+        value.copy_(shard_like(weights[name], value))
+
+
+def _shape(value: Tensor | None) -> str:
+    return "missing" if value is None else str(list(value.shape))

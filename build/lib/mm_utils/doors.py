@@ -1,0 +1,77 @@
+"""The doors of the extras: what each adds to the core, found by name and imported where it is used.
+
+A folder of `mm_utils/extras` has a light `door.py`: constants alone, dictionaries from a name to `module.attribute`, such as
+`TERMS = {"regions": "mm_utils.extras.grounding.terms.RegionPointing"}`. The core asks for all entries of a kind and does not
+know the folders, so that one can be deleted.
+"""
+
+import importlib
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+EXTRAS = Path(__file__).parent / "extras"
+
+
+def entries(kind: str) -> dict[str, Any]:
+    """Return the entries of a kind, such as `TERMS`, of all extras."""
+    return {name: value for door in _doors() for name, value in getattr(door, kind, {}).items()}
+
+
+def load(path: str) -> Any:
+    """Import the attribute that is named `module.attribute`."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def entry(kind: str, name: str, asked: str) -> Any:
+    """Import an entry of a kind by its name.
+
+    Raises:
+        ValueError: begun by `asked`, if no extra has it.
+    """
+    path = entries(kind).get(name)
+    if path is None:
+        raise ValueError(
+            f"{asked}; no folder of {EXTRAS} has {name} among its {kind}. Restore the folder, or drop the flag."
+        )
+    return load(path)
+
+
+def load_own(path: str, flag: str, base: type[T]) -> type[T]:
+    """Import a class given as module.Class, from the current folder, an installed package or `__main__`.
+
+    Args:
+        path: what was given.
+        flag: the flag that it was given by.
+        base: what it must be a subclass of.
+
+    Raises:
+        ValueError: if there is no such class.
+    """
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{flag} has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class {name}."
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(
+            f"{flag} has {path}; that is not a subclass of {base.__module__}.{base.__name__}. Make it one."
+        )
+    return found
+
+
+@cache
+def _doors() -> tuple[ModuleType, ...]:
+    found = sorted(path.parent.name for path in EXTRAS.glob("*/door.py"))
+    return tuple(importlib.import_module(f"mm_utils.extras.{name}.door") for name in found)

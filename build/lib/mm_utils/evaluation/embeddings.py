@@ -1,0 +1,372 @@
+"""Embed a whole split once, and rank its items by cosine similarity.
+
+For re-ranking, each rank keeps the fusion head's keys and values of its first images, as many as fit into `cache_bytes`: at 147
+image tokens, 4 layers of width 512 and fp32, an image takes 2.4 MB, against 1 kB for its embedding. `image_shares` yields
+these, then encodes the other images again, in shares of the same size: memory is bounded, and scores do not depend on it.
+
+The rank of a query is 1 + the number of wrong items that score at least as high as its best right item. Ties and NaN
+count against the model. Right are an image's own captions and those that are equal to one of them but for case and spacing, as
+in the losses: no model can tell such captions apart, and they are true of both images. So a perfect model's recall@1 is 1.0.
+
+Shape letters: M images and T captions of the split, Q queries, N items, K candidates, R right items among the first ten,
+L tokens, E embedding width.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.functional import pad
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+
+LANGUAGES = 10  # languages measured separately; with two directions and three cut-offs they make 60 metrics
+BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
+LISTED = 10  # items of a ranked list that nDCG and MRR read
+
+
+@dataclass
+class Texts:
+    """Token ids and attention mask of texts, both `[T, L]`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def take(self, places: Tensor) -> "Texts":
+        """Return the texts at `places`, padded to the longest of them."""
+        mask = self.attention_mask[places]
+        longest = int(mask.sum(1).max())
+        return Texts(self.input_ids[places, :longest], mask[:, :longest])
+
+    def to(self, device: torch.device) -> "Texts":
+        """Copy the texts to a device."""
+        return Texts(self.input_ids.to(device), self.attention_mask.to(device))
+
+    def gather(self, sizes: list[int]) -> "Texts":
+        """Gather the texts of all ranks; `sizes` says how many each rank has."""
+        columns = (self.input_ids, self.attention_mask)
+        return Texts(*(distributed.gather_ragged(rows, sizes) for rows in columns))
+
+    @classmethod
+    def cat(cls, parts: Sequence["Texts"]) -> "Texts":
+        """Concatenate texts, padded to the longest of all."""
+        width = max(part.input_ids.shape[1] for part in parts)
+        columns = ([part.input_ids for part in parts], [part.attention_mask for part in parts])
+        return cls(*(torch.cat([pad(rows, (0, width - rows.shape[1])) for rows in column]) for column in columns))
+
+
+class Keyed(NamedTuple):
+    """Unit embeddings `[N, E]`, image ids `[N]`, keys of captions `[N, C]`, -1 where fewer.
+
+    Captions are None where none is equal to one of another image. `group` is a number that is shared by images with an equal
+    caption, and by those that such images connect: only groups are independent. Without equal captions it is the image's id.
+    """
+
+    embeds: Tensor
+    key: Tensor
+    group: Tensor
+    captions: Tensor | None = None
+
+    def take(self, part: slice | Tensor) -> "Keyed":
+        """Return some of the rows."""
+        captions = None if self.captions is None else self.captions[part]
+        return Keyed(self.embeds[part], self.key[part], self.group[part], captions)
+
+
+def right_items(queries: Keyed, items: Keyed, item_QK: Tensor | None = None) -> Tensor:
+    """Return which items are right for each query, bool `[Q, N]`; of candidates, `[Q, K]`."""
+
+    def among(value_N: Tensor) -> Tensor:
+        return value_N if item_QK is None else value_N[item_QK]
+
+    right = queries.key[:, None] == among(items.key)
+    if queries.captions is not None and items.captions is not None:
+        for own_Q in queries.captions.unbind(1):  # on one of the two sides there is but one
+            for key_N in items.captions.unbind(1):
+                right |= own_Q[:, None] == among(key_N)
+    return right
+
+
+def count_right(queries: Keyed, items: Keyed) -> Tensor:
+    """Return the number of right items of each query, `[Q]`."""
+    parts = _blocks(range(len(queries.key)), items)
+    return torch.cat([right_items(queries.take(part), items).sum(1) for part in parts])
+
+
+@dataclass
+class Embeddings:
+    """Unit embeddings of a split, on all ranks."""
+
+    image_ME: Tensor
+    text_TE: Tensor
+    image_key_M: Tensor  # id of each image
+    caption_key_T: Tensor  # id of each caption's image
+    rows_M: Tensor  # row of each image in the data set
+    texts: Texts  # tokens of the captions
+    owned: range = range(0)  # the images that this rank encoded
+    skipped: list[str] = field(default_factory=list)  # errors of images that this rank could not decode
+    # A mask `[T]` of the captions in each frequent language, most frequent first; empty if all are in one language.
+    languages: dict[str, Tensor] = field(default_factory=dict)
+    keys_values: KeysValues | None = None  # of this rank's first images, one tensor per layer of the fusion head
+    batches_held: int = 0  # number of batches whose images are in `keys_values`, the same on all ranks
+    batches: int = 0  # number of batches of the loader
+    # The same number for equal captions; None if none is equal to one of another image, or if such ones count as wrong.
+    text_key_T: Tensor | None = None
+
+    @property
+    def directions(self) -> dict[str, tuple[Keyed, Keyed]]:
+        """Queries and items of each direction of retrieval."""
+        if self.text_key_T is None:
+            images = Keyed(self.image_ME, self.image_key_M, self.image_key_M)
+            captions = Keyed(self.text_TE, self.caption_key_T, self.caption_key_T)
+        else:
+            group_M = self.group_M
+            images = Keyed(self.image_ME, self.image_key_M, group_M, self._captions_of_images(self.text_key_T))
+            captions = Keyed(self.text_TE, self.caption_key_T, group_M[self._owner_T], self.text_key_T[:, None])
+        return {"text_to_image": (captions, images), "image_to_text": (images, captions)}
+
+    @property
+    def group_M(self) -> Tensor:
+        """The group of each image, see `Keyed`: the least id of an image in it."""
+        if self.text_key_T is None:
+            return self.image_key_M
+        _, place_T = self.text_key_T.unique(return_inverse=True)
+        group_M, before_M = self.image_key_M, torch.full_like(self.image_key_M, -1)
+        while not torch.equal(group_M, before_M):
+            before_M, largest_T = group_M, torch.full_like(place_T, torch.iinfo(torch.long).max)
+            least_T = largest_T.scatter_reduce(0, place_T, group_M[self._owner_T], "amin")[place_T]
+            group_M = group_M.scatter_reduce(0, self._owner_T, least_T, "amin")
+        return group_M
+
+    @property
+    def _owner_T(self) -> Tensor:
+        """The place of each caption's image."""
+        sorted_M, order_M = self.image_key_M.sort()
+        return order_M[torch.searchsorted(sorted_M, self.caption_key_T)]
+
+    def _captions_of_images(self, text_key_T: Tensor) -> Tensor:
+        """Return the keys of each image's captions, `[M, C]`, -1 where it has fewer."""
+        owner_T, order_T = self._owner_T.sort(stable=True)
+        count_M = owner_T.bincount(minlength=len(self.image_key_M))
+        place_T = torch.arange(len(owner_T), device=owner_T.device) - (count_M.cumsum(0) - count_M)[owner_T]
+        keys_MC = text_key_T.new_full((len(count_M), int(count_M.max())), -1)
+        keys_MC[owner_T, place_T] = text_key_T[order_T]
+        return keys_MC
+
+
+# -- embedding a split ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def embed_split(
+    model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator, cache_bytes: float = 0
+) -> Embeddings:
+    """Embed this rank's share of a split, and gather the embeddings of all ranks.
+
+    Args:
+        loader: batches of this rank's share, from `mm_utils.data.batches.loaders.Loaders.evaluation`.
+        cache_bytes: device memory for keys and values of images; if it is above 0, those of one batch are always kept.
+
+    Raises:
+        ValueError: if no image of the split can be decoded.
+    """
+    width, device = model.config.projection_dim, accelerator.device
+    images, texts = [torch.empty(0, width, device=device)], [torch.empty(0, width, device=device)]
+    keys, caption_keys, text_keys, rows = ([torch.empty(0, dtype=torch.long, device=device)] for _ in range(4))
+    no_token = torch.empty(0, 1, dtype=torch.long, device=device)
+    tokens = [Texts(no_token, no_token)]
+    languages: list[str | None] = []
+    skipped: list[str] = []
+    cache, batches = _KeysValuesCache(cache_bytes), 0
+    for batch in tqdm(loader, desc="Embedding", leave=False, disable=not accelerator.is_main_process, delay=2):
+        batches += 1
+        skipped += batch["skipped"]
+        if not len(batch["rows"]):
+            cache.add(None)
+            continue
+        with accelerator.autocast():
+            image_bE, keys_values = model.encode_image(batch["pixel_values"], with_keys_values=cache.has_room)
+            text_tE, _ = model.encode_text(batch["input_ids"], batch["attention_mask"])
+        cache.add(keys_values)
+        images.append(image_bE.float())
+        texts.append(text_tE.float())
+        key_t = batch["ids"][:, 0]
+        caption_keys.append(key_t)
+        text_keys.append(batch["ids"][:, 1])
+        keys.append(torch.empty_like(batch["rows"]).scatter_(0, batch["caption_image"], key_t))
+        rows.append(batch["rows"])
+        tokens.append(Texts(batch["input_ids"], batch["attention_mask"]))
+        languages += batch.get("languages") or [""] * len(key_t)
+    sizes = distributed.gather_sizes(sum(map(len, images)), device)
+    caption_sizes = distributed.gather_sizes(sum(map(len, texts)), device)
+    if not sum(sizes):
+        reasons = "; ".join(skipped[:3])
+        raise ValueError(f"no image of the evaluation split could be decoded; the first reasons are: {reasons}")
+    first = sum(sizes[: distributed.rank()])
+    batches_held = min(distributed.gather_sizes(len(cache.batches), device))
+    key_T, text_key_T = (distributed.gather(torch.cat(each), caption_sizes) for each in (caption_keys, text_keys))
+    return Embeddings(
+        distributed.gather(torch.cat(images), sizes),
+        distributed.gather(torch.cat(texts), caption_sizes),
+        distributed.gather(torch.cat(keys), sizes),
+        key_T,
+        distributed.gather(torch.cat(rows), sizes),
+        Texts.cat(tokens).gather(caption_sizes),
+        range(first, first + sizes[distributed.rank()]),
+        skipped,
+        gather_languages(languages, caption_sizes, device),
+        cache.joined(batches_held),
+        batches_held,
+        batches,
+        text_key_T if _repeat(text_key_T, key_T) else None,
+    )
+
+
+def _repeat(text_key_T: Tensor, key_T: Tensor) -> bool:
+    """Return whether a caption of one image is equal to one of another."""
+    of_images = torch.stack([text_key_T, key_T]).unique(dim=1)[0]
+    return len(of_images.unique()) < len(of_images)
+
+
+@torch.no_grad()
+def image_shares(
+    model: FusionDualEncoderModel, split: Embeddings, loader: Iterable, accelerator: Accelerator
+) -> Iterator[tuple[range, KeysValues]]:
+    """Yield this rank's images with their keys and values, one share at a time.
+
+    Every rank yields the same number of shares; some may be empty. The first share is what `embed_split` kept; it is
+    removed from `split`, and freed when the next one is requested. `loader` must yield the same batches again.
+    """
+    keys_values, split.keys_values = split.keys_values or (), None
+    start = split.owned.start
+    batches = islice(loader, split.batches_held, None)
+    for part in range(-(-split.batches // max(1, split.batches_held))):
+        if part:
+            cache = _KeysValuesCache(torch.inf)
+            for batch in islice(batches, split.batches_held):
+                if len(batch["rows"]):
+                    with accelerator.autocast():
+                        cache.add(model.encode_image(batch["pixel_values"])[1])
+            keys_values = cache.joined(split.batches_held) or ()
+        images = range(start, start + (keys_values[0].shape[1] if keys_values else 0))
+        yield images, keys_values
+        keys_values, start = (), images.stop
+
+
+class _KeysValuesCache:
+    """Keys and values of batches while there is room; None stands for a batch without images."""
+
+    def __init__(self, max_bytes: float):
+        self.batches: list[KeysValues | None] = []
+        self.has_room, self.room = max_bytes > 0, max_bytes
+
+    def add(self, keys_values: KeysValues | None) -> None:
+        if not self.has_room:
+            return
+        self.room -= size_in_bytes(keys_values or ())
+        self.has_room = self.room >= 0
+        if self.has_room or not any(self.batches):
+            self.batches.append(keys_values)
+
+    def joined(self, count: int) -> KeysValues | None:
+        """Concatenate the first `count` batches; only one layer is in memory twice at a time."""
+        parts = [list(batch) for batch in self.batches[:count] if batch is not None]
+        self.batches.clear()
+        return tuple(torch.cat([part.pop(0) for part in parts], 1) for _ in range(len(parts[0]))) if parts else None
+
+
+def size_in_bytes(keys_values: KeysValues) -> int:
+    """Return the memory that keys and values take."""
+    return sum(layer.numel() * layer.element_size() for layer in keys_values)
+
+
+def gather_languages(codes: Sequence[str | None], sizes: list[int], device: torch.device) -> dict[str, Tensor]:
+    """Build `Embeddings.languages` from each rank's codes; "" and None stand for no language.
+
+    Names become at most 35 ASCII letters, digits, `_` and `-`, which every tracker accepts.
+    """
+    names = [re.sub(r"[^\w-]", "-", (code or "")[:35], flags=re.ASCII).encode() for code in codes]
+    width = max(map(len, names), default=0) or 1
+    letters = torch.tensor([list(name.ljust(width, b"\0")) for name in names], dtype=torch.uint8, device=device)
+    rows = distributed.gather_ragged(letters.view(-1, width), sizes)
+    found, which_T, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    decoded = [bytes(letters).rstrip(b"\0").decode() for letters in found.tolist()]
+    places = sorted((place for place, name in enumerate(decoded) if name), key=lambda place: -int(counts[place]))
+    return {decoded[place]: which_T == place for place in places[:LANGUAGES]} if len(places) > 1 else {}
+
+
+# -- ranking by cosine ------------------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Where each query's right items stand in its list, from 1, the same on all ranks."""
+
+    rank_Q: Tensor  # of the best one
+    listed_QR: Tensor  # of all, see `listed_places`
+    right_Q: Tensor  # their number
+
+
+def cosine_places(queries: Keyed, items: Keyed) -> Places:
+    """Return the places of each query's right items."""
+
+    def block_places(part: slice) -> tuple[Tensor, ...]:
+        score_QN = queries.embeds[part] @ items.embeds.T
+        right_QN = right_items(queries.take(part), items)
+        return best_rank(score_QN, right_QN), listed_places(score_QN, right_QN), right_QN.sum(1)
+
+    return Places(*_by_block(queries, items, block_places))
+
+
+def top_candidates(queries: Keyed, items: Keyed, top_k: int) -> tuple[Tensor, ...]:
+    """Return cosines and indices `[Q, K]` of each query's first `top_k` items, best first."""
+    top_k = min(top_k, len(items.embeds))
+    return _by_block(queries, items, lambda part: (queries.embeds[part] @ items.embeds.T).topk(top_k, 1))
+
+
+def best_rank(score_QN: Tensor, right_QN: Tensor) -> Tensor:
+    """Return the rank `[Q]`, from 1, of the best right item among N scores."""
+    best_Q1 = score_QN.masked_fill(~right_QN, -torch.inf).amax(1, keepdim=True)
+    return 1 + (~(score_QN < best_Q1) & ~right_QN).sum(1)
+
+
+def listed_places(score_QN: Tensor, right_QN: Tensor) -> Tensor:
+    """Return the places `[Q, R]`, from 1, of right items among the first ten, R = min(10, N).
+
+    Wrong items of an equal score stand before a right one, as in `best_rank`. A place above 10 says only that there is no
+    further right item among the first ten.
+    """
+    count = min(LISTED, score_QN.shape[1])
+    right_QR, wrong_QR = (
+        score_QN.masked_fill(mask, -torch.inf).topk(count, 1).values for mask in (~right_QN, right_QN)
+    )
+    number_R, rights_Q1 = torch.arange(count, device=score_QN.device), right_QN.sum(1, keepdim=True)
+    is_wrong_QR = number_R < score_QN.shape[1] - rights_Q1
+    before_QRR = ~(wrong_QR[:, None] < right_QR[..., None]) & is_wrong_QR[:, None]
+    # A right item whose score is NaN sorts first; nothing behind it may stand before it.
+    place_QR = 1 + number_R + before_QRR.sum(2).cummax(1).values
+    return place_QR.where(number_R < rights_Q1, LISTED + 1)
+
+
+def _by_block(queries: Keyed, items: Keyed, function: Callable[[slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Apply `function` to this rank's queries in blocks; gather the columns of all ranks."""
+    rank, world = distributed.rank(), distributed.world_size()
+    shares = [distributed.share(len(queries.key), part, world) for part in range(world)]
+    blocks = tqdm(_blocks(shares[rank], items), desc="Ranking", leave=False, disable=rank > 0, delay=2)
+    columns = zip(*map(function, blocks), strict=True)
+    return tuple(distributed.gather(torch.cat(column), list(map(len, shares))) for column in columns)
+
+
+def _blocks(queries: range, items: Keyed) -> list[slice]:
+    """Cut queries so that a block's cosines fit into memory; none are one empty block."""
+    size = max(1, min(BLOCK, TILE // max(1, len(items.key))))
+    return [slice(low, min(low + size, queries.stop)) for low in queries[::size] or (queries.start,)]

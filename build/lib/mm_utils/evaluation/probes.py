@@ -1,0 +1,174 @@
+"""How often a true caption scores above a false one: order of words, altered captions.
+
+A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
+2204.03162). Scenes have one for every image (`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a
+model which reads the caption alone is right for half of them, too. `mm_utils.extras.altered.captions` makes probes of any
+captions. Of each kind:
+
+    KIND_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
+    rerank_KIND_accuracy  the same by the score of re-ranking
+    KIND_blind            the same by the mean of all images of the split in place of the own one: what the captions tell alone
+    KIND_rows             their number; an image has at most one of a kind
+
+Ties and NaN count against the model.
+
+Shape letters: M images and T captions of the split, P probes, L tokens, E embedding width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import datasets
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils import distributed
+from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.scenes import order_pairs
+from mm_utils.doors import entries, load
+from mm_utils.evaluation.embeddings import Embeddings, Texts
+from mm_utils.evaluation.metrics import share_with_interval
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+
+BATCH = 128  # probes encoded at a time
+
+
+class Probe(NamedTuple):
+    """A true caption and a false one."""
+
+    kind: str
+    row: int  # of the image in the data set
+    true: str
+    false: str
+    language: str = ""  # "" where unknown
+
+
+@dataclass
+class Probes:
+    """Tokenised probes; texts 2p and 2p + 1 are the true and the false caption of probe p.
+
+    Attributes:
+        texts: the captions.
+        row_P: the row of each probe's image in the data set.
+        kind_P: the place of its kind in `kinds`.
+        kinds: names.
+    """
+
+    texts: Texts
+    row_P: Tensor
+    kind_P: Tensor
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def none(cls) -> "Probes":
+        """Return no probes."""
+        nothing = torch.empty(0, dtype=torch.long)
+        return cls(Texts(nothing[:, None], nothing[:, None]), nothing, nothing, ())
+
+    def of(self, split: Embeddings) -> "ProbesOfSplit":
+        """Return the probes of images that were embedded, on their device."""
+        row_M, order_M = split.rows_M.sort()
+        row_P = self.row_P.to(row_M.device)
+        place_P = torch.searchsorted(row_M, row_P).clamp(max=len(row_M) - 1)
+        known_P = row_M[place_P] == row_P
+        texts, known_T = self.texts.to(row_M.device), known_P.repeat_interleave(2)
+        texts = Texts(texts.input_ids[known_T], texts.attention_mask[known_T])
+        kind_P = self.kind_P.to(row_M.device)[known_P]
+        return ProbesOfSplit(texts, order_M[place_P[known_P]], kind_P, self.kinds)
+
+
+@dataclass
+class ProbesOfSplit:
+    """Probes whose images are embedded; `image_P` is the place of each one's image in the split."""
+
+    texts: Texts
+    image_P: Tensor
+    kind_P: Tensor
+    kinds: tuple[str, ...]
+
+    def pairs(self, split: Embeddings) -> Tensor:
+        """Return the pair numbers of each probe's true and false caption, `[P, 2]`.
+
+        Pairs are numbered as `mm_utils.evaluation.reranking.PairScores` needs it: the texts are first the captions of the split,
+        then those of the probes.
+        """
+        first = len(split.text_TE)
+        true_P = self.image_P * (first + len(self.texts)) + first
+        return (true_P + 2 * torch.arange(len(true_P), device=true_P.device))[:, None] + torch.tensor([0, 1]).to(
+            true_P
+        )
+
+    def measure(self, cosine_P2: Tensor, blind_P2: Tensor) -> dict[str, float]:
+        """Return the towers' figures: accuracy, its interval, that of captions alone, rows."""
+        found = self.shares(cosine_P2, "{}_accuracy")
+        for kind, mine in self._by_kind():
+            found[f"{kind}_blind"] = (blind_P2[mine, 0] > blind_P2[mine, 1]).double().mean().item()
+            found[f"{kind}_rows"] = int(mine.sum())
+        return found
+
+    def shares(self, score_P2: Tensor, name: str) -> dict[str, float]:
+        """Return each kind's share of higher true captions, with interval; {} in `name` is the kind."""
+        found: dict[str, float] = {}
+        for kind, mine in self._by_kind():
+            found |= share_with_interval(name.format(kind), score_P2[mine, 0] > score_P2[mine, 1])
+        return found
+
+    def _by_kind(self) -> list[tuple[str, Tensor]]:
+        """Return the kinds that there are, each with the mask of its probes."""
+        masks = ((kind, self.kind_P == number) for number, kind in enumerate(self.kinds))
+        return [(kind, mine) for kind, mine in masks if mine.any()]
+
+
+def word_order(rows: datasets.Dataset) -> list[Probe]:
+    """Return the probes of word order that scenes have; of other rows none."""
+    if not isinstance(rows.features.get("order_pair"), dict):
+        return []
+    return [Probe("order", row, true, false, "en") for row, true, false in order_pairs(rows)]
+
+
+def caption_probes(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, door: str = "PROBES"
+) -> Probes:
+    """Return the probes of word order and those that extras add, tokenised.
+
+    Args:
+        door: `PROBES` has what a trained model is asked, `PROBES_IN_TRAINING` the few that every evaluation of a run has.
+    """
+    others = [probe for path in entries(door).values() for probe in load(path)(rows)]
+    return tokenize_probes([*word_order(rows), *others], tokenizer, max_seq_length)
+
+
+def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
+    """Tokenise probes; those whose two captions become the same tokens are left out."""
+    captions = [caption for probe in probes for caption in (probe.true, probe.false)]
+    languages = [probe.language for probe in probes for _ in range(2)]
+    ids = encode_captions(tokenizer, captions, languages, max_seq_length)
+    kept = [place for place in range(len(probes)) if ids[2 * place] != ids[2 * place + 1]]
+    texts = Texts(*pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id))
+    kinds = tuple(dict.fromkeys(probe.kind for probe in probes))
+    row_P = torch.tensor([probes[place].row for place in kept], dtype=torch.long)
+    kind_P = torch.tensor([kinds.index(probes[place].kind) for place in kept], dtype=torch.long)
+    return Probes(texts, row_P, kind_P, kinds)
+
+
+@torch.no_grad()
+def probe_cosines(
+    model: FusionDualEncoderModel, split: Embeddings, probes: ProbesOfSplit, accelerator: Accelerator
+) -> tuple[Tensor, Tensor]:
+    """Return cosines of true and false captions `[P, 2]`, and their products with the mean."""
+    total, device = len(probes.image_P), probes.image_P.device
+    shares = [distributed.share(total, part, distributed.world_size()) for part in range(distributed.world_size())]
+    mine, found = shares[distributed.rank()], [split.image_ME.new_empty(0, 2, 2)]
+    mean_E = split.image_ME.mean(0)
+    for low in range(0, max(map(len, shares)), BATCH):  # FSDP needs the same number of forwards on every rank
+        place = torch.arange(mine.start + low, mine.start + low + BATCH, device=device).clamp(max=total - 1)
+        both = probes.texts.take(torch.stack([2 * place, 2 * place + 1], 1).flatten())
+        with accelerator.autocast():
+            text_P2E = model.encode_text(both.input_ids, both.attention_mask)[0].float().unflatten(0, (-1, 2))
+        own_P2 = torch.einsum("pte,pe->pt", text_P2E, split.image_ME[probes.image_P[place]])
+        found.append(torch.stack([own_P2, text_P2E @ mean_E], 1))
+    own_P2, mean_P2 = distributed.gather(torch.cat(found)[: len(mine)], list(map(len, shares))).unbind(1)
+    return own_P2, mean_P2

@@ -1,0 +1,255 @@
+"""Re-ranking: the fusion head reorders the first K candidates of each query.
+
+The score of a pair is the scaled cosine + sum_v weight_v x voice v. The head has up to two voices:
+- match: its match logit (ALBEF, arXiv 2107.07651, section 3.2), 0 for a head that was not trained to match;
+- caption: the log probability of the caption given the image (arXiv 2306.01879), minus the log probability of the caption
+  alone, estimated by the mean probability over the caption's candidate images. That is the same for all images of a caption:
+  it changes image to text, and not text to image.
+`mm_utils.evaluation.rerank_weights` fits the weights.
+
+Shape letters: M images, T texts, V voices, Q queries, K candidates, P pairs.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.functional import pad
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.evaluation.embeddings import (
+    LISTED,
+    Embeddings,
+    Keyed,
+    Places,
+    Texts,
+    best_rank,
+    cosine_places,
+    image_shares,
+    listed_places,
+    right_items,
+    size_in_bytes,
+    top_candidates,
+)
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+
+PAIRS = 256  # pairs per forward of the head
+FOLDS = 2  # of the images, by their id, for weights that were fitted on the other one
+
+
+def stored_weights(model: FusionDualEncoderModel) -> dict[str, float]:
+    """Return the fitted weights but those of 0; without any, that of the match logit."""
+    fitted = model.config.rerank_weights
+    return {"match": 1.0} if fitted is None else {name: weight for name, weight in fitted.items() if weight}
+
+
+def describe_weights(model: FusionDualEncoderModel) -> str:
+    """Return a sentence on re-ranking, for logs and the card; "" if nothing was fitted."""
+    weights = stored_weights(model)
+    if model.fusion is None or model.config.rerank_weights is None:
+        return ""
+    if not model.config.rerank_weights:
+        return "Re-ranking is off: no fusion head was trained."
+    if not weights:
+        return "Re-ranking is off: the fusion head did not help beyond noise on the validation split."
+    added = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
+    return (
+        f"Re-ranking orders by scaled cosine + {added}; the weights were fitted on the validation split, each half of whose "
+        "images is ranked here with those of the other half."
+    )
+
+
+@dataclass
+class DirectionRanks:
+    """Ranks of all queries of one direction, from 1, the same on all ranks."""
+
+    queries: Keyed
+    cosine: Places  # by the two towers alone
+    # Ranks after re-ranking the first 1, 2, 4 ... K candidates, by that number; empty without a head.
+    by_first: dict[int, Tensor] = field(default_factory=dict)
+    reranked: Places | None = None  # after re-ranking all K candidates; None without a head
+    # The K candidates of each query in their new order, and their scores, both `[Q, K]`; None without a head.
+    reranked_items: Tensor | None = None
+    reranked_scores: Tensor | None = None
+
+    @property
+    def cosine_Q(self) -> Tensor:
+        """Ranks by the two towers alone."""
+        return self.cosine.rank_Q
+
+    @property
+    def reranked_Q(self) -> Tensor:
+        """Ranks after re-ranking all K candidates."""
+        return self.by_first[max(self.by_first)]
+
+
+@dataclass
+class PairScores:
+    """The voices of pairs `[V, P]`, looked up by pair number: image x T + text."""
+
+    pairs: Tensor  # `[P]`, sorted when the object is made
+    scores: Tensor
+    seconds: float  # time for scoring, with encoding the texts and the images that did not fit into memory
+    length: float  # mean padded length of the texts, in tokens
+    image_bytes: int  # size of one image's keys and values
+
+    def __post_init__(self) -> None:
+        order = self.pairs.argsort()
+        self.pairs, self.scores = self.pairs[order], self.scores[:, order]
+
+    def __call__(self, wanted: Tensor) -> Tensor:
+        """Return the voices of the pairs `wanted`, `[V, ...]`; minus infinity if not scored."""
+        place = torch.searchsorted(self.pairs, wanted).clamp(max=len(self.pairs) - 1)
+        return self.scores[:, place].where(self.pairs[place] == wanted, -torch.inf)
+
+    def minus_priors(self, voice: int, text_pairs_TK: Tensor, texts: int) -> "PairScores":
+        """Subtract from a voice, by text, the log of the mean of exp(voice) over K candidates.
+
+        For captions that is how probable the text is by itself. Texts from T on (of `texts` in all) have no candidates, and
+        keep their scores.
+        """
+        prior_T = self(text_pairs_TK)[voice].logsumexp(1) - math.log(text_pairs_TK.shape[1])
+        prior = prior_T.new_zeros(texts)
+        prior[: len(prior_T)] = prior_T
+        scores = self.scores.clone()
+        scores[voice] -= prior[self.pairs % texts]
+        return replace(self, scores=scores)
+
+
+def combine(cosine_QK: Tensor, voices_VQK: Tensor, weight_FV: Tensor, key_Q: Tensor) -> Tensor:
+    """Return scaled cosine + weighted voices `[Q, K]`, by each query's fold, without zeros."""
+    weight_VQ1 = weight_FV.to(cosine_QK)[key_Q % FOLDS].T[..., None]
+    return cosine_QK + (weight_VQ1 * voices_VQK).where(weight_VQ1 != 0, 0).sum(0)
+
+
+class Candidates(NamedTuple):
+    """Cosine, index and pair number of each query's first K items, best first, all `[Q, K]`."""
+
+    cosine: Tensor
+    item: Tensor
+    pair: Tensor
+
+
+def find_candidates(split: Embeddings, top_k: int, texts: int) -> dict[str, Candidates]:
+    """Find the candidates of each direction, with pair numbers among `texts` texts."""
+    found = {}
+    for direction, (queries, items) in split.directions.items():
+        cosine_QK, item_QK = top_candidates(queries, items, top_k)
+        query_Q1 = torch.arange(len(item_QK), device=item_QK.device)[:, None]
+        image, text = (item_QK, query_Q1) if direction == "text_to_image" else (query_Q1, item_QK)
+        found[direction] = Candidates(cosine_QK, item_QK, image * texts + text)
+    return found
+
+
+def rank_directions(
+    split: Embeddings,
+    candidates: dict[str, Candidates] | None = None,
+    scores: PairScores | None = None,
+    scale: float = 0.0,
+    weight_FV: Tensor | None = None,
+) -> dict[str, DirectionRanks]:
+    """Return the ranks by cosine in both directions and, with `candidates`, after re-ranking.
+
+    The score of a candidate is `scale` x cosine + the weighted voices, with weights `weight_FV` of each fold.
+    """
+    ranks = {}
+    for direction, (queries, items) in split.directions.items():
+        ranked = ranks[direction] = DirectionRanks(queries, cosine_places(queries, items))
+        if candidates is None or scores is None or weight_FV is None:
+            continue
+        found = candidates[direction]
+        right_QK = right_items(queries, items, found.item)
+        score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.group)
+        ranked.reranked_scores, place_QK = score_QK.sort(1, descending=True)
+        ranked.reranked_items = found.item.gather(1, place_QK)
+        for first in numbers_of_candidates(found.item.shape[1]):
+            # Because ties count against it, a right item is among the first k exactly where its rank is at most k.
+            rank_Q = best_rank(score_QK[:, :first], right_QK[:, :first])
+            ranked.by_first[first] = torch.where(ranked.cosine_Q <= first, rank_Q, ranked.cosine_Q)
+        towers, top_k = ranked.cosine, score_QK.shape[1]
+        among_QR = listed_places(score_QK, right_QK)
+        among_QR = pad(among_QR, (0, towers.listed_QR.shape[1] - among_QR.shape[1]), value=LISTED + 1)
+        listed_QR = torch.where(towers.listed_QR <= top_k, among_QR, towers.listed_QR)
+        ranked.reranked = Places(ranked.reranked_Q, listed_QR, towers.right_Q)
+    return ranks
+
+
+def numbers_of_candidates(top_k: int) -> list[int]:
+    """Return 1, 2, 4 ... up to and including `top_k`."""
+    return [*(2**power for power in range(top_k.bit_length()) if 2**power < top_k), top_k]
+
+
+@torch.no_grad()
+def score_pairs(
+    model: FusionDualEncoderModel,
+    split: Embeddings,
+    texts: Texts,
+    pairs: Tensor,
+    loader: Iterable,
+    accelerator: Accelerator,
+    voices: Sequence[str] = ("match",),
+) -> PairScores:
+    """Score pairs given as image x T + text, each once, and gather the scores on all ranks.
+
+    Every rank scores the pairs of its own images, one share of images at a time. Pairs are sorted by text, so that a text is
+    encoded once per share. The keys and values are removed from `split`.
+
+    Args:
+        loader: the batches that `split` was embedded from.
+        voices: names of voices, see `FusionDualEncoderModel.voice_scores`.
+    """
+    begin, tokens, image_bytes = time.perf_counter(), 0, 0
+    pairs = pairs.unique()
+    scored, scores = [pairs[:0]], [torch.empty(0, len(voices), device=pairs.device)]
+    progress = tqdm(desc="Re-ranking", unit="pair", leave=False, disable=not accelerator.is_main_process, delay=2)
+    for images, keys_values in image_shares(model, split, loader, accelerator):
+        image = pairs // len(texts)
+        mine = pairs[(image >= images.start) & (image < images.stop)]
+        mine = mine[(mine % len(texts)).argsort(stable=True)]
+        if keys_values:
+            image_bytes = size_in_bytes(keys_values) // len(images)
+        # FSDP needs the same number of forwards on every rank; a rank without pairs left repeats its first one.
+        most = max(distributed.gather_sizes(len(mine), mine.device))
+        of_share = []
+        for low in range(0, most, PAIRS):
+            block = mine[low : low + PAIRS] if low < len(mine) else mine[:1]
+            with accelerator.autocast():
+                score_P, length = _score_block(model, texts, block, keys_values, images.start, voices)
+            of_share.append(score_P)
+            if low < len(mine):
+                tokens += length * len(block)
+            progress.update(len(block))
+        scored.append(mine)
+        scores.append(torch.cat([*of_share, scores[0]])[: len(mine)])
+        del keys_values  # before the next share is encoded
+    mine = torch.cat(scored)
+    sizes = distributed.gather_sizes(len(mine), mine.device)
+    all_pairs, all_scores = distributed.gather(mine, sizes), distributed.gather(torch.cat(scores), sizes)
+    seconds = time.perf_counter() - begin
+    return PairScores(all_pairs, all_scores.T, seconds, tokens / max(1, len(mine)), image_bytes)
+
+
+def _score_block(
+    model: FusionDualEncoderModel,
+    texts: Texts,
+    block: Tensor,
+    keys_values: KeysValues,
+    first_image: int,
+    voices: Sequence[str],
+) -> tuple[Tensor, int]:
+    """Return the voices of this share's pairs, `[P, V]`, and their texts' padded length."""
+    if not len(block):  # a rank without images
+        return torch.empty(0, len(voices), device=block.device), 0
+    text, place = (block % len(texts)).unique(return_inverse=True)
+    read = texts.take(text)
+    local = block // len(texts) - first_image
+    own = tuple(layer[:, local] for layer in keys_values)
+    _, states = model.encode_text(read.input_ids, read.attention_mask)
+    scores = model.voice_scores(voices, own, states[place], read.attention_mask[place], read.input_ids[place])
+    return scores.float(), read.input_ids.shape[1]

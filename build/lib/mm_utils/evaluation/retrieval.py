@@ -1,0 +1,213 @@
+"""Measure retrieval in both directions, text to image and image to text.
+
+`mm_utils.evaluation.embeddings` says how ranks are counted, `mm_utils.evaluation.reranking` how the fusion head changes them.
+
+If captions are in several languages, recalls of the ten most frequent ones are measured separately as well, as
+`text_to_image_recall_de@1` and so on. Text to image, the queries are the captions of that language, among all images. Image to
+text, the items are the captions of that language, and images without one are not queries.
+
+Probes ask whether a true caption scores above a false one: `mm_utils.evaluation.probes`.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mm_utils.arguments import arg
+from mm_utils.distributed import full_tensor
+from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
+from mm_utils.evaluation.metrics import embedding_health, mean_recall, retrieval_metrics
+from mm_utils.evaluation.probes import Probes, probe_cosines
+from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
+from mm_utils.evaluation.reranking import (
+    FOLDS,
+    Candidates,
+    DirectionRanks,
+    PairScores,
+    combine,
+    describe_weights,
+    find_candidates,
+    rank_directions,
+    score_pairs,
+    stored_weights,
+)
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+
+logger = logging.getLogger(__name__)
+
+Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
+VOICES = ("match", "caption")
+
+
+@dataclass
+class EvaluationArguments:
+    """Re-ranking in evaluations."""
+
+    rerank_top_k: int = arg(
+        10, "Also measure retrieval after the fusion head reorders the first K candidates of every query; 0 = do not."
+    )
+    rerank_weights: str = arg(
+        "fitted",
+        "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
+        "fitted: as training found best on the validation split, 0 where a score did not help.",
+    )
+    rerank_cache_gb: float = arg(
+        8.0,
+        "Memory per process for the head's keys and values of images; images that do not fit are encoded twice.",
+        rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.rerank_top_k < 0:
+            raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of candidates, or 0 for none.")
+        self.given_weights  # noqa: B018  (complain now, not after the data is loaded)
+        if not self.rerank_cache_gb > 0:
+            raise ValueError(f"--set rerank_cache_gb is {self.rerank_cache_gb}; give gigabytes above 0.")
+
+    @property
+    def given_weights(self) -> dict[str, float] | None:
+        """The weights of `--rerank_weights`; None for those that were fitted."""
+        if self.rerank_weights == "fitted":
+            return None
+        try:
+            given = [term.strip().partition(":") for term in self.rerank_weights.split(",")]
+            weights = {name: float(weight) for name, _, weight in given}
+        except ValueError:
+            weights = {}
+        if not weights or weights.keys() - VOICES or not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ValueError(
+                f"--rerank_weights is {self.rerank_weights}; write name:weight with weights from 0 on, e.g. "
+                f"match:1,caption:0.5, of {', '.join(VOICES)}, or fitted."
+            )
+        return weights
+
+
+class RetrievalEvaluator:
+    """Measure recall, nDCG, MRR, ranks and the embeddings' health; equal on all ranks.
+
+    With `rerank_top_k` and a model with a fusion head, also measure `rerank_*`, after the head has reordered the first K
+    candidates of each query.
+
+    Args:
+        probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
+        fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.rerank_weights`), and write
+            them into the model's config, unless the arguments give them.
+        own_captions: count only an image's own captions as right, as published figures of benchmarks do; else also captions
+            of other images that are equal to one of them.
+
+    Attributes:
+        split: embeddings of the last evaluation.
+        directions: its ranks in each direction.
+        scores: its pair scores; None without a head.
+    """
+
+    def __init__(
+        self,
+        args: EvaluationArguments | None = None,
+        probes: Probes | None = None,
+        fits: bool = False,
+        own_captions: bool = False,
+    ):
+        self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
+        self.own_captions = own_captions
+        self.fits = fits and self.args.rerank_weights == "fitted"
+        self.split: Embeddings | None = None
+        self.directions: dict[str, DirectionRanks] = {}
+        self.scores: PairScores | None = None
+
+    def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Evaluate `model` on the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
+        weights = self._weights(model) if self.args.rerank_top_k > 0 and model.fusion is not None else {}
+        device, reranks = accelerator.device, bool(weights)
+        # On a GPU at most half of what is free.
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+        room = min(1e9 * self.args.rerank_cache_gb, free / 2) if reranks else 0
+        self.split = split = embed_split(model, loader, accelerator, room)
+        if self.own_captions:
+            split.text_key_T = None
+        if split.skipped:
+            logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
+        scale = full_tensor(model.logit_scale.detach()).float().exp().item()
+        probes = self.probes.of(split)
+        cosine_P2, blind_P2 = probe_cosines(model, split, probes, accelerator)
+        others = probes.measure(cosine_P2, blind_P2)
+        if not reranks:
+            self.directions, self.scores = rank_directions(split), None
+            return retrieval_metrics(split, self.directions) | others | embedding_health(split)
+        texts = Texts.cat([split.texts, probes.texts])
+        candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts)), probes.pairs(split)
+        pairs = torch.cat([*(found.pair.flatten() for found in candidates.values()), pair_P2.flatten()])
+        scores = score_pairs(model, split, texts, pairs, loader, accelerator, list(weights))
+        if "caption" in weights:
+            voice = list(weights).index("caption")
+            scores = scores.minus_priors(voice, candidates["text_to_image"].pair, len(texts))
+        self.scores, weight_FV = scores, torch.tensor([list(weights.values())] * FOLDS)
+        of_head: dict[str, DirectionRanks] | None = None
+        if self.fits:
+            weight_FV, of_head = self._fit(model, split, candidates, scores, scale, list(weights))
+        ranked = self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
+        score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.group_M[probes.image_P])
+        others |= probes.shares(score_P2, "rerank_{}_accuracy")
+        # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
+        judged = [each.reranked for each in (of_head or ranked).values() if each.reranked is not None]
+        metrics = retrieval_metrics(split, ranked) | {"head_mean_recall": mean_recall(judged)}
+        return metrics | others | embedding_health(split)
+
+    def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
+        """Return the voices to score pairs with, and their weights: 1 for those to be fitted."""
+        if self.fits:
+            model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
+            return dict.fromkeys(model.voices, 1.0)
+        given = self.args.given_weights
+        weights = stored_weights(model) if given is None else given
+        if missing := [name for name in weights if name not in model.voices and given is not None]:
+            raise ValueError(
+                f"--rerank_weights has {missing[0]}; the model was not trained for it, only for {', '.join(model.voices)}. "
+                "Train it with that term among --objectives, or drop it."
+            )
+        if not weights:
+            logger.info(describe_weights(model))
+        return weights
+
+    def _fit(
+        self,
+        model: FusionDualEncoderModel,
+        split: Embeddings,
+        candidates: dict[str, Candidates],
+        scores: PairScores,
+        scale: float,
+        voices: list[str],
+    ) -> tuple[Tensor, dict[str, DirectionRanks]]:
+        """Write the weights fitted on the split into the config; return each fold's, `[F, V]`, and the ranks by what was fitted.
+
+        Where the head does not help beyond noise, weights are 0, and the ranks are still those by the head.
+        """
+        listed = [
+            Listed(scale * found.cosine, scores(found.pair), right_items(queries, items, found.item), queries.group)
+            for found, (queries, items) in zip(candidates.values(), split.directions.values(), strict=True)
+        ]
+        of_fold = [fit_weights([one.of_fold(1 - fold) for one in listed]) for fold in range(FOLDS)]
+        weights, weight_FV = fit_weights(listed), torch.tensor(of_fold)
+        ranked = rank_directions(split, candidates, scores, scale, weight_FV)
+        if not helps(ranked):
+            weights, weight_FV = [0.0] * len(voices), torch.zeros_like(weight_FV)
+        model.config.rerank_weights = dict(zip(voices, weights, strict=True))
+        logger.info(describe_weights(model))
+        return weight_FV, ranked
+
+
+def in_turn(*evaluators: Evaluate) -> Evaluate:
+    """Return an evaluator with the metrics of all of these."""
+
+    def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for evaluate in evaluators:
+            found |= evaluate(model, loader, accelerator)
+        return found
+
+    return measure

@@ -1,0 +1,122 @@
+"""Masked language modelling: masked tokens, from the text and its image."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils import distributed
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.row_noise import pair_keys, uniform_noise
+from mm_utils.objectives.captioning import token_cross_entropy
+from mm_utils.objectives.losses import GlobalBatch
+from mm_utils.objectives.padding import encode_in_groups
+from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
+
+MASKED, REPLACED = 0.8, 0.1  # shares of the target tokens; the rest stays unchanged (BERT, arXiv 1810.04805)
+
+
+@dataclass
+class MaskedPlan(RowPlan):
+    """This rank's texts with masked tokens."""
+
+    input_ids: Tensor  # token ids that the model sees, `[n, L]`
+    is_target: Tensor  # tokens to predict, bool `[n, L]`
+
+
+class MaskedLanguageModelling(RowTerm):
+    """Cross-entropy of masked tokens, from fused states (ALBEF, arXiv 2107.07651).
+
+    The masked tokens are a function of the seed, the step and the pair. The term costs a pass of the text tower and one pair
+    of the fusion head for each image.
+
+    Args:
+        tokenizer: the tokenizer of the texts; it must have a mask token.
+        probability: the share of tokens to predict; ALBEF uses 0.15.
+        whole_words: mask all pieces of a word or none.
+    """
+
+    name = "masked_lm"
+    heads = ("fusion.bridges", "fusion.cls_token", "token_head")
+    pairs_per_image = 1
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, seed: int = 0, probability: float = 0.15, whole_words: bool = False
+    ):
+        super().__init__(seed)
+        if tokenizer.mask_token_id is None:
+            raise ValueError(
+                "--objectives asks for masked_lm; this tokenizer has no mask token. Take captioning, or another text backbone."
+            )
+        self.mask_token_id, self.probability = int(tokenizer.mask_token_id), probability
+        self.vocab_size = len(tokenizer)
+        self.is_special = torch.zeros(self.vocab_size, dtype=torch.bool)
+        self.is_special[tokenizer.all_special_ids] = True
+        self.continues = continuations(tokenizer) if whole_words else None
+
+    @classmethod
+    def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "MaskedLanguageModelling":
+        """Return the term, with the share of tokens of `mlm_probability`."""
+        assert tokenizer is not None
+        return cls(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
+
+    def prepare(self, model: FusionDualEncoderModel) -> None:
+        """Add a head that predicts tokens."""
+        model.add_token_head()
+
+    def plan(
+        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
+    ) -> MaskedPlan:
+        """Choose the target tokens."""
+        input_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        key = 3 * (self.seed * 1_000_003 + step)
+        pair_n, place_L = pair_keys(batch["ids"]), torch.arange(input_ids.shape[1], device=input_ids.device)
+        chance_nL, fate_nL, other_nL = (uniform_noise(pair_n, place_L, key + draw) for draw in range(3))
+        if self.continues is not None:  # all pieces of a word share one draw
+            word_nL = (~self.continues.to(input_ids.device)[input_ids]).cumsum(1)
+            chance_nL = chance_nL.gather(1, word_nL.clamp(max=len(place_L) - 1))
+        is_target = (chance_nL < self.probability) & mask & ~self.is_special.to(input_ids.device)[input_ids]
+        seen = torch.where(fate_nL < MASKED, self.mask_token_id, input_ids)
+        random_ids = (other_nL * self.vocab_size).long()
+        seen = torch.where(fate_nL >= 1 - REPLACED, random_ids, seen)
+        total = distributed.sum_over_ranks(is_target.sum()).clamp(min=1)
+        return MaskedPlan(total, torch.where(is_target, seen, input_ids), is_target)
+
+    def part(
+        self,
+        model: FusionDualEncoderModel,
+        encoded: EncodedBatch,
+        batch: Batch,
+        plan: MaskedPlan,
+        shared: GlobalBatch,
+        start_row: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Predict the masked tokens of this part's texts."""
+        rows, length = slice(start_row, start_row + len(encoded)), batch["input_ids"].shape[1]
+        seen, is_target, labels = plan.input_ids[rows, :length], plan.is_target[rows, :length], batch["input_ids"]
+        mask, keys_values = batch["attention_mask"], encoded.keys_values
+        if not len(encoded):  # a blank pair without targets
+            seen = mask = labels = seen.new_ones(1, length)
+            is_target = torch.zeros_like(seen, dtype=torch.bool)
+        _, states = encode_in_groups(model, seen, mask, batch.get("lengths") if len(encoded) else None)
+        logits = model.token_logits(keys_values, states, mask, is_target)
+        return token_cross_entropy(logits, labels[is_target])
+
+
+def continuations(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Return the tokens that continue a word, bool `[V]`.
+
+    They have WordPiece's ##, or lack the mark that begins a word in byte-level BPE and SentencePiece. Special tokens begin a
+    word.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    special = set(tokenizer.all_special_tokens)
+    if any(token.startswith("##") for token in tokens):
+        found = [token.startswith("##") for token in tokens]
+    else:
+        marks = ("\u0120", "\u2581")
+        marked = any(token.startswith(marks) for token in tokens)
+        found = [marked and not token.startswith(marks) and token not in special for token in tokens]
+    return torch.tensor(found)

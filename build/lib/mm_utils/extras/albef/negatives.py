@@ -1,0 +1,105 @@
+"""Negatives of the data, captions that are wrong for their image: tokenised once, one drawn in every epoch."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import List, Value
+from datasets.fingerprint import Hasher
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
+from mm_utils.data.batches.column_reader import ColumnReader, Shown
+from mm_utils.data.batches.order import choose_captions
+from mm_utils.data.batches.tokens import (
+    caption_key,
+    encode_captions,
+    languages_of,
+    own_codes,
+    pad_captions,
+    tokenizer_content,
+)
+from mm_utils.data.rows.columns import NEGATIVES
+
+NEGATIVE_IDS = "negative_input_ids"  # a column, and with `negative_attention_mask` a tensor of a batch, `[b, L]`
+
+
+class Negatives(ColumnReader):
+    """One of an image's negatives, drawn by a hash of seed, epoch and image; of an image without any, no tokens.
+
+    They are tokenised like captions, in the language of the row's first caption. One that is also a caption of the image is
+    left out.
+    """
+
+    columns = frozenset({NEGATIVE_IDS})
+    optional = True
+    in_evaluation = False
+
+    def source(self, rows: datasets.Dataset) -> str:
+        """Return the column of negatives."""
+        return NEGATIVES
+
+    def prepare(
+        self,
+        rows: datasets.Dataset,
+        split: str,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_length: int,
+        num_proc: int | None,
+    ) -> datasets.Dataset:
+        """Add the tokens to training rows with negatives; raise ValueError if these are not lists of texts."""
+        if split != "train" or NEGATIVES not in rows.column_names:
+            return rows
+        if rows.features[NEGATIVES] != List(Value("string")):
+            raise ValueError(
+                f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
+                "that are wrong for it. Write it anew."
+            )
+        codes = own_codes(tokenizer, languages_of(rows))
+        columns = [name for name in (NEGATIVES, "caption_keys", "languages") if name in rows.column_names]
+        content = NEGATIVES, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())
+        compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
+        options: dict[str, Any] = {"title": "Tokenising negatives", "num_proc": num_proc}
+        features = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]})
+        return add_columns(rows, columns, compute, Hasher.hash(content), **options, features=features)
+
+    def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
+        """Return the drawn negative, as `negative`."""
+        listed, key = row[NEGATIVE_IDS], np.array([row["image_key"]])
+        if seed is None or not listed:
+            return {"negative": []}
+        # other keys than captions have, or both went in step
+        [place] = choose_captions(seed, np.array([row["epoch"]]), ~key, np.array([len(listed)]))
+        return {"negative": listed[place]}
+
+    def collate(self, examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+        """Pad the negatives of all images, perhaps empty ones, to the longest."""
+        padded = pad_captions([example["negative"] for example in examples], pad_token_id)
+        return dict(zip((NEGATIVE_IDS, "negative_attention_mask"), padded, strict=True))
+
+    def blank(self, batch: dict[str, Any], count: int, length: int) -> dict[str, Tensor]:
+        """Return a negative of `length` tokens for each row, where the batch has any."""
+        return {name: batch[name].new_ones(count, length) for name in batch if name.startswith("negative_")}
+
+
+def _tokenize(
+    rows: Columns,
+    wanted: np.ndarray | None,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    codes: Mapping[str, str],
+) -> Columns:
+    listed = [
+        [text for text in given or () if own and caption_key(text) not in own]
+        for given, own in zip(rows[NEGATIVES], rows["caption_keys"], strict=True)
+    ]
+    if wanted is not None:
+        listed = [texts if is_wanted else [] for texts, is_wanted in zip(listed, wanted, strict=True)]
+    languages = rows.get("languages") or [None] * len(listed)
+    codes_of = [((of_row or [""])[0] or "",) * len(texts) for of_row, texts in zip(languages, listed, strict=True)]
+    texts, flat = ([item for row in column for item in row] for column in (listed, codes_of))
+    tokens = iter(encode_captions(tokenizer, texts, flat, max_seq_length, codes))
+    return {NEGATIVE_IDS: [[next(tokens) for _ in row] for row in listed]}

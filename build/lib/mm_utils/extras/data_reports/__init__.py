@@ -1,0 +1,1 @@
+"""What preparing data writes: the report, its pictures, and the card of a data set."""

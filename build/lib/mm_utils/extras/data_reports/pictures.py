@@ -1,0 +1,241 @@
+"""Measure and draw a prepared data set: histograms, and contact sheets of some of its pairs."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict
+from datasets import Image as ImageFeature
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+from PIL import Image, ImageOps
+
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media import kind_of
+from mm_utils.reports.pictures import picture
+from mm_utils.reports.plots import (
+    COLORS,
+    LIGHT,
+    MUTED,
+    draw_text,
+    new_figure,
+    save_figure,
+    set_title,
+    style_axes,
+    wrap,
+)
+
+_MAX_SPLITS, _MAX_BINS = 4, 30
+_BATCH_ROWS = 4000
+# The gaps of `str.split()`; RE2's own \s knows ASCII only.
+_WORD = r"[^\s\x0b\x1c-\x1f\x{85}\p{Z}]+"
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PairStatistics:
+    """Counts of one split; every counter maps a value to its count.
+
+    Attributes:
+        kind: what its media are, of `mm_utils.data.media.COLUMNS`; `images` counts them, whatever they are.
+        seconds: tenths of a second, of clips and sounds.
+        short_side, aspect: of the original images where their sizes are known (`original`), else of the stored ones.
+            `aspect` is round(10 log2(width / height)): 0 is square, 10 twice as wide as high.
+        words: between spaces, so a sentence in Chinese or Thai is one or few.
+    """
+
+    kind: str = "image"
+    images: int = 0
+    captions: int = 0
+    original: bool = False
+    seconds: Counter[int] = field(default_factory=Counter)
+    short_side: Counter[int] = field(default_factory=Counter)
+    aspect: Counter[int] = field(default_factory=Counter)
+    captions_per_image: Counter[int] = field(default_factory=Counter)
+    words: Counter[int] = field(default_factory=Counter)
+    characters: Counter[int] = field(default_factory=Counter)
+
+
+def measure_pairs(split: Dataset) -> PairStatistics:
+    """Count the values of one split with a `captions` column; the columns of sizes are optional.
+
+    No image is read and no row becomes a Python object: a million images with five captions each take about 7 s of one core.
+    """
+    original = {"original_width", "original_height"} <= set(split.column_names)
+    found = PairStatistics(kind_of(split.features), original=original)
+    sides = ("original_width", "original_height") if found.original else ("width", "height")
+    names = [name for name in (*sides, "seconds", "captions") if name in split.column_names]
+    for table in split.select_columns(names).with_format("arrow").iter(_BATCH_ROWS):
+        if set(sides) <= set(names):
+            _count_sizes(found, *(table[side].to_numpy().astype(float) for side in sides))
+        if "seconds" in names:
+            _add(found.seconds, pc.cast(pc.round(pc.multiply(table["seconds"], 10)), pa.int64()))
+        _count_captions(found, table["captions"])
+    return found
+
+
+def quantile(counts: Counter[int], share: float) -> int:
+    """Return the smallest value that at least `share` of all do not exceed; 0 if there are none."""
+    if not counts:
+        return 0
+    values = sorted(counts)
+    below = np.cumsum([counts[value] for value in values])
+    return values[int(np.searchsorted(below, share * below[-1]))]
+
+
+def mean(counts: Counter[int]) -> float:
+    """Return the mean of all values; 0 if there are none."""
+    return sum(value * count for value, count in counts.items()) / (counts.total() or 1)
+
+
+def _add(counts: Counter[Any], values: pa.ChunkedArray | pa.Array) -> None:
+    for pair in pc.value_counts(values).to_pylist():
+        if pair["values"] is not None:
+            counts[pair["values"]] += pair["counts"]
+
+
+def _count_sizes(found: PairStatistics, width: np.ndarray, height: np.ndarray) -> None:
+    known = (width > 0) & (height > 0)  # False for a missing value, too
+    width, height = width[known], height[known]
+    _add(found.short_side, pa.array(np.minimum(width, height).astype(np.int64)))
+    _add(found.aspect, pa.array(np.round(10 * np.log2(width / height)).astype(np.int64)))
+
+
+def _count_captions(found: PairStatistics, lists: pa.ChunkedArray) -> None:
+    captions = pc.list_flatten(lists).drop_null()
+    found.images += len(lists)
+    found.captions += len(captions)
+    _add(found.captions_per_image, pc.fill_null(pc.list_value_length(lists), 0))
+    _add(found.words, pc.count_substring_regex(captions, pattern=_WORD))
+    _add(found.characters, pc.utf8_length(captions))
+
+
+# -- histograms ---------------------------------------------------------------------------------------------------------
+
+
+def draw_statistics(measured: dict[str, PairStatistics], out_path: Path) -> None:
+    """Draw histograms of the first four splits as one picture; leave out a panel without values.
+
+    Heights are shares of a split, so that splits of different sizes can be compared. The outermost bars also hold what lies
+    beyond the 0.5th and the 99.5th percentile.
+    """
+    shown = dict(list(measured.items())[:_MAX_SPLITS])
+    kind = "original" if any(statistics.original for statistics in shown.values()) else "stored"
+    noun = next((statistics.kind for statistics in shown.values()), "image")
+    panels = {
+        "seconds": f"Seconds of a {noun}",
+        "short_side": f"Short side of the {kind} {noun}",
+        "aspect": "Width / height",
+        "captions_per_image": f"Captions per {noun}",
+        "words": "Words per caption",
+        "characters": "Characters per caption",
+    }
+    names = [name for name in panels if any(getattr(statistics, name) for statistics in shown.values())]
+    rows = max(1, math.ceil(len(names) / 3))
+    figure = new_figure(11, 2.7 * rows)
+    for index, name in enumerate(names):
+        ax = figure.add_subplot(rows, 3, index + 1)
+        style_axes(ax)
+        set_title(ax, panels[name])
+        _draw_histogram(ax, {split: getattr(statistics, name) for split, statistics in shown.items()})
+        if name == "aspect":
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{2 ** (value / 10):.2g}"))
+        elif name == "seconds":
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 10:g}"))
+    if len(shown) > 1 and figure.axes:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=_MAX_SPLITS, fontsize=9, frameon=False)
+    save_figure(figure, out_path)
+
+
+def _draw_histogram(ax: Axes, counters: dict[str, Counter[int]]) -> None:
+    filled = [counts for counts in counters.values() if counts]
+    low, high = (pick(quantile(counts, share) for counts in filled) for pick, share in ((min, 0.005), (max, 0.995)))
+    width = max(1, math.ceil((high - low + 1) / _MAX_BINS))
+    edges = np.arange(low, high + width + 1, width) - 0.5
+    for (name, counts), color in zip(counters.items(), COLORS, strict=False):
+        heights, _ = np.histogram(np.clip(list(counts), low, high), edges, weights=list(counts.values()))
+        label = wrap(name.replace("$", "").lstrip("_"), 20, 1)  # no formula, and nothing that a legend hides
+        ax.stairs(heights / max(counts.total(), 1), edges, color=color, linewidth=1.3, label=label)
+    if len(edges) < 6:  # whole numbers as ticks
+        ax.set_xlim(edges[0] - 1, edges[-1] + 1)
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+# -- contact sheets -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tile:
+    """A picture of a contact sheet, None for a grey field, with a title and up to five lines."""
+
+    image: Image.Image | None
+    title: str
+    text: str = ""
+
+
+def draw_contact_sheet(tiles: list[Tile], out_path: Path, columns: int = 6, group: int = 1) -> None:
+    """Draw tiles row by row as a JPEG; each `group` neighbours in a row stand close together."""
+    side, below, gap = 1.5, 0.94, 0.14  # inches
+    columns = min(columns, len(tiles))
+    left = [gap + column * (side + gap) + (column // group) * gap * (group > 1) for column in range(columns)]
+    width, height = left[-1] + side + gap, gap + math.ceil(len(tiles) / columns) * (side + below)
+    figure = Figure(figsize=(width, height), dpi=120, facecolor="white")
+    for index, tile in enumerate(tiles):
+        row, column = divmod(index, columns)
+        bottom = height - gap - (row + 1) * (side + below)
+        ax = figure.add_axes((left[column] / width, bottom / height, side / width, (side + below) / height))
+        ax.set_axis_off()
+        picture = Image.new("RGB", (180, 180), LIGHT)
+        if tile.image is not None:
+            picture = ImageOps.pad(tile.image.convert("RGB"), picture.size, color="#f8fafc")
+        ax.imshow(np.asarray(picture), extent=(0, side, 0, side))
+        ax.set(xlim=(0, side), ylim=(-below, side))
+        title = tile.title if len(tile.title) <= 28 else f"{tile.title[:13]}…{tile.title[-14:]}"
+        draw_text(ax, 0, -0.05, wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
+        draw_text(ax, 0, -0.19, wrap(tile.text, 24, 5), va="top", fontsize=7.5, clip_on=True)
+    # 24 photographs take 200 kB, and as a PNG five times that.
+    save_figure(figure, out_path, pil_kwargs={"quality": 75, "optimize": True})
+
+
+def random_tiles(split: Dataset, count: int, seed: int) -> list[Tile]:
+    """Return tiles of at most `count` random rows, in the order of the rows."""
+    rows = np.random.default_rng(seed).choice(len(split), min(count, len(split)), replace=False)
+    return [_tile(split, row) for row in sorted(rows.tolist())]
+
+
+def matched_tiles(pairs: DatasetDict, matches: Sequence[Sequence[str]]) -> list[Tile]:
+    """Return two tiles for each pair of ids in `matches`; an id twice means two rows of that id."""
+    places: dict[str, list[tuple[str, int]]] = {key: [] for match in matches for key in match}
+    for name, split in pairs.items() if places else ():
+        ids = (key for batch in split.select_columns(["id"]).iter(10_000) for key in batch["id"])
+        for row, key in enumerate(ids):
+            if key in places:
+                places[key].append((name, row))
+    tiles: list[Tile] = []
+    for first, second in matches:
+        found = [*places[first][:1], *places[second][first == second :][:1]]
+        if len(found) == 2:
+            named = zip(found, (first, second), strict=True)
+            tiles += [_tile(pairs[split], row, f"{split}: {key}") for (split, row), key in named]
+    return tiles
+
+
+def _tile(split: Dataset, row: int, title: str = "") -> Tile:
+    kind, split = kind_of(split.features), split.with_format(None).select([row])
+    pair = (split.cast_column("image", ImageFeature(decode=False)) if kind == "image" else split)[0]
+    captions = [caption for caption in pair["captions"] or [] if caption]
+    try:
+        image = picture(pair["image"] or {}, kind)
+    except UnreadableImageError:
+        image = None
+    return Tile(image, title or str(pair["id"]), captions[0] if captions else "")

@@ -1,0 +1,3 @@
+"""What the dry run adds to the core, see `mm_utils.doors`."""
+
+CALLBACKS = {"dry_run": "mm_utils.extras.dry_run.callbacks.DryRun"}

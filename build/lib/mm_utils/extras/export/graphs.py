@@ -1,0 +1,314 @@
+"""Trace the towers and the fusion head of a model to ONNX, with torch's own exporter.
+
+Every graph takes any number of images or texts, and texts of any length; a text tower that reads padding (SigLIP's) takes texts
+of its one length.
+
+"Images" in names are the media of the model: of clips `[K, T, 3, S, S]`, of sounds what the feature extractor makes of samples.
+
+Shape letters: K images, T texts, L tokens, E embedding width.
+"""
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn.functional import pad
+from transformers import Siglip2VisionModel
+
+from mm_utils.distributed import RunError
+from mm_utils.files import is_about
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_name, input_shape, target_mask
+from mm_utils.text import one_line
+
+IMAGES, TEXTS, LENGTH = (
+    3,
+    2,
+    7,
+)  # of the inputs that are traced; none is 1, which the exporter would take for a constant
+
+
+def check_packages() -> None:
+    """Raise ValueError if a package of the extra `export` is missing."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"The export needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed. "
+            "Install with: pip install onnx onnxruntime onnxscript"
+        )
+
+
+def head_weights(model: FusionDualEncoderModel, wanted: str = "auto") -> dict[str, float]:
+    """Return what each score of the head is multiplied by in its graph; empty for no graph.
+
+    Args:
+        model: the model.
+        wanted: `auto`: weights that training fitted and that are not 0; `yes`: these, or 1 if there are none; `no`.
+
+    Raises:
+        ValueError: if the head is wanted, and there is none or it has learnt nothing.
+    """
+    fitted = {name: weight for name, weight in (model.config.rerank_weights or {}).items() if weight}
+    if wanted == "no" or (wanted == "auto" and not (fitted and model.fusion is not None)):
+        return {}
+    if not model.voices:
+        raise ValueError("--reranker is yes; this model has no head that was trained. Give auto, or another model.")
+    return fitted or dict.fromkeys(model.voices, 1.0)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A part of a model and how it is traced.
+
+    Attributes:
+        module: the part, a function of tensors.
+        inputs: tensors by name, or a list of tensors for the last one.
+        axes: the axes of each input that may vary, as `torch.export` wants them.
+        outputs: names.
+    """
+
+    module: nn.Module
+    inputs: dict[str, Any]
+    axes: tuple[Any, ...]
+    outputs: list[str]
+
+
+class ImageTower(nn.Module):
+    """`[K, 3, S, S]` -> unit embeddings `[K, width]`, with zeros after the first E numbers."""
+
+    def __init__(self, model: FusionDualEncoderModel, width: int | None = None):
+        super().__init__()
+        self.model, self.zeros = model, (width or model.config.projection_dim) - model.config.projection_dim
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Embed images."""
+        return pad(self.model.encode_image(pixel_values, with_keys_values=False)[0], (0, self.zeros))
+
+
+class TextTower(nn.Module):
+    """Ids and mask, int64 `[T, L]` -> unit embeddings `[T, E]`."""
+
+    def __init__(self, model: FusionDualEncoderModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Embed texts."""
+        return self.model.encode_text(input_ids, attention_mask, with_states=False)[0]
+
+
+class PaddedTextTower(nn.Module):
+    """Ids without a mask, int32 `[T, L]` -> unit embeddings `[T, width]`, zeros after E.
+
+    Args:
+        model: the model.
+        pad_token_id: the token that fills texts at the end.
+        ends_in_pad: whether every text itself ends in that token, as CLIP's do.
+        width: numbers of the result.
+    """
+
+    def __init__(self, model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad: bool, width: int):
+        super().__init__()
+        self.model, self.pad_token_id, self.ends_in_pad = model, pad_token_id, ends_in_pad
+        self.zeros = width - model.config.projection_dim
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Embed texts."""
+        is_pad = text == self.pad_token_id
+        mask = (~is_pad).long()
+        if self.ends_in_pad:
+            mask = ((is_pad.long().cumsum(1) - is_pad.long()) == 0).long()
+        return pad(self.model.encode_text(text.long(), mask, with_states=False)[0], (0, self.zeros))
+
+
+class ImageSide(nn.Module):
+    """`[K, 3, S, S]` -> the head's keys and values, one tensor per block with the images first."""
+
+    def __init__(self, model: FusionDualEncoderModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
+        """Compute the image side of the head."""
+        _, keys_values = self.model.encode_image(pixel_values)
+        assert keys_values is not None
+        return tuple(block.transpose(0, 1) for block in keys_values)
+
+
+class Head(nn.Module):
+    """Ids and mask `[T, L]`, images' keys and values -> what is added to cosines, `[T, K]`.
+
+    Args:
+        model: the model.
+        weights: what each score of the head is multiplied by, as in `config.rerank_weights`.
+    """
+
+    def __init__(self, model: FusionDualEncoderModel, weights: dict[str, float]):
+        super().__init__()
+        self.model, self.weights = model, weights
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, keys_values: list[Tensor]) -> Tensor:
+        """Score all pairs of a text and an image; a text goes through its tower once."""
+        texts, images = input_ids.shape[0], keys_values[0].shape[0]
+        blocks = tuple(
+            block.transpose(0, 1)[:, None].expand(-1, texts, *[-1] * (block.dim() - 1)).flatten(1, 2)
+            for block in keys_values
+        )
+
+        def for_each_image(rows: Tensor) -> Tensor:
+            return rows[:, None].expand(-1, images, *rows.shape[1:]).flatten(0, 1)
+
+        mask, scores = for_each_image(attention_mask), []
+        if self.weights.get("match"):
+            states = for_each_image(self.model.encode_text(input_ids, attention_mask)[1])
+            scores.append(self.weights["match"] * self.model.match_pairs(blocks, states, mask))
+        if self.weights.get("caption"):
+            scores.append(self.weights["caption"] * self._caption_scores(blocks, for_each_image(input_ids), mask))
+        return torch.stack(scores).sum(0).unflatten(0, (texts, images))
+
+    def _caption_scores(self, keys_values: tuple[Tensor, ...], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return what `FusionDualEncoderModel.caption_scores` does, without choosing rows by a mask."""
+        model = self.model
+        assert model.token_head is not None
+        words = model.text_model.get_input_embeddings()
+        states = model.caption_states(keys_values, input_ids, attention_mask)[:, :-1]
+        log_probs = model.token_head(states, words.weight).log_softmax(-1)
+        of_next, known = log_probs.gather(-1, input_ids[:, 1:, None])[..., 0], model.token_head.known()
+        of_next = torch.where(known[input_ids[:, 1:]], of_next, -known.sum().log())
+        return (of_next * target_mask(attention_mask)[0][:, 1:]).sum(1)
+
+
+def tower_graphs(model: FusionDualEncoderModel, shape: Sequence[int] | None = None) -> dict[str, Graph]:
+    """Return the graphs of the two towers, with the input and output names of CLIP in ONNX.
+
+    Args:
+        model: the model.
+        shape: of a clip or a sound, as its tower takes it; None for images. The input has the tower's own name for it.
+    """
+    images, ids = _samples(model, shape)
+    images_axis, texts_axis = {0: Dim("images")}, _text_axes(model)
+    return {
+        "vision_model": Graph(
+            ImageTower(model), {input_name(model.vision_model): images}, (images_axis,), ["image_embeds"]
+        ),
+        "text_model": Graph(
+            TextTower(model),
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            (texts_axis, texts_axis),
+            ["text_embeds"],
+        ),
+    }
+
+
+def padded_graphs(model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad: bool, width: int) -> dict[str, Graph]:
+    """Return the two towers' graphs with an open_clip model's inputs; see `PaddedTextTower`."""
+    images, ids = _samples(model)
+    text = PaddedTextTower(model, pad_token_id, ends_in_pad, width)
+    return {
+        "vision_model": Graph(ImageTower(model, width), {"image": images}, ({0: Dim("images")},), ["image_embeds"]),
+        "text_model": Graph(text, {"text": ids.int()}, (_text_axes(model),), ["text_embeds"]),
+    }
+
+
+@torch.no_grad()
+def head_graphs(
+    model: FusionDualEncoderModel, weights: dict[str, float], shape: Sequence[int] | None = None
+) -> dict[str, Graph]:
+    """Return the head's graphs: images' keys and values, scores of pairs; see `tower_graphs`."""
+    images, ids = _samples(model, shape)
+    blocks = list(ImageSide(model)(images))
+    names = [f"keys_values_{number}" for number in range(len(blocks))]
+    images_axis, texts_axis = {0: Dim("images")}, _text_axes(model)
+    return {
+        "reranker_images": Graph(ImageSide(model), {input_name(model.vision_model): images}, (images_axis,), names),
+        "reranker": Graph(
+            Head(model, weights),
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "keys_values": blocks},
+            (texts_axis, texts_axis, [images_axis] * len(blocks)),
+            ["added"],
+        ),
+    }
+
+
+def trace(graph: Graph, path: Path, opset: int) -> None:
+    """Write a graph as ONNX.
+
+    Raises:
+        RunError: if torch cannot export it, with torch's reason.
+    """
+    names: list[str] = []
+    for name, value in graph.inputs.items():
+        names += [f"{name}_{place}" for place in range(len(value))] if isinstance(value, list) else [name]
+    try:
+        with quiet(), _fixed_positions(graph.module), torch.no_grad():
+            program = torch.onnx.export(
+                graph.module.eval(),
+                tuple(graph.inputs.values()),
+                dynamo=True,
+                dynamic_shapes=graph.axes,
+                input_names=names,
+                output_names=graph.outputs,
+                opset_version=opset,
+                verbose=False,
+            )
+            assert program is not None
+            program.save(path, external_data=False)
+    except Exception as error:  # of any kind: tracing runs the code of any backbone
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__  # type: ignore[assignment]
+        if isinstance(cause, OSError) and is_about(cause, path.parent):  # a full disk
+            raise cause from None
+        raise RunError(
+            f"{path.name} cannot be made; torch's exporter stops: {one_line(cause)}. Try another --opset or another version of "
+            "torch, or export a model with other backbones."
+        ) from error
+
+
+def _samples(model: FusionDualEncoderModel, shape: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Return images `[K, 3, S, S]`, or media of a shape, and ids `[T, L]` to trace with."""
+    shape = input_shape(model.vision_model) if shape is None else shape
+    images = torch.linspace(-1, 1, IMAGES).view(-1, *[1] * len(shape)).expand(-1, *shape).clone()
+    length = (model.config.text_padding or {"length": LENGTH})["length"]
+    return images, torch.arange(2, 2 + TEXTS * length).view(TEXTS, length) % model.text_model.config.vocab_size
+
+
+def _text_axes(model: FusionDualEncoderModel) -> dict[int, Any]:
+    return {0: Dim("texts")} if model.config.text_padding else {0: Dim("texts"), 1: Dim("length", min=2)}
+
+
+@contextmanager
+def _fixed_positions(module: nn.Module) -> Iterator[None]:
+    """Let a Siglip2 tower resize its positions once for all, not for each image of a batch."""
+    model: Any = module.model
+    if not isinstance(model.vision_model, Siglip2VisionModel):
+        yield
+        return
+    embeddings: Any = model.vision_model.embeddings
+    side = embeddings.position_embedding_size
+    grid, shape = embeddings.position_embedding.weight.reshape(side, side, -1), torch.tensor([[side, side]])
+    fixed = embeddings.resize_positional_embeddings(grid, shape, max_length=side * side)
+    embeddings.resize_positional_embeddings = lambda *_, **__: fixed
+    try:
+        yield
+    finally:
+        del embeddings.resize_positional_embeddings
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back what packages say of their own insides."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

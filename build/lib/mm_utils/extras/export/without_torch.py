@@ -1,0 +1,172 @@
+"""Embed and search with exported graphs, by numpy, onnxruntime, tokenizers, Pillow alone.
+
+    python without_torch.py "a red door" photos/*.jpg
+
+prints the images, best first. In Python, where this file lies in the folder of an export:
+
+    from without_torch import Towers
+    towers = Towers("outputs/onnx")
+    cosines = towers.texts(["a red door"]) @ towers.images(["photos/0001.jpg"]).T
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from PIL import Image
+from tokenizers import Tokenizer
+
+try:
+    from reading import CHARACTERS_PER_TOKEN, centered, open_picture  # type: ignore[import-not-found]
+except ImportError:  # in the project, whose export copies that file beside this one
+    from mm_utils.model.reading import CHARACTERS_PER_TOKEN, centered, open_picture
+
+SUFFIXES = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
+_SPECIAL = ("bos_token", "eos_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_Pictures = str | Path | Image.Image | Sequence[str | Path | Image.Image]
+
+
+class Towers:
+    """A folder's exported graphs; items go one by one, on which int8 depends a little.
+
+    Args:
+        folder: as `scripts/export.py` wrote it, with the layout plain or transformers.js.
+        precision: fp32, fp16 or int8; default: the first of these that exists.
+    """
+
+    def __init__(self, folder: str | Path, precision: str | None = None):
+        self.folder = Path(folder)
+        there = [name for name in SUFFIXES if self._path("text_model", name) is not None]
+        self.precision = precision or (there or ["fp32"])[0]
+        self.settings, self.pixels, words = (
+            json.loads((self.folder / name).read_text(encoding="utf-8"))
+            for name in ("export.json", "preprocessor_config.json", "tokenizer_config.json")
+        )
+        self._sessions: dict[str, onnxruntime.InferenceSession] = {}
+        self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = True  # special tokens that a text names are text
+        names = {name: words[name]["content"] if isinstance(words[name], dict) else words[name]
+                 for name in _SPECIAL if words.get(name)}  # fmt: skip
+        self._special = {self.tokenizer.token_to_id(name) for name in names.values()}
+        self._pad = self.tokenizer.token_to_id(names["pad_token"])
+        length = self._session("text_model").get_inputs()[0].shape[1]
+        self._length = length if isinstance(length, int) else 0
+        self._most = int(min(words["model_max_length"], 1e6))
+        self.tokenizer.enable_truncation(self._most)
+
+    def images(self, images: _Pictures) -> np.ndarray:
+        """Return unit embeddings of image files or pictures, one or many, `[N, E]`."""
+        return self._joined(self._run("vision_model", pixel_values=self._pixels(image))[0] for image in _many(images))
+
+    def texts(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Return unit embeddings of texts, one or many, `[N, E]`."""
+        return self._joined(self._run("text_model", **self._tokens(text))[0] for text in _many(texts))
+
+    def rank(self, text: str, images: _Pictures) -> np.ndarray:
+        """Return a text's score for each image, `[N]`: scaled cosine, plus an exported head's term."""
+        many = _many(images)
+        scores = self.settings["logit_scale"] * (self.images(many) @ self.texts(text)[0])
+        if not self.settings["rerank_weights"] or not many:
+            return scores
+        sides = [self._run("reranker_images", pixel_values=self._pixels(image)) for image in many]
+        blocks = {f"keys_values_{at}": np.concatenate(block) for at, block in enumerate(zip(*sides, strict=True))}
+        return scores + self._run("reranker", **self._tokens(text), **blocks)[0][0]
+
+    def _joined(self, rows: Any) -> np.ndarray:
+        return np.concatenate([np.zeros((0, self.settings["projection_dim"]), np.float32), *rows])
+
+    def _path(self, part: str, precision: str) -> Path | None:
+        name = f"{part}{SUFFIXES[precision]}.onnx"
+        return next((path for path in (self.folder / name, self.folder / "onnx" / name) if path.is_file()), None)
+
+    def _session(self, part: str) -> onnxruntime.InferenceSession:
+        if part not in self._sessions:
+            found = self._path(part, self.precision)
+            if found is None:
+                raise FileNotFoundError(
+                    f"{self.folder} has no {part} in {self.precision}; export it with scripts/export.py --precision."
+                )
+            self._sessions[part] = onnxruntime.InferenceSession(found, providers=["CPUExecutionProvider"])
+        return self._sessions[part]
+
+    def _run(self, part: str, **inputs: np.ndarray) -> list[np.ndarray]:
+        session = self._session(part)
+        return session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
+
+    def _tokens(self, text: str) -> dict[str, np.ndarray]:
+        """Return ids and mask, `[1, L]`."""
+        encoded = self.tokenizer.encode(text[: CHARACTERS_PER_TOKEN * self._most])
+        pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        ids = [token for token, is_added in pairs if is_added or token not in self._special]
+        missing = max(0, self._length - len(ids))
+        sides = {"input_ids": [*ids, *[self._pad] * missing], "attention_mask": [1] * len(ids) + [0] * missing}
+        return {name: np.array([values], np.int64) for name, values in sides.items()}
+
+    def _pixels(self, image: Any) -> np.ndarray:
+        """Return an image `[1, 3, S, S]`: upright, shorter side resized, centre cut, normalised."""
+        if self.pixels["resample"] != Image.Resampling.BICUBIC:
+            raise ValueError(
+                f"resample is {self.pixels['resample']} in preprocessor_config.json; 3, bicubic, is known here."
+            )
+        size = self.pixels["crop_size"]["height"]
+        picture, (width, height, left, top) = centered(open_picture(image), size)
+        rgb = resized(resized(np.asarray(picture), width, 1), height, 0)[top : top + size, left : left + size]
+        mean, std = (np.array(self.pixels[f"image_{name}"], np.float32) for name in ("mean", "std"))
+        return ((rgb * np.float32(self.pixels["rescale_factor"]) - mean) / std).transpose(2, 0, 1)[None]
+
+
+def _many(given: Any) -> list[Any]:
+    return [given] if isinstance(given, (str, Path, Image.Image)) else list(given)
+
+
+def resized(pixels: np.ndarray, size: int, axis: int) -> np.ndarray:
+    """Resize one axis of uint8 pixels to `size`, by torch's antialiased bicubic filter.
+
+    Pillow's filter rounds another bit of the weights: one pixel in 300 differs by one level, embeddings by 5e-4.
+    """
+    rows = np.moveaxis(pixels, axis, 0)
+    scale = len(rows) / size
+    stretch = max(scale, 1.0)
+    places = []
+    for place in range(size):
+        centre = scale * (place + 0.5)
+        first, last = max(int(centre - 2 * stretch + 0.5), 0), min(int(centre + 2 * stretch + 0.5), len(rows))
+        x = np.abs((np.arange(first, last) - centre + 0.5) / stretch)
+        near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+        weights = np.where(x < 1, near, np.where(x < 2, far, 0.0))
+        places.append((first, last, weights / weights.sum()))
+    largest, bits = max(weights.max() for _, _, weights in places), 0
+    while bits < 22 and int(0.5 + largest * 2 ** (bits + 1)) < 2**15:
+        bits += 1
+    found = np.empty((size, *rows.shape[1:]), np.uint8)
+    for place, (first, last, weights) in enumerate(places):
+        whole = np.trunc(weights * 2**bits + np.copysign(0.5, weights))
+        total = np.tensordot(whole, rows[first:last].astype(np.float64), 1)
+        found[place] = np.clip(np.floor((total + 2 ** (bits - 1)) / 2**bits), 0, 255)
+    return np.moveaxis(found, 0, axis)
+
+
+def main() -> None:
+    """Print the images, best first."""
+    parser = argparse.ArgumentParser(description="Order images by how well they fit a text.")
+    parser.add_argument("text")
+    parser.add_argument("images", nargs="+")
+    parser.add_argument("--precision", choices=SUFFIXES)
+    args = parser.parse_args()
+    try:
+        scores = Towers(Path(__file__).parent, args.precision).rank(args.text, args.images)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    for place in np.argsort(-scores, kind="stable"):
+        line = f"{scores[place]:8.3f}  {args.images[place]}\n"
+        sys.stdout.write(line.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Records of annotation files: COCO captions, Karpathy's splits, Flickr8k and Flickr30k."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.rows.columns import split_of
+from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.text_files import checked_object, is_array, parse_json, read_document, wide_encoding
+
+_TOKEN = re.compile(r"(?P<name>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)")
+_PIPES = re.compile(r"(?P<name>[^|]+)\|\s*(?P<number>\d+)\s*\|(?P<caption>.*)")
+_HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
+_COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
+_TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
+_FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
+_COCO_KEY = re.compile(r'"(images|annotations|info|licenses)"\s*:')
+
+
+def format_of(suffix: str, head: str) -> str | None:
+    """Return `coco`, `karpathy` or `flickr` by the suffix and the beginning of a text file; None for others."""
+    first = head.split("\n", 1)[0].strip()
+    if suffix in (".json", ".jsonl"):
+        if is_array(head) or _is_row(first):
+            return None
+        return "karpathy" if '"sentences"' in head else "coco" if _COCO_KEY.search(head) else None
+    is_table, has_header = suffix in (".csv", ".tsv"), _FLICKR_HEADER.match(head) is not None
+    if _TOKEN_LINE.match(head) or (not is_table and (has_header or _TOKEN_LINE.search(head))):
+        return "flickr"
+    return "flickr" if suffix == ".csv" and first.count("|") >= 2 and has_header else None
+
+
+def _is_row(line: str) -> bool:
+    """Return whether a line is a whole object, and no document of images."""
+    try:
+        row = parse_json(line)
+    except Fault:
+        return False
+    return isinstance(row, dict) and not isinstance(row.get("images"), list)
+
+
+def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Join ``images`` and ``annotations`` by ``image_id``: one record an image.
+
+    Raises:
+        ValueError: if the file does not parse, or holds no annotation with a caption.
+    """
+    document, builder = _open_document(source, safety, ("images", "annotations"))
+    annotations: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
+    for at, item in enumerate(document["annotations"]):
+        try:
+            row = checked_object(item)
+            caption = _present(row, "caption")
+            annotations[_needed(row, "image_id")].append((at, caption))
+        except Fault as fault:
+            yield builder.bad(f"annotation {at}", fault, str(item))
+    if document["annotations"] and not annotations:
+        raise ValueError(f"{source.title}; no annotation has image_id and caption. Give COCO's captions file.")
+    seen: dict[str, int] = {}
+    for at, item in enumerate(document["images"]):
+        try:
+            row = checked_object(item)
+            key = _needed(row, "id")
+            if key in seen:
+                raise Fault("duplicate_id", f"image {seen[key]} has the id {key}, too")
+            seen[key] = at
+            if key not in annotations:
+                raise Fault("unmatched_image", f"no annotation has the image_id {key}")
+            image, _ = builder.image(_present(row, "file_name"))
+            captions = [caption for _, caption in annotations[key]]
+            yield builder.record(f"image {at}", (image, key), captions, split=_split_of_row(row, source))
+        except Fault as fault:
+            yield builder.bad(f"image {at}", fault, str(item))
+    for key, left in annotations.items():
+        for at, caption in left if key not in seen else ():
+            yield builder.bad(
+                f"annotation {at}", Fault("unmatched_caption", f"no image has the id {key}"), str(caption)
+            )
+
+
+def read_karpathy(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read ``images[].sentences[].raw`` with their splits; restval counts as train.
+
+    Raises:
+        ValueError: if the file does not parse.
+    """
+    document, builder = _open_document(source, safety, ("images",))
+    for at, item in enumerate(document["images"]):
+        try:
+            row = checked_object(item)
+            sentences = row.get("sentences")
+            if not isinstance(sentences, list) or not sentences:
+                raise Fault("unmatched_image", "it has no sentences")
+            captions = [_present(checked_object(sentence), "raw") for sentence in sentences]
+            named = str(_present(row, "filename"))
+            image, by_path = builder.image(f"{row['filepath']}/{named}" if row.get("filepath") else named)
+            key = next((str(row[name]) for name in ("cocoid", "imgid") if row.get(name) is not None), by_path)
+            yield builder.record(f"image {at}", (image, key), captions, split=_split_of_row(row, source))
+        except Fault as fault:
+            yield builder.bad(f"image {at}", fault, str(item))
+
+
+def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read one caption a line: ``name.jpg#0<TAB>caption``, or below a header of columns.
+
+    Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted. The rows
+    of an image follow each other and share its path as their id.
+    """
+    path, builder = Path(source.path), _builder(source, safety)
+    pattern = _TOKEN
+    for where, line in builder.lines(path, "line"):
+        if isinstance(line, BadRow):
+            yield line
+            continue
+        text = line.strip()
+        if where == "line 1" and _HEADER.match(text):
+            pattern = _PIPES if "|" in text else _COMMA
+            continue
+        try:
+            found = pattern.fullmatch(text)
+            if found is None:
+                raise Fault("malformed_row", "it is not an image's name and its caption")
+            yield builder.record(where, builder.image(found["name"].strip()), [_unquoted(found["caption"])])
+        except Fault as fault:
+            yield builder.bad(where, fault, line)
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    quoted = len(text) > 1 and text[0] == text[-1] == '"'
+    return text[1:-1].replace('""', '"') if quoted else text
+
+
+def _open_document(
+    source: Source, safety: PathArguments, keys: tuple[str, ...]
+) -> tuple[dict[str, Any], RecordBuilder]:
+    """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
+    path, builder = Path(source.path), _builder(source, safety)
+    with path.open("rb") as head:
+        if wide := wide_encoding(head.read(4096)):
+            raise ValueError(f"{source.title}; the file is {wide} text. Save it as UTF-8.")
+    try:
+        document = parse_json(read_document(path))
+    except Fault as fault:
+        raise ValueError(f"{source.title}; it is {fault.detail}. Copy or repair the file.") from fault
+    missing = [key for key in keys if not isinstance(document, dict) or not isinstance(document.get(key), list)]
+    if missing:
+        raise ValueError(
+            f"{source.title}, format={source.format}; it has no list '{missing[0]}'. Set another format=."
+        )
+    return document, builder
+
+
+def _builder(source: Source, safety: PathArguments) -> RecordBuilder:
+    if source.medium not in ("auto", "image"):
+        raise ValueError(
+            f"{source.title}; {source.format} is read for images alone, and the medium is {source.medium}. Write the rows "
+            "as JSONL, with the columns of paths and captions."
+        )
+    return RecordBuilder(source, safety, Path(source.path).parent)
+
+
+def _split_of_row(row: dict[str, Any], source: Source) -> str | None:
+    return None if source.split or row.get("split") is None else split_of(row["split"])
+
+
+def _present(row: dict[str, Any], key: str) -> Any:
+    if key not in row:
+        raise Fault("missing_column", f"there is no {key}")
+    return row[key]
+
+
+def _needed(row: dict[str, Any], key: str) -> str:
+    if _present(row, key) is None:
+        raise Fault("missing_column", f"{key} is null")
+    return str(row[key])

@@ -1,0 +1,278 @@
+"""Run a frozen tower once over the training data, store its output, and train from that.
+
+The output of a frozen tower never changes. All processes compute it before the first step, and keep it in the datasets cache
+under a fingerprint of everything it depends on: weights and config of the tower, preprocessing, precision and data, but not
+the number of processes or the batch size. A later run with the same tower and data reads it. A step then runs only what is
+trained, and decodes no image. The price is cropping: every epoch sees the centre square of an image, as evaluation does.
+
+`mm_utils.stored` describes the store, `mm_utils.data.batches.column_cache` its columns. Two runs that begin at once both compute
+it, as none may keep its ranks waiting for another's; the first that ends wins.
+"""
+
+import hashlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from datasets.arrow_writer import ArrowWriter
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_digest, to_arrow, token_digest
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.order import EvaluationBatches
+from mm_utils.data.batches.tokens import fingerprint, pad_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
+from mm_utils.objectives import Objective
+from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
+
+logger = logging.getLogger(__name__)
+
+Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
+"""Some rows: the arguments of `to_arrow` for every column of features, and further columns."""
+
+DTYPES = (torch.float16, torch.float32)
+"""Features are stored in the first of these types that holds all of them."""
+ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
+
+
+def cache_features(data: TrainingData, objective: Objective, accelerator: Accelerator) -> None:
+    """Put frozen towers' output beside the rows, as `data.features`.
+
+    Called on all ranks, before the model is prepared.
+
+    Raises:
+        ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
+    """
+    sources = [kind(data, objective, accelerator) for kind in (_Vision, _Text)]
+    frozen = [source for source in sources if not is_trained(source.tower)]
+    if not frozen:
+        raise ValueError(
+            "--cache_features is set, and both towers are trained; only the output of a frozen tower can be kept. Set "
+            "--freeze_vision or --freeze_text, or drop --cache_features."
+        )
+    rows = data.splits["train"]
+    for source in frozen:
+        features = source.open_or_compute()
+        if source.name == "vision":
+            logger.info("Vision features are cached: training sees centre squares, and --min_crop_area has no effect")
+            skipped = features.data.column(SKIPPED).drop_null()
+            if len(skipped):
+                logger.warning("%d training images cannot be decoded: %s", len(skipped), skipped[:3].to_pylist())
+            rows = rows.remove_columns("image")
+        rows = datasets.concatenate_datasets([rows, features], axis=1)
+    data.features = rows
+
+
+class Source(ABC):
+    """A model that computes features, and the rows that it runs over.
+
+    Attributes:
+        name: what the store is of.
+        flag: the flag that asks for it.
+    """
+
+    name: str
+    flag = "--cache_features"
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        loaders: Loaders,
+        batch_size: int,
+        model: FusionDualEncoderModel,
+        accelerator: Accelerator,
+    ):
+        self.rows, self.loaders, self.batch_size = rows, loaders, batch_size
+        self.model, self.accelerator = model, accelerator
+        self.batches = EvaluationBatches(len(rows), batch_size)
+
+    @property
+    @abstractmethod
+    def tower(self) -> nn.Module:
+        """Return the part of the model that runs."""
+
+    @abstractmethod
+    def depends_on(self) -> tuple:
+        """Return everything that the features depend on besides tower and precision."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[Block]:
+        """Yield the features of this rank's rows, one block for each of `batches`."""
+
+    def open_or_compute(self) -> datasets.Dataset:
+        """Return the stored features, one row per training row; compute them if there is no store."""
+        with ExitStack() as writing:
+            folder = temporary = None
+            if self.accelerator.is_main_process:
+                parts = (weights_digest(self.tower), self.accelerator.mixed_precision, DTYPES, self.depends_on())
+                folder = place_of("features", key_of(self.name, *parts))
+                if not is_whole(folder):
+                    discard(folder)
+                    temporary = writing.enter_context(storing(folder))
+            folder, temporary = broadcast_object_list([folder, temporary])
+            # All ranks look only now: a network file system may remember for a while that a folder was missing.
+            if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
+                raise ValueError(
+                    f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another "
+                    f"one writes, and {self.flag} shares the work. Set it to a folder that all machines see."
+                )
+            if temporary is not None:
+                self._compute(temporary)
+                self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        logger.info("%s features: %.2f GB in %s", self.name.capitalize(), size / 1e9, folder)
+        return open_rows(folder)
+
+    def _compute(self, folder: Path) -> None:
+        was_training, home = self.model.training, next(self.tower.parameters()).device
+        self.model.eval()
+        self.tower.to(self.accelerator.device)
+        if not any(self._write(folder, dtype) for dtype in DTYPES):
+            raise ValueError(
+                f"{self.flag} is set, and the frozen {self.name} tower computes values that are not finite. Train in bf16 or "
+                f"fp32, take another tower, or drop {self.flag}."
+            )
+        self.tower.to(home)
+        self.model.train(was_training)
+
+    def _write(self, folder: Path, dtype: torch.dtype) -> bool:
+        """Write this rank's shard; False on all ranks at once, if `dtype` cannot hold any's."""
+        progress = tqdm(
+            zip(self.batches, self.blocks(), strict=True),
+            total=len(self.batches),
+            desc=f"Caching {self.name} features",
+            leave=False,
+            disable=not self.accelerator.is_main_process,
+            delay=2,
+        )
+        writer = None
+        try:
+            for draws, (features, others) in progress:
+                fits = all(_fits(values, dtype) for values, *_ in features.values())
+                if not fits:
+                    text = "%s cannot hold the %s features of training rows %d to %d; a wider type is tried"
+                    logger.warning(text, dtype, self.name, draws[0][0], draws[-1][0])
+                if distributed.any_rank(not fits, self.accelerator.device):
+                    return False
+                columns = {name: to_arrow(values.to(dtype), *counts) for name, (values, *counts) in features.items()}
+                table = pa.table({**columns, **others})
+                if writer is None:
+                    writer = ArrowWriter(path=str(folder / f"{distributed.rank():05d}.arrow"), schema=table.schema)
+                writer.write_table(table)
+        finally:
+            if writer is not None:
+                writer.finalize()
+        return True
+
+
+class _Tower(Source):
+    """A frozen tower of the model that is trained."""
+
+    def __init__(self, data: TrainingData, objective: Objective, accelerator: Accelerator):
+        super().__init__(data.splits["train"], data.loaders, data.eval_batch_size, objective.model, accelerator)
+        self.reads_pairs, self.reads_taps = objective.reads_pairs, objective.reads_taps
+
+
+class _Vision(_Tower):
+    """The vision tower, run on the centre square of every image."""
+
+    name = "vision"
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.vision_model
+
+    def depends_on(self) -> tuple:
+        loaders, config = self.loaders, self.model.config
+        head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if self.reads_taps else None
+        images = (*loaders.input_key, config.vision_pooling)
+        return *images, head, fingerprint(self.rows), image_digest(self.rows)
+
+    def blocks(self) -> Iterator[Block]:
+        blank = self._run(self.loaders.blank(1))  # for the shapes
+        loader = self.loaders.evaluation(self.rows, self.batch_size)
+        for draws, batch in zip(self.batches, loader, strict=True):
+            rows = {row: place for place, (row, _) in enumerate(draws)}
+            there = torch.tensor([rows.pop(row) for row in batch["rows"].tolist()], device=blank[0].device).long()
+            found = self._run(batch["pixel_values"]) if len(there) else [value[:0] for value in blank]
+            values = [
+                none.new_zeros(len(draws), *none.shape[1:]).index_copy(0, there, value)
+                for none, value in zip(blank, found, strict=True)
+            ]
+            reasons = dict(zip(rows.values(), batch["skipped"], strict=True))
+            skipped = pa.array([reasons.get(place) for place in range(len(draws))], pa.string())
+            names = ["vision_pooled", *(f"vision_taps_{place}" for place in range(len(values) - 1))]
+            yield {name: (value,) for name, value in zip(names, values, strict=True)}, {SKIPPED: skipped}
+
+    @torch.no_grad()
+    def _run(self, pixel_values: Tensor) -> list[Tensor]:
+        with self.accelerator.autocast():
+            pooled, taps = self.model.vision_features(pixel_values, with_taps=self.reads_taps)
+        return [value.float() for value in (pooled, *taps)]
+
+
+class _Text(_Tower):
+    """The text tower, run on all captions of every image."""
+
+    name = "text"
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.text_model
+
+    def depends_on(self) -> tuple:
+        config = self.model.config
+        return config.text_pooling, config.fusion_text_taps if self.reads_pairs else None, token_digest(self.rows)
+
+    def blocks(self) -> Iterator[Block]:
+        tokens = self.rows.select_columns(["input_ids"])
+        for draws in self.batches:
+            captions = tokens[[row for row, _ in draws]]["input_ids"] if draws else []
+            pooled, states, lengths = self._run([ids for row in captions for ids in row])
+            counts = [len(row) for row in captions]
+            features: dict[str, tuple[Any, ...]] = {"text_pooled": (pooled, counts)}
+            if self.reads_pairs:
+                features["text_states"] = (states, lengths, counts)
+            yield features, {}
+
+    @torch.no_grad()
+    def _run(self, captions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
+        """Return pooled captions `[t, C]`, all tokens' states `[sum of L, C]`, and lengths L."""
+        if not captions:
+            width, taps = self.model.config.text_width, len(self.model.config.fusion_text_taps)
+            return torch.zeros(0, width), torch.zeros(0, taps * width), []
+        padded = pad_captions(captions, self.loaders.pad_token_id)
+        input_ids, attention_mask = (part.to(self.accelerator.device) for part in padded)
+        with self.accelerator.autocast():
+            pooled, states = self.model.text_features(input_ids, attention_mask)
+        return pooled.float(), states[attention_mask.bool()].float(), [len(ids) for ids in captions]
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all values are finite and hardly change as `dtype`, relative to their row."""
+    exact = values.flatten(1)
+    error = (exact.to(dtype).to(exact) - exact).abs()
+    return bool((error.amax(1) <= ROUNDING * exact.abs().amax(1)).all())
+
+
+def weights_digest(tower: nn.Module) -> str:
+    """Return a hash of the weights and the config, without the place they were loaded from."""
+    digest = hashlib.blake2b(digest_size=16)
+    config = tower.config.to_dict()  # type: ignore[operator, union-attr]
+    passing = ("transformers_version", "dtype", "torch_dtype")
+    kept = sorted((name, value) for name, value in config.items() if name[0] != "_" and name not in passing)
+    digest.update(f"{type(tower).__name__} {kept}".encode())
+    add_weights(digest, tower.state_dict())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Phrases that point into boxes of an image or at moments of a clip or sound."""

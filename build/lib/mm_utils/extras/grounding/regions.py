@@ -1,0 +1,272 @@
+"""Regions of an image, a box with a phrase each: tokenised once, followed into the square.
+
+A moment of a clip or a sound, a span with a phrase, is a region on the time axis: x is time, in seconds of the stored medium, y
+is one wide, and the square is the window of time that an example shows. So what regions have, moments have too.
+
+`RegionReader` adds columns for the r regions of a row, and makes a batch of b images with at most K regions:
+
+==========================  ===========================  ===========================================================
+name                        in a row                     in a batch
+==========================  ===========================  ===========================================================
+``region_boxes``            4r numbers: x, y, width,     `[b, K, 4]` float32: left, top, right, bottom in the square,
+                            height of each, in pixels;   each in [0, 1]
+                            or start, 0, seconds, 1
+``region_input_ids``        a list of ids per phrase     `[b, K, L]` int64
+``region_attention_mask``                                `[b, K, L]` int64; all zeros where there is no region
+``region_keys``             a key per phrase             `[b, K]` int64, the same for equal phrases
+==========================  ===========================  ===========================================================
+
+The first dimension is the image, as in all tensors of a batch, so slicing a batch slices its regions. K is at least 1.
+A region is left out if less than half of it is in the square: its phrase would not describe what the square shows.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from datasets import Value
+from datasets.fingerprint import Hasher
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
+from mm_utils.data.batches.column_reader import ColumnReader, Shown
+from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenizer_content
+from mm_utils.data.media import kind_of
+from mm_utils.data.media.medium import Window
+
+MAX_REGIONS = 8
+"""Largest number of regions per image in a training step; of more, a random choice takes part."""
+
+MIN_VISIBLE_SHARE = 0.5
+"""Smallest share of a region's area that must be in the square."""
+
+SLACK = 0.1
+"""Seconds by which a moment may end after its medium, as codecs cut the ends of sounds; it is cut there, too."""
+
+_MEANING = {
+    "regions": "box (x, y, width, height in pixels) and phrase",
+    "moments": "span (start and end in seconds) and phrase",
+}
+_FEATURES = datasets.Features(
+    {
+        "region_boxes": [Value("float64")],
+        "region_input_ids": [[Value("int32")]],
+        "region_keys": [Value("int64")],
+    }
+)
+
+
+class RegionReader(ColumnReader):
+    """Reads the regions of images, or the moments of clips and sounds; phrases are tokenised like captions."""
+
+    columns = frozenset(_FEATURES)
+
+    def source(self, rows: datasets.Dataset) -> str:
+        """Return `regions` of images, `moments` of clips and sounds."""
+        return "regions" if kind_of(rows.features) == "image" else "moments"
+
+    def prepare(
+        self,
+        rows: datasets.Dataset,
+        split: str,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_length: int,
+        num_proc: int | None = None,
+    ) -> datasets.Dataset:
+        """Add the columns above, computed once in the datasets cache.
+
+        Raises:
+            ValueError: if the split has no such column, if the training split has no region, or if one is not a box, or a
+                span, and a phrase.
+        """
+        column = self.source(rows)
+        if column not in rows.column_names:
+            raise ValueError(
+                f"the {split} split has no column {column}; it has {', '.join(rows.column_names)}. Take {column} out of "
+                f"--objectives, or give every row a list of {_MEANING[column]}."
+            )
+        cache = Hasher.hash((column, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
+        compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
+        read = ("id", column) if column == "regions" else ("id", column, "seconds")
+        title = f"Tokenising {column}"
+        found = add_columns(rows, read, compute, cache, title=title, num_proc=num_proc, features=_FEATURES)
+        if split == "train" and not any(map(len, found.select_columns(["region_keys"])["region_keys"])):
+            raise ValueError(f"no row of the train split has {column}. Take {column} out of --objectives.")
+        return found
+
+    def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
+        """Return the regions that are shown; in training at most `MAX_REGIONS`, drawn apart from the crop."""
+        assert shown is not None  # cached features are refused by the terms
+        rng = None if seed is None else random.Random(f"{seed} {row['epoch']} {row['id']} regions")
+        return visible_regions(row, *shown, rng)
+
+    def collate(self, examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+        """Lay the regions of each example beside each other."""
+        counts = np.array([len(example["region_keys"]) for example in examples], np.int64)
+        is_region_bK = np.arange(counts.max(initial=1)) < counts[:, None]
+        input_ids, attention_mask = pad_captions(
+            [ids for row in examples for ids in row["region_input_ids"]], pad_token_id
+        )
+
+        def spread(values: np.ndarray, blank: int) -> Tensor:
+            spread_bK = np.full((*is_region_bK.shape, *values.shape[1:]), blank, values.dtype)
+            spread_bK[is_region_bK] = values
+            return torch.from_numpy(spread_bK)
+
+        boxes = [np.empty((0, 4), np.float32), *(example["region_boxes"] for example in examples)]
+        return {
+            "region_boxes": spread(np.concatenate(boxes), 0),
+            "region_input_ids": spread(input_ids.numpy(), pad_token_id),
+            "region_attention_mask": spread(attention_mask.numpy(), 0),
+            "region_keys": spread(np.array([key for row in examples for key in row["region_keys"]], np.int64), 0),
+        }
+
+    def blank(self, batch: dict[str, Any], count: int, length: int) -> dict[str, Tensor]:
+        """Return as many regions as an example of the batch has, each of them the whole square."""
+        names = [name for name in batch if name.startswith("region_")]
+        found = {name: batch[name].new_ones(count, *batch[name].shape[1:]) for name in names}
+        if found:
+            found["region_boxes"][..., :2] = 0
+        return found
+
+
+def _tokenize(
+    rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+) -> Columns:
+    count = len(rows["id"])
+    is_wanted = [True] * count if wanted is None else wanted
+    if "moments" in rows:
+        checked = map(_checked_moments, rows["id"], rows["moments"], rows["seconds"], is_wanted)
+    else:
+        checked = map(_checked_regions, rows["id"], rows["regions"], is_wanted)
+    regions = list(checked)
+    phrases = [phrase for row in regions for _, phrase in row]
+    tokens = iter(encode_captions(tokenizer, phrases, None, max_seq_length))
+    return {
+        "region_boxes": [[number for box, _ in row for number in box] for row in regions],
+        "region_input_ids": [[next(tokens) for _ in row] for row in regions],
+        "region_keys": [[caption_key(phrase) for _, phrase in row] for row in regions],
+    }
+
+
+def _checked_regions(image_id: str, regions: Any, is_wanted: bool) -> list[tuple[list[float], str]]:
+    """Return box and phrase of each region; unprepared sources may hold anything."""
+    found = []
+    for region in _listed(regions) if is_wanted else []:
+        try:
+            x, y, width, height = map(float, region["box"])
+            phrase = region["phrase"]
+            sound = width > 0 and height > 0 and all(map(np.isfinite, (x, y, width, height))) and phrase.strip()
+        except (TypeError, ValueError, KeyError, AttributeError):
+            sound = False
+        if not sound:
+            raise ValueError(
+                f"image {image_id} has the region {region}; a region is a box (x, y, width, height in pixels) and a "
+                "phrase. Correct it, or let scripts/prepare_data.py set such rows aside."
+            )
+        found.append(([x, y, width, height], phrase))
+    return found
+
+
+def _checked_moments(medium_id: str, moments: Any, seconds: float, is_wanted: bool) -> list[tuple[list[float], str]]:
+    """Return the box (start, 0, length, 1) and phrase of each moment of `seconds`."""
+    found = []
+    for moment in _listed(moments) if is_wanted else []:
+        problem = "a moment is a span (start and end in seconds) and a phrase"
+        try:
+            start, end = map(float, moment["span"])
+            phrase, is_moment = moment["phrase"], 0 <= start < end and bool(moment["phrase"].strip())
+        except (TypeError, ValueError, KeyError, AttributeError):
+            is_moment = False
+        if is_moment and (end > seconds + SLACK or start >= seconds):
+            is_moment, problem = False, f"it ends after the medium, which lasts {seconds:g} seconds"
+        if not is_moment:
+            raise ValueError(
+                f"{medium_id} has the moment {moment}; {problem}. Correct it, or let scripts/prepare_data.py set such "
+                "rows aside."
+            )
+        found.append(([start, 0.0, min(end, seconds) - start, 1.0], phrase))
+    return found
+
+
+def _listed(values: Any) -> list[Any]:
+    return values or [] if isinstance(values, list) or not values else [values]
+
+
+def visible_regions(
+    row: dict[str, Any], size: tuple[float, float], window: Window, rng: random.Random | None = None
+) -> dict[str, Any]:
+    """Return the regions that a row's square or window shows, as fields of an example.
+
+    Args:
+        row: the row's columns of `RegionReader`.
+        size: width and height of the stored image, in whose pixels the boxes are; (seconds, 1) of a clip or a sound.
+        window: the part of the image that the square shows; one of time may go on after the medium's end.
+        rng: draws `MAX_REGIONS` if there are more; None keeps all.
+    """
+    boxes = np.asarray(row["region_boxes"], np.float64).reshape(-1, 4)
+    boxes, is_visible = boxes_in(window, boxes / (size * 2))
+    places = is_visible.nonzero()[0].tolist()
+    if rng is not None and len(places) > MAX_REGIONS:
+        places = sorted(rng.sample(places, MAX_REGIONS))
+    return {
+        "region_boxes": boxes[places],
+        "region_input_ids": [row["region_input_ids"][place] for place in places],
+        "region_keys": [row["region_keys"][place] for place in places],
+    }
+
+
+def boxes_in(window: Window, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Move boxes of an image into the square that shows `window`.
+
+    Args:
+        window: the part of the image that the square shows.
+        boxes: x, y, width, height in shares of the image, `[r, 4]`.
+
+    Returns:
+        left, top, right, bottom of each box in shares of the square, clipped to it, float32 `[r, 4]`; and whether at least
+        half of the box's area is in the square, bool `[r]`.
+    """
+    corner, far = np.array(window[:2]), np.array(window[2:])
+    edges = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
+    edges = (edges - np.tile(corner, 2)) / np.tile(far - corner, 2)
+    inside = edges.clip(0, 1).astype(np.float32)
+    whole, left = (each[:, 2:] - each[:, :2] for each in (edges, inside))
+    return inside, (left.prod(1) >= MIN_VISIBLE_SHARE * whole.prod(1)) & (left > 0).all(1)
+
+
+class Regions(NamedTuple):
+    """The R regions of a batch, one after the other.
+
+    Attributes:
+        image: `[R]`, index of the region's image in the batch.
+        boxes: `[R, 4]`, left, top, right, bottom in shares of the square.
+        input_ids, attention_mask: `[R, L]`, the phrases.
+        keys: `[R]`, the same for equal phrases.
+    """
+
+    image: Tensor
+    boxes: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor
+    keys: Tensor
+
+
+def regions_of(batch: dict[str, Any]) -> tuple[Regions, int]:
+    """Return the regions of a batch, and their number.
+
+    If there are none, return one that covers the first image, and 0: models do not take empty batches.
+    """
+    mask = batch["region_attention_mask"]
+    image, place = mask.any(-1).nonzero().unbind(1)
+    found = Regions(image, *(batch[f"region_{name}"][image, place] for name in Regions._fields[1:]))
+    if len(image):
+        return found, len(image)
+    whole = found.boxes.new_tensor([[0, 0, 1, 1]])
+    one = mask.new_ones(1, 1)
+    return Regions(mask.new_zeros(1), whole, one, one, mask.new_zeros(1)), 0

@@ -1,0 +1,1 @@
+"""Run training scripts on a Ray cluster: workers, restarts, other numbers, sweeps."""

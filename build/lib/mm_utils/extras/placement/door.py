@@ -1,0 +1,3 @@
+"""What placement adds to the core, see `mm_utils.doors`."""
+
+CALLBACKS = {"placement": "mm_utils.extras.placement.flags.Placement"}

@@ -1,0 +1,267 @@
+"""Find a query's best images: exactly, or those of a coarse first pass exactly.
+
+A first pass reads codes of the embeddings that are kept in memory (`mm_utils.extras.measured.embedding_codes`), or a FAISS index. It returns
+many times as many images as are wanted (`RESCORE`). These are scored from the stored embeddings, which are memory-mapped, so scores
+are always those of exact search; only an image that the first pass has missed is missing.
+
+A FAISS index lies beside the rows that it was made of, and its name has their fingerprint: after an update another file is
+looked for, and made.
+
+Shape letters: N images of the index, E embedding width.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+
+from mm_utils.data.batches.column_cache import fingerprint_of
+from mm_utils.distributed import RunError
+from mm_utils.extras.measured.embedding_codes import hamming, quantize_int8, to_bits
+from mm_utils.extras.search.index import FAISS
+from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 1 << 20  # numbers of a product that are turned into fp32 at a time; 4 MB stay in a core's cache
+RESCORE = {"int8": 10, "binary": 100, "faiss": 50}  # candidates of a first pass for each image that is wanted
+MOST_RESCORED = 10_000  # candidates beyond the images that are wanted
+LISTS_READ = 16  # one of n lists of an inverted file is read, if the factory string does not say nprobe
+_TRAINING = 64  # images for each list of an inverted file that FAISS is trained on, and at least
+_LEAST_TRAINING = 65_536  # of these, as many as a product quantiser takes
+_VALUES = re.compile(r"=\s*(-?\d+\.?\d*)")  # of the settings behind a factory string
+Find = Callable[[Tensor, int], list[tuple[int, float]]]
+"""Maps a unit query, fp32 `[E]`, and a number to the rows and cosines of that many images, best first."""
+FirstPass = Callable[[Tensor, int], np.ndarray]
+"""Maps a unit query, fp32 `[E]`, and a number to the rows of about that many images, in any order."""
+
+
+class StoredVectors:
+    """Rows of an index's column, float16 `[N, E]`, read from the memory-mapped files."""
+
+    def __init__(self, rows: datasets.Dataset, column: str = "embedding"):
+        chunks = [chunk for chunk in rows.data.column(column).chunks if len(chunk)]
+        self.blocks = [chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1) for chunk in chunks]
+        self._ends = np.cumsum([len(block) for block in self.blocks])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.blocks[0].shape[1]
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Tensor:
+        """Return rows, at least one, float16 `[n, E]`."""
+        block = np.searchsorted(self._ends, rows, side="right")
+        place = np.asarray(rows) - self._ends[block]  # from the end of the block
+        found = [self.blocks[one][at] for one, at in zip(block.tolist(), place.tolist(), strict=True)]
+        return torch.from_numpy(np.stack(found))
+
+
+def open_find(kind: str | None, folder: Path, rows: datasets.Dataset) -> Find:
+    """Return the search that `--index_factory` asks for.
+
+    Args:
+        kind: None for exact search; `int8`, `binary`, or what `open_faiss` takes.
+        folder: the folder of the index.
+        rows: its rows.
+
+    Raises:
+        RunError: if FAISS is needed and not installed.
+        ValueError: if FAISS does not know the string, or the images are too few for it.
+    """
+    vectors = StoredVectors(rows)
+    if kind is None:
+        return exact(vectors)
+    if kind == "int8":
+        return rescored(vectors, int8(vectors), RESCORE[kind])
+    if kind == "binary":
+        return rescored(vectors, binary(vectors), RESCORE[kind])
+    return rescored(vectors, open_faiss(kind, folder, rows, vectors), RESCORE["faiss"])
+
+
+def exact(vectors: StoredVectors) -> Find:
+    """Return a search that scores every image from memory: 2 x E bytes an image."""
+    embeds_NE = torch.from_numpy(np.concatenate(vectors.blocks))
+
+    def find(query_E: Tensor, count: int) -> list[tuple[int, float]]:
+        blocks = embeds_NE.split(max(1, BLOCK // len(query_E)))
+        score_N = _products([(block, query_E) for block in blocks])
+        rows = best(score_N, count)
+        return list(zip(rows, score_N[rows].tolist(), strict=True))
+
+    return find
+
+
+def rescored(vectors: StoredVectors, first_pass: FirstPass, candidates: int) -> Find:
+    """Return a search that scores what a first pass finds, `candidates` for each wanted image."""
+
+    def find(query_E: Tensor, count: int) -> list[tuple[int, float]]:
+        if count < 1:
+            return []
+        rows = np.sort(first_pass(query_E, min(candidates * count, MOST_RESCORED + count, len(vectors))))
+        if not len(rows):
+            return []
+        score_n = vectors.take(rows).float() @ query_E
+        places = best(score_n, count)
+        return list(zip(rows[places].tolist(), score_n[places].tolist(), strict=True))
+
+    return find
+
+
+def int8(vectors: StoredVectors) -> FirstPass:
+    """Return a first pass over codes of E bytes an image."""
+    codes = [tuple(map(torch.from_numpy, quantize_int8(block))) for block in _joined(vectors)]
+
+    def candidates(query_E: Tensor, count: int) -> np.ndarray:
+        score_N = _products([(block, query_E * scale_E) for block, scale_E in codes])
+        return score_N.topk(count, sorted=False).indices.numpy()
+
+    return candidates
+
+
+def binary(vectors: StoredVectors) -> FirstPass:
+    """Return a first pass over signs: E / 8 bytes an image."""
+    bits = np.concatenate([to_bits(block) for block in vectors.blocks])
+
+    def candidates(query_E: Tensor, count: int) -> np.ndarray:
+        [distance_N] = hamming(to_bits(query_E.numpy()[None]), bits)
+        return distance_N.argpartition(count - 1)[:count]
+
+    return candidates
+
+
+def best(score_N: Tensor, top_k: int) -> list[int]:
+    """Return the places of the highest scores, best first; of equal ones, the first comes first."""
+    if not 0 < top_k < len(score_N):
+        return score_N.sort(descending=True, stable=True).indices[: max(0, top_k)].tolist()
+    least = score_N.topk(top_k).values[-1]
+    rows = (score_N >= least).nonzero().flatten()
+    return rows[score_N[rows].sort(descending=True, stable=True).indices[:top_k]].tolist()
+
+
+# -- FAISS --------------------------------------------------------------------------------------------------------------
+
+
+def open_faiss(text: str, folder: Path, rows: datasets.Dataset, vectors: StoredVectors) -> FirstPass:
+    """Return a first pass by a FAISS index, made and saved if these rows have none.
+
+    Args:
+        text: a string of FAISS's index factory; after a semicolon, settings of its `ParameterSpace`, such as
+            `IVF1024,PQ32;nprobe=64`. These need no new index.
+        folder, rows, vectors: the index.
+
+    Raises:
+        RunError: if FAISS is not installed.
+        ValueError: if FAISS does not know the string, or the images are too few for it.
+    """
+    if find_spec("faiss") is None:
+        raise RunError(
+            f"--index_factory is {text}; FAISS is not installed. pip install faiss-cpu, or give int8 or binary."
+        )
+    import faiss
+
+    factory, _, settings = text.partition(";")
+    file, searched = faiss_file(folder, rows, factory), rows.select_columns(["embedding"])
+
+    def candidates(query_E: Tensor, count: int) -> np.ndarray:
+        [found] = searched.search_batch("embedding", query_E.numpy()[None], count).total_indices
+        return np.unique(found[found >= 0])
+
+    try:
+        is_new = not _load(searched, file)
+        if is_new:
+            _build(searched, vectors, factory)
+        index: Any = searched.get_index("embedding").faiss_index
+        lists = faiss.try_extract_index_ivf(index)
+        if lists is not None:
+            lists.nprobe = -(-lists.nlist // LISTS_READ)
+        if settings:
+            if any(float(value) < 1 for value in _VALUES.findall(settings)):
+                raise RuntimeError("a setting below 1 reads nothing")
+            faiss.ParameterSpace().set_index_parameters(index, settings)  # type: ignore[arg-type]
+        candidates(torch.zeros(vectors.width), 1)
+    except RuntimeError as error:
+        raise ValueError(
+            f"--index_factory is {text}; FAISS cannot search {len(vectors):,} images so ({one_line(error)}). Give int8, binary, "
+            "or a string of its index factory with fewer lists, such as IVF64,Flat, and behind a semicolon nprobe for IVF or "
+            "efSearch for HNSW."
+        ) from error
+    if is_new:
+        _save(searched, file)
+    return candidates
+
+
+def faiss_file(folder: Path, rows: datasets.Dataset, factory: str) -> Path:
+    """Return the file of the FAISS index that was made of these rows, and of no others."""
+    name = hashlib.blake2b(factory.encode(), digest_size=8).hexdigest()
+    return folder / f"{FAISS}{fingerprint_of(rows)}-{name}.index"
+
+
+def _load(rows: datasets.Dataset, file: Path) -> bool:
+    """Read a FAISS index, and return whether it is one of these rows."""
+    if not file.is_file():
+        return False
+    try:
+        rows.load_faiss_index("embedding", str(file))
+    except RuntimeError as error:
+        logger.warning("%s is damaged (%s); it is made anew", file, one_line(error))
+        return False
+    return rows.get_index("embedding").faiss_index.ntotal == len(rows)
+
+
+def _build(rows: datasets.Dataset, vectors: StoredVectors, factory: str) -> None:
+    """Make a FAISS index of inner products, trained on rows drawn at random."""
+    import faiss
+
+    index: Any = faiss.index_factory(vectors.width, factory, faiss.METRIC_INNER_PRODUCT)
+    lists = faiss.try_extract_index_ivf(index)
+    count = max(_LEAST_TRAINING, _TRAINING * (lists.nlist if lists is not None else 0))
+    chosen = np.random.default_rng(0).permutation(len(vectors))[:count]
+    logger.info("Making a FAISS index %s of %s images, once; larger ones take minutes", factory, f"{len(vectors):,}")
+    if not index.is_trained:
+        index.train(vectors.take(np.sort(chosen)).float().numpy())
+    rows.add_faiss_index("embedding", custom_index=index)
+
+
+def _save(rows: datasets.Dataset, file: Path) -> None:
+    """Keep a FAISS index for the next start, if the folder can be written."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        rows.save_faiss_index("embedding", str(temporary))
+        temporary.replace(file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        logger.warning("%s cannot be written (%s); the next start makes it again", file, error.strerror)
+
+
+def _products(blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Multiply blocks `[n, E]` of any type by a query each, in fp32; return all products, `[N]`."""
+    sizes = [len(block) for block, _ in blocks]
+    # Memory that is taken and freed for every block costs more than the product: the system clears its pages.
+    scratch_nE, score_N = torch.empty(max(sizes), blocks[0][0].shape[1]), torch.empty(sum(sizes))
+    for (block, query_E), part in zip(blocks, score_N.split(sizes), strict=True):
+        torch.mv(scratch_nE[: len(block)].copy_(block), query_E, out=part)
+    return score_N
+
+
+def _joined(vectors: StoredVectors) -> Iterator[np.ndarray]:
+    """Yield the embeddings in blocks of at most `BLOCK` numbers, for small stored ones."""
+    held: list[np.ndarray] = []
+    for block in vectors.blocks:
+        if held and sum(map(len, held)) + len(block) > BLOCK // vectors.width:
+            yield np.concatenate(held)
+            held = []
+        held.append(block)
+    yield np.concatenate(held)

@@ -1,0 +1,248 @@
+"""Answer queries from an index: by cosine, then re-ranked where the model gains by it.
+
+Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
+(`mm_utils.extras.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if
+`config.rerank_weights` of the model has a weight above 0, which training sets only where it helped on the validation split.
+The head reads what the vision tower returned when the image was embedded, if the index keeps that; else the image, from its file,
+or from its thumbnail if the file has changed, is gone, or was never there; a clip or a sound from the index.
+
+Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.media.medium import read_by
+from mm_utils.extras.search.first_pass import StoredVectors, open_find
+from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.model.reading import CHARACTERS_PER_TOKEN, center_square, open_picture, token_ids
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An image that was found.
+
+    Attributes:
+        row: its row in the index.
+        rank: its place in the answer, from 1.
+        score: cosine of the query and the image.
+        reranked: scaled cosine + what the fusion head adds; None if the head has not seen it.
+        id, path, captions: as the index has them.
+    """
+
+    row: int
+    rank: int
+    score: float
+    reranked: float | None
+    id: str
+    path: str
+    captions: list[str]
+
+
+class Searcher:
+    """Search an index with the model that made it; queries of several threads take turns.
+
+    Args:
+        index_dir: the folder that scripts/embed.py wrote.
+        model: the folder or Hub id of the model, if it has moved since.
+        rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
+        device: where the model runs; default: a GPU if there is one.
+        index_factory: the first pass: `int8`, `binary`, or a string of FAISS's index factory; default: exact search.
+
+    Raises:
+        ValueError: if there is no index, no model, or FAISS cannot make the first pass.
+        RunError: if the model's weights have changed since the index was made, or FAISS is needed and missing.
+    """
+
+    def __init__(
+        self,
+        index_dir: str | Path,
+        model: str | None = None,
+        rerank_top_k: int = 10,
+        device: str | None = None,
+        index_factory: str | None = None,
+    ):
+        self.info, rows = open_index(Path(index_dir))
+        self._vectors = StoredVectors(rows)
+        self._states = None if self.info.states is None else StoredVectors(rows, "states")
+        self._find = open_find(index_factory, Path(index_dir), rows)
+        # Without the vectors: a row of them would become thousands of Python numbers.
+        self._rows, self._lock = rows.select_columns([*STAMPS.names, "thumbnail"]), threading.Lock()
+        self._texts = rows.select_columns(["id", "path", "captions"])
+        self._contents = None if self.info.medium == "image" else rows.select_columns(["content"])
+        name = model or self.info.model
+        processor = load_processor_of(name)
+        self._tokenizer = processor.tokenizer
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._medium: Any = read_by(processor)
+        self._model = load_model(name, fusion_layers=0).eval()
+        check_same_model(self.info, model_fingerprint(self._model, self._medium), name, Path(index_dir))
+        self._model.to(self._device)
+        self._most_tokens = self._model.most_tokens(self._tokenizer)
+        weights = self._model.config.rerank_weights or {}
+        helps = self._model.fusion is not None and any(weights.values())
+        self.rerank_top_k = rerank_top_k if helps else 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def reranks(self) -> bool:
+        """Whether answers to texts are re-ranked by the fusion head."""
+        return self.rerank_top_k > 0
+
+    def search_text(self, text: str, top_k: int = 10, rerank: bool = True) -> list[Hit]:
+        """Return the images that a text describes best; without `rerank`, by the towers alone.
+
+        Raises:
+            ValueError: if it is not a text.
+        """
+        if not isinstance(text, str) or text != text.encode(errors="replace").decode():
+            raise ValueError(f"The text is {text!r}; one text of UTF-8 is searched for at a time.")
+        [read] = token_ids(self._tokenizer, [text[: CHARACTERS_PER_TOKEN * self._most_tokens]], self._most_tokens)
+        ids = torch.tensor([read or [self._tokenizer.pad_token_id]], device=self._device)
+        mask = torch.full_like(ids, bool(read))
+        with self._lock, torch.no_grad():
+            query_1E, states = self._model.encode_text(ids, mask)
+            found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
+            reranked: dict[int, float] = {}
+            if rerank and self.reranks:
+                first = found[: self.rerank_top_k]
+                reranked = self._head(first, states, mask, ids)
+                found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
+        return self._hits(found[:top_k], reranked)
+
+    def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
+        """Return the images that are most similar to a picture, best first."""
+        return self._search(center_square(open_picture(image), self._medium.image_size), top_k)
+
+    def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
+        """Return what is most similar to a file, by path or bytes: an image, or a WAV; best first.
+
+        Raises:
+            UnreadableImageError: if it cannot be read, or the index holds clips.
+        """
+        return self._search(read_query(file, self._medium), top_k)
+
+    def similar(self, row: int, top_k: int = 10) -> list[Hit]:
+        """Return the images that are most similar to an image of the index, without itself.
+
+        Raises:
+            IndexError: if the index has no such row.
+        """
+        self._check(row)
+        with self._lock:
+            found = self._best(self._vectors.take([row])[0], top_k + 1)
+        return self._hits([hit for hit in found if hit[0] != row][:top_k])
+
+    def thumbnail(self, row: int) -> bytes:
+        """Return the JPEG of an image of the index; raise IndexError if there is no such row."""
+        self._check(row)
+        return self._rows[row]["thumbnail"]
+
+    def content(self, row: int) -> bytes:
+        """Return the file of an index's clip or sound; raise IndexError if there is no such row."""
+        self._check(row)
+        if self._contents is None:
+            raise IndexError("an index of images has thumbnails alone")
+        return self._contents[row]["content"]
+
+    def _search(self, example: Tensor, top_k: int) -> list[Hit]:
+        with self._lock, torch.no_grad():
+            query_1E, _ = self._model.encode_image(self._input([example]), with_keys_values=False)
+            found = self._best(query_1E[0], top_k)
+        return self._hits(found)
+
+    def _input(self, examples: Sequence[Tensor]) -> Tensor:
+        return self._medium.features(torch.stack(list(examples)).to(self._device))
+
+    def _check(self, row: int) -> None:
+        if not 0 <= row < len(self):
+            raise IndexError(f"there is no row {row}; the index has {len(self)} {self.info.medium}s")
+
+    def _best(self, query_E: Tensor, count: int) -> list[tuple[int, float]]:
+        """Return rows and cosines of the best images for a query, best first."""
+        return self._find(torch.nn.functional.normalize(query_E.float().cpu(), dim=0), count)
+
+    def _head(self, hits: list[tuple[int, float]], states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
+        """Return the scores of images after re-ranking, by row."""
+        rows = [row for row, _ in hits]
+        if self._states is not None and self.info.states is not None:
+            states_KS = self._states.take(rows).to(self._device, self._model.dtype)
+            parts = states_KS.split(list(map(math.prod, self.info.states)), 1)
+            taps = [part.unflatten(1, shape) for part, shape in zip(parts, self.info.states, strict=True)]
+        else:
+            _, taps = self._model.vision_features(self._input(list(map(self._example, rows))))
+        assert self._model.fusion is not None
+        keys_values = self._model.fusion.encode_vision(taps)
+        added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()
+        scale = self._model.logit_scale.float().exp().item()
+        return {row: scale * cosine + added for (row, cosine), added in zip(hits, added_K, strict=True)}
+
+    def _example(self, row: int) -> Tensor:
+        """Return what evaluations take of an index's clip, sound or (by `_image`) image."""
+        if self._medium.lasts:
+            return self._medium.read({"bytes": self.content(row), "path": None})[0]
+        return center_square(self._image(row), self._medium.image_size)
+
+    def _image(self, row: int) -> Image.Image:
+        """Return an image of the index: its file if it is unchanged, else its thumbnail."""
+        known, side = self._rows[row], self._medium.image_size
+        try:
+            status = os.stat(known["path"])
+            if (status.st_size, status.st_mtime_ns) == (known["size"], known["mtime_ns"]):
+                return open_image({"bytes": None, "path": known["path"]}, side)
+        except (OSError, UnreadableImageError):
+            pass
+        try:
+            return open_image({"bytes": known["thumbnail"], "path": None}, side)
+        except UnreadableImageError as error:
+            raise UnreadableImageError(
+                f"The thumbnail of {known['id']} is damaged. Delete the index, and run scripts/embed.py again."
+            ) from error
+
+    def _hits(self, hits: list[tuple[int, float]], reranked: Mapping[int, float] | None = None) -> list[Hit]:
+        found = self._texts[[row for row, _ in hits]] if hits else {"id": [], "path": [], "captions": []}
+        columns = zip(hits, found["id"], found["path"], found["captions"], strict=True)
+        return [
+            Hit(row, rank, cosine, (reranked or {}).get(row), name, path, captions)
+            for rank, ((row, cosine), name, path, captions) in enumerate(columns, 1)
+        ]
+
+
+def read_query(file: str | bytes, medium: Any) -> Tensor:
+    """Return what evaluations take of a searched file, path or bytes: an image, or a WAV.
+
+    Raises:
+        UnreadableImageError: if it cannot be read, or the model is for clips.
+    """
+    if medium.kind == "clip":
+        raise UnreadableImageError("clips are found by texts and by clips of the index; write what the clip shows")
+    value = {"bytes": None, "path": file} if isinstance(file, str) else {"bytes": file, "path": None}
+    if medium.kind == "sound":
+        from mm_utils.data.faults import Fault
+        from mm_utils.data.media.riff import write_wav
+        from mm_utils.data.media.sound_files import read_sound
+        from mm_utils.data.paths import Limits, read_file
+
+        name = file if isinstance(file, str) else "the file"
+        try:
+            content = read_file(file, Limits()) if isinstance(file, str) else file
+            rate = medium.log_mel.rate
+            stored = write_wav(read_sound(content, rate, codecs=False)[0], rate)  # strangers' files meet no codec
+        except Fault as fault:
+            raise UnreadableImageError(f"{name}: {fault.detail}") from fault
+        return medium.read({"bytes": stored, "path": None})[0]
+    return medium.read(value)[0]

@@ -1,0 +1,1 @@
+"""Embedded sets of media that last: drawn clips, made sounds, captions of what comes when."""

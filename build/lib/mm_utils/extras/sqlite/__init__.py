@@ -1,0 +1,1 @@
+"""A row source for the tables of a SQLite database."""

@@ -1,0 +1,250 @@
+"""Fit both projections in closed form: canonical correlation of two towers' features.
+
+Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with four changes:
+
+- Both covariances are shrunk by a multiple of their mean variance (Vinod 1976, doi 10.1016/0304-4076(76)90010-5), chosen out of
+  fold.
+- The direction of the mean is projected out in place of subtracting the mean, so the projections need no bias.
+- Directions weigh as much as they correlate: the square root of the correlation is in either map.
+- If the vision tower has a classifier with named classes, the names that it sees in an image, embedded by the text tower, are a
+  second caption of the image. Their weight is chosen out of fold as well, and 0 is an answer.
+
+Shape letters: M images, T captions, A and B channels of image and text features, E embedding width.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+FOLDS = 4
+SHRINKAGES = (1.0, 3.0, 10.0, 30.0)  # in units of the mean variance of a feature
+NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
+SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
+
+_ALIKE = 1e-10  # variance of unit features that differ by rounding alone
+
+
+@dataclass
+class Features:
+    """Pooled features of pairs, one row an image or a caption, in the order of the data.
+
+    Attributes:
+        image_MA, text_TB: outputs of the towers.
+        owner_T: place of each caption's image.
+        names_MB: text features of the class names that the vision tower sees in each image; None without names.
+    """
+
+    image_MA: Tensor
+    text_TB: Tensor
+    owner_T: Tensor
+    names_MB: Tensor | None = None
+
+    def unit(self) -> "Features":
+        """Return the features at unit length, in double precision."""
+        names = None if self.names_MB is None else _unit(self.names_MB)
+        return Features(_unit(self.image_MA), _unit(self.text_TB), self.owner_T.cpu(), names)
+
+    def take(self, chosen_M: Tensor) -> "Features":
+        """Return the images where `chosen_M`, with their captions."""
+        place_M, chosen_T = chosen_M.cumsum(0) - 1, chosen_M[self.owner_T]
+        names = None if self.names_MB is None else self.names_MB[chosen_M]
+        return Features(self.image_MA[chosen_M], self.text_TB[chosen_T], place_M[self.owner_T[chosen_T]], names)
+
+
+@dataclass
+class Moments:
+    """Weighted sums over pairs of features; those of a part of the pairs can be subtracted."""
+
+    weight: Tensor  # scalar, the sum of the weights
+    image: Tensor  # [A]
+    text: Tensor  # [B]
+    image_image: Tensor  # [A, A]
+    text_text: Tensor  # [B, B]
+    image_text: Tensor  # [A, B]
+
+    @classmethod
+    def of(cls, features: Features) -> "Moments":
+        """Return the sums in which every image weighs 1, shared by its captions."""
+        owner_T, text_TB = features.owner_T, features.text_TB
+        weight_T1 = 1 / owner_T.bincount()[owner_T, None].to(text_TB)
+        image_TA = features.image_MA[owner_T]
+        weighed_TA, weighed_TB = weight_T1 * image_TA, weight_T1 * text_TB
+        return cls(
+            weight_T1.sum(),
+            weighed_TA.sum(0),
+            weighed_TB.sum(0),
+            weighed_TA.T @ image_TA,
+            weighed_TB.T @ text_TB,
+            weighed_TA.T @ text_TB,
+        )
+
+    def __sub__(self, other: "Moments") -> "Moments":
+        return Moments(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass
+class Fold:
+    """Moments of captions and of class names, for some images."""
+
+    captions: Moments
+    names: Moments | None = None
+
+    @classmethod
+    def of(cls, features: Features) -> "Fold":
+        """Return the moments of unit features."""
+        if features.names_MB is None:
+            return cls(Moments.of(features))
+        every_M = torch.arange(len(features.image_MA))
+        return cls(Moments.of(features), Moments.of(replace(features, text_TB=features.names_MB, owner_T=every_M)))
+
+    def without(self, other: "Fold") -> "Fold":
+        """Return the moments of the images that are not in `other`."""
+        names = None if self.names is None or other.names is None else self.names - other.names
+        return Fold(self.captions - other.captions, names)
+
+    @cached_property
+    def _image(self) -> tuple[Tensor, Tensor]:
+        return _principal_axes(self.captions.image, self.captions.image_image / self.captions.weight)
+
+    @cached_property
+    def _text(self) -> tuple[Tensor, Tensor]:
+        return _principal_axes(self.captions.text, self.captions.text_text / self.captions.weight)
+
+    @cached_property
+    def _crosses(self) -> list[Tensor]:
+        """Covariances `[A, B]` of images with captions and, centred, with class names."""
+        found = [self.captions.image_text / self.captions.weight]
+        if self.names is not None:
+            names = self.names
+            found.append((names.image_text - torch.outer(names.image, names.text) / names.weight) / names.weight)
+        return [self._image[1].T @ cross_AB @ self._text[1] for cross_AB in found]
+
+    def maps(self, shrinkage: float, name_weight: float, width: int) -> tuple[Tensor, Tensor]:
+        """Return maps `[A, E]` and `[B, E]` to the most correlated directions, strongest first.
+
+        Directions beyond the rank of the data are zero.
+        """
+        (image_A, image_AA), (text_B, text_BB) = self._image, self._text
+        whiten_A, whiten_B = (_whitening(values, shrinkage) for values in (image_A, text_B))
+        cross_AB = sum(weight * cross for weight, cross in zip((1, name_weight), self._crosses, strict=False))
+        left_AE, correlation_E, right_BE = _singular_vectors(whiten_A[:, None] * cross_AB * whiten_B, width)
+        # The sign of a direction is arbitrary: the largest entry of the text's is positive.
+        sign_E = right_BE.gather(0, right_BE.abs().argmax(0, keepdim=True))[0].sign()
+        strength_E = correlation_E.sqrt() * sign_E
+        image_AE = image_AA @ (whiten_A[:, None] * left_AE * strength_E)
+        text_BE = text_BB @ (whiten_B[:, None] * right_BE * strength_E)
+        missing = (0, max(0, width - len(strength_E)))
+        return F.pad(image_AE, missing), F.pad(text_BE, missing)
+
+
+@dataclass
+class ClosedForm:
+    """A fit of both projections.
+
+    Attributes:
+        image_AE, text_BE: the maps.
+        scale: inverse temperature.
+        shrinkage, name_weight: the chosen settings.
+        recalls: recall@1 text to image and image to text of pairs that the maps were not fitted to.
+        candidates: images that these were found among.
+    """
+
+    image_AE: Tensor
+    text_BE: Tensor
+    scale: float
+    shrinkage: float
+    name_weight: float
+    recalls: tuple[float, float]
+    candidates: int
+
+
+def fit(features: Features, width: int) -> ClosedForm:
+    """Fit the maps to all pairs, with settings and scale best for pairs left out, in 4 folds.
+
+    The best have the lowest InfoNCE among the images of a fold; recall, which is coarse, is only reported. If images or captions
+    are all alike, the maps are zero.
+
+    Raises:
+        ValueError: with fewer than two images a fold, or if a feature is not finite.
+    """
+    features = features.unit()
+    given = (features.image_MA, features.text_TB, features.names_MB)
+    if not all(rows.isfinite().all() for rows in given if rows is not None):
+        raise ValueError("a backbone's output is not finite. Train in bf16 or fp32, or choose another backbone.")
+    images = len(features.image_MA)
+    if images < 2 * FOLDS:
+        raise ValueError(f"{images} images are too few to fit projections to; at least {2 * FOLDS} are needed.")
+    fold_M = torch.arange(images) % FOLDS
+    held_out = [features.take(fold_M == fold) for fold in range(FOLDS)]
+    everything = Fold.of(features)
+    others = [everything.without(Fold.of(part)) for part in held_out]
+
+    def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float]:
+        """Return the lowest loss, the scale that has it, and both recalls."""
+        found = [
+            _judge(part, *rest.maps(shrinkage, name_weight, width))
+            for part, rest in zip(held_out, others, strict=True)
+        ]
+        losses, recalls = (torch.stack(column).mean(0) for column in zip(*found, strict=True))
+        best = int(losses.argmin())
+        return losses[best].item(), SCALES[best], *recalls.tolist()
+
+    # One after the other: the shrinkage depends little on the names.
+    judged = {(shrinkage, 0.0): judge(shrinkage, 0.0) for shrinkage in SHRINKAGES}
+    shrinkage, _ = min(judged, key=judged.__getitem__)
+    if features.names_MB is not None:
+        judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in NAME_WEIGHTS[1:]}
+    shrinkage, name_weight = min(judged, key=judged.__getitem__)
+    _, scale, *recalls = judged[shrinkage, name_weight]
+    maps = everything.maps(shrinkage, name_weight, width)
+    return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS)
+
+
+def _judge(held_out: Features, image_AE: Tensor, text_BE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return InfoNCE at each of `SCALES`, and recall@1 both ways, with one caption an image."""
+    first_M = torch.searchsorted(held_out.owner_T, torch.arange(len(held_out.image_MA)))
+    cosine_MM = _unit(held_out.text_TB[first_M] @ text_BE) @ _unit(held_out.image_MA @ image_AE).T
+    target_M = torch.arange(len(cosine_MM))
+    losses = [
+        F.cross_entropy(scale * cosine_MM, target_M) + F.cross_entropy(scale * cosine_MM.T, target_M)
+        for scale in SCALES
+    ]
+    recalls = [(scores.argmax(1) == target_M).double().mean() for scores in (cosine_MM, cosine_MM.T)]
+    return torch.stack(losses) / 2, torch.stack(recalls)
+
+
+def _principal_axes(total: Tensor, second_moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return variances, and the axes `[C, C]` in columns, without the direction of the mean."""
+    direction = F.normalize(total, dim=0)
+    projector = torch.eye(len(direction), dtype=direction.dtype) - torch.outer(direction, direction)
+    values, vectors = torch.linalg.eigh(projector @ second_moment @ projector)
+    return values.clamp(min=0), projector @ vectors
+
+
+def _whitening(values: Tensor, shrinkage: float) -> Tensor:
+    """Return the factors `[C]` that make variances equal, shrunk; 0 where there is none."""
+    if values.sum() < _ALIKE:
+        return torch.zeros_like(values)
+    return (values + shrinkage * values.mean()).rsqrt()
+
+
+def _singular_vectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return left vectors, values and right vectors of the `count` largest values.
+
+    They come from the smaller Gram matrix, ten times as fast as a decomposition; values below 1e-7 of the largest are 0.
+    """
+    if matrix.shape[0] < matrix.shape[1]:
+        right, values, left = _singular_vectors(matrix.T, count)
+        return left, values, right
+    squares, right = torch.linalg.eigh(matrix.T @ matrix)
+    values, right = squares.clamp(min=0).sqrt().flip(0)[:count], right.flip(1)[:, :count]
+    values = torch.where(values > 1e-7 * values[0], values, 0)
+    left = (matrix @ right) / torch.where(values > 0, values, torch.inf)
+    return left, values, right
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return F.normalize(rows.cpu().double(), dim=-1)

@@ -1,0 +1,113 @@
+"""Interpolate between the weights before and after training (WiSE-FT, arXiv 2109.01903).
+
+Training on few data often loses what a pretrained model knew; interpolated weights keep some of both, at no cost when the
+model is used. Weights that are new have no values before, so they are never interpolated.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mm_utils.evaluation.retrieval import Evaluate
+from mm_utils.files import write_atomic
+from mm_utils.model.adapt import merged
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.reports.plots import BLUE, MUTED, ORANGE, new_figure, save_figure, set_title, small_legend, style_axes
+
+logger = logging.getLogger(__name__)
+
+TENTHS = tuple(step / 10 for step in range(11))
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def weights_of_start(model: FusionDualEncoderModel, added: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return a copy of the weights to interpolate, with adapters merged.
+
+    They are all but a classifier's, a head's that never was trained, and those that terms have added for this run.
+    """
+    new = ("classifier.", *added) if model.voices else ("classifier.", "fusion.", *added)
+    return copy_weights(model, {name for name in merged(model.state_dict()) if not name.startswith(new)})
+
+
+def copy_weights(model: FusionDualEncoderModel, names: Collection[str]) -> dict[str, Tensor]:
+    """Return a copy of these weights, with adapters merged."""
+    return {name: value.detach().clone() for name, value in merged(model.state_dict()).items() if name in names}
+
+
+def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """Return start + alpha (end - start); integers and weights of `end` alone stay."""
+    return {
+        name: torch.lerp(start[name].to(value), value, alpha)
+        if name in start and value.is_floating_point()
+        else value.clone()
+        for name, value in end.items()
+    }
+
+
+def choose_between(
+    wanted: float | None,
+    start: Mapping[str, Tensor],
+    model: FusionDualEncoderModel,
+    evaluate: Evaluate,
+    loader: Iterable,
+    accelerator: Accelerator,
+    name: str,
+    folder: Path,
+    alphas: Sequence[float] = QUARTERS,
+    save: Callable[[Path], Any] | None = None,
+    greater_is_better: bool = True,
+) -> dict[str, float]:
+    """Measure weights between `start` and those in `model`; load and save the chosen ones.
+
+    Writes the model, `wise_ft.json` and `wise_ft.png`. Called on all ranks, which all get the metrics of the chosen weights,
+    with `wise_ft_alpha`.
+
+    Args:
+        wanted: the alpha to save; None for the best.
+        start: the weights before training, of `weights_of_start`.
+        name: the metric of `evaluate` that chooses, after re-ranking where that is measured; among equals, the highest alpha wins.
+        alphas: the places to measure, besides `wanted`.
+        greater_is_better: a higher value of it is better.
+        save: writes the model, on the main process; default: `model.save_pretrained`.
+    """
+    end = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    alphas = sorted({*alphas, *([] if wanted is None else [wanted])})
+    measured: dict[float, dict[str, float]] = {}
+    for alpha in alphas:
+        model.load_state_dict(interpolate(start, end, alpha))
+        measured[alpha] = evaluate(model, loader, accelerator)
+        metric = f"rerank_{name}" if f"rerank_{name}" in measured[alpha] else name
+        logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
+    sign = 1 if greater_is_better else -1
+    best = max(alphas, key=lambda alpha: (sign * measured[alpha][metric], alpha))
+    chosen = best if wanted is None else wanted
+    model.load_state_dict(interpolate(start, end, chosen))
+    evaluate(model, loader, accelerator)  # so that the evaluator holds the predictions of the chosen weights
+    if accelerator.is_main_process:
+        (save or model.save_pretrained)(folder)
+        rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
+        report = {"metric": metric, "best_alpha": best, "saved_alpha": chosen, "measured": rows}
+        write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
+        _draw({alpha: metrics[metric] for alpha, metrics in measured.items()}, chosen, metric, folder / "wise_ft.png")
+    accelerator.wait_for_everyone()
+    return {**measured[chosen], "wise_ft_alpha": chosen}
+
+
+def _draw(values: Mapping[float, float], chosen: float, metric: str, out_path: Path) -> None:
+    figure = new_figure(5.2, 3.4)
+    ax = figure.add_subplot()
+    style_axes(ax)
+    ax.plot(list(values), list(values.values()), color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
+    ax.plot([chosen], [values[chosen]], color=ORANGE, marker="o", markersize=8, linestyle="", label="saved")
+    ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0, the start", "0.25", "0.5", "0.75", "1, the end"])
+    ax.set_xlabel("alpha", fontsize=8, color=MUTED)
+    title = metric.replace("_", " ").capitalize()
+    set_title(ax, f"{title} between start and end")
+    small_legend(ax, loc="best")
+    save_figure(figure, out_path)

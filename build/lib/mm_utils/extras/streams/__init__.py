@@ -1,0 +1,1 @@
+"""Train from Parquet and tar shards without reading them whole."""

@@ -1,0 +1,251 @@
+"""Read regular files, write atomically, retry, and keep JSON-lines logs for resumed runs."""
+
+import ctypes
+import errno
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_FILES = 65_536  # the limit that a run asks for; data workers and shards use most of it
+_Result = TypeVar("_Result")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what only writing meets
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN)
+_failed: set[Path] = set()
+
+
+def retry(
+    action: Callable[[], _Result],
+    passing: Callable[[Exception], bool],
+    pauses: Iterable[float],
+    deadline: float = math.inf,
+) -> _Result:
+    """Call `action` until it succeeds, with pauses after errors that may pass.
+
+    Args:
+        passing: returns whether another attempt may succeed after an error.
+        pauses: seconds before each further attempt.
+        deadline: time, by `time.monotonic`, after which no attempt begins.
+
+    Raises:
+        Exception: the error of the last attempt.
+    """
+    for pause in pauses:
+        try:
+            return action()
+        except Exception as error:
+            if not passing(error) or time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+    return action()
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether a network file system raises such an error only for a moment."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
+@contextmanager
+def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file for reading, and yield it with its size in bytes.
+
+    The file is judged once it is open, so that nothing can take its place between the check and the reading.
+
+    Raises:
+        OSError: errno EINVAL if it is not a regular file; otherwise as the system says.
+    """
+    # O_NONBLOCK: else opening a pipe waits for its writer forever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        yield file, status.st_size
+
+
+def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | None = None) -> bytes:
+    """Read `size` bytes from `offset`, by default the whole file.
+
+    Raises:
+        OSError: errno EINVAL if it is not a regular file, EFBIG above `max_bytes`, ENODATA if it is empty, ERANGE if it
+            ends too early; otherwise as the system says.
+    """
+    with open_regular_file(path) as (file, length):
+        wanted = length if size is None else size
+        if wanted > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {wanted:,} bytes; {max_bytes:,} is the most", path)
+        if wanted == 0:
+            raise OSError(errno.ENODATA, "it has 0 bytes", path)
+        file.seek(offset)
+        content = file.read(wanted)
+    if len(content) < wanted:
+        raise OSError(errno.ERANGE, f"it ends after {len(content):,} of {wanted:,} bytes", path)
+    return content
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file and rename it: readers see the old content or the new, never a part.
+
+    Raises:
+        OSError: if it cannot be written; the old file is intact then.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def is_about(error: OSError, *folders: Path) -> bool:
+    """Return whether an error is that of a full or read-only disk, or names something in one of `folders`."""
+    named = f"{error.filename or ''} {error.filename2 or ''} {error}"
+    return error.errno in FULL or any(str(folder) in named for folder in folders)
+
+
+def replace_folder(new: Path, final: Path) -> None:
+    """Put the folder `new` in the place of `final`, and remove what was there: readers see the old one or the new.
+
+    Both lie on one file system. Where it cannot exchange two names at once, `final` is missing for a moment; after a crash
+    in that moment `restore_folder` brings the old one back.
+    """
+    if not final.exists():
+        new.rename(final)
+        return
+    if not _exchange(new, final):
+        aside = _aside(final)
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+        new.rename(final)
+        new = aside
+    shutil.rmtree(new)
+
+
+def restore_folder(final: Path) -> None:
+    """Bring back a folder whose `replace_folder` was killed between two renames."""
+    if not final.exists() and _aside(final).is_dir():
+        _aside(final).rename(final)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """Yield a hidden folder; rename it to `final` at the end, remove it if the block fails.
+
+    If another process has made `final` meanwhile, that one stays.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        temporary.chmod(0o777 & ~_umask())
+        yield temporary
+        try:
+            temporary.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def errno_of(error: BaseException | None) -> int:
+    """Return the operating system's number of an error or of what it came from, also as libraries in Rust state it; else 0."""
+    while error is not None:
+        stated = re.search(r"\(os error (\d+)\)", str(error))
+        if number := getattr(error, "errno", None) or (stated and int(stated[1])):
+            return int(number)
+        error = error.__cause__
+    return 0
+
+
+@contextmanager
+def optional_file(path: Path) -> Iterator[None]:
+    """Log a file that cannot be written, such as a picture of a finished run, which stands without it."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be written: %s. The rest is complete; make room", path, error.strerror or error)
+
+
+def readable(folder: Path) -> None:
+    """Set the usual permissions of the files of a folder: safetensors writes for the owner alone."""
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON lines; a disk that refuses them costs lines, not the run, and one error."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        if path not in _failed:
+            _failed.add(path)
+            logger.error("%s cannot be written: %s. Training goes on without it; make room", path, error.strerror)
+
+
+def truncate_rows(path: Path, step: int) -> None:
+    """Remove the lines of steps after `step`, which a resumed run writes again, and torn lines."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    write_atomic(path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line, infinity if it is torn, or names what was saved, which is chosen again."""
+    try:
+        row = json.loads(line)
+        return math.inf if "saved_step" in row else float(row["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def allow_open_files() -> int | None:
+    """Raise this process's limit of open files; return it, None if there is none."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS allows fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return None if soft == resource.RLIM_INFINITY else soft

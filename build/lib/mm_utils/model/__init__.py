@@ -1,0 +1,1 @@
+"""The model: architecture, construction, tokenizer, adapters, weight average."""

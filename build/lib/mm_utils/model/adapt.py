@@ -1,0 +1,353 @@
+"""Adapt a model to training: unused parameters, checkpointing, dropout, adapters, average.
+
+Adapters are low-rank (LoRA, arXiv 2106.09685), by peft, in the attention of a tower. The factor alpha / rank is 1, so a merged
+weight is W + B A. A checkpoint holds the merged model, which loads without peft, and beside it the adapters, from which a run
+resumes: the weights under them are those that the run started from.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mm_utils.arguments import arg
+from mm_utils.distributed import load_full_weights, shard_like
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    FusionDualEncoderModel,
+    image_backbone,
+    input_shape,
+    is_trained,
+    on_gpu,
+    probe_input,
+)
+from mm_utils.model.row_noise import PatchDropout
+
+logger = logging.getLogger(__name__)
+
+DROPOUTS = ("off", "keep")
+_DINOV3_POSITIONS = {"pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}  # random in training, like dropout
+BACKBONE_DROPOUT = (
+    "Dropout of the backbones in training, drop-path included: off, or keep their own. Kept, its masks differ with the number "
+    "of processes and the micro-batch size, and so does the result."
+)
+FILE = "adapters.safetensors"
+_ADAPTER, _BASE = ".lora_", ".base_layer."
+
+
+def freeze_unused(
+    model: FusionDualEncoderModel, parameters: Iterable[nn.Parameter], output: Callable[[Tensor, Tensor], Tensor]
+) -> int:
+    """Freeze those `parameters` that an output does not depend on; return their total size.
+
+    These are mask tokens, unused poolers and the like. DDP would wait for their gradients and fail.
+
+    Args:
+        output: returns a scalar for a batch of images and of token ids.
+    """
+    was_training = model.training
+    model.eval()
+    images, token_ids = torch.randn(2, *input_shape(model.vision_model)), torch.ones(2, 4, dtype=torch.long)
+    scalar = output(images, token_ids)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = torch.autograd.grad(scalar, trained, allow_unused=True) if trained else []
+    unused = [parameter for parameter, gradient in zip(trained, gradients, strict=True) if gradient is None]
+    for parameter in unused:
+        parameter.requires_grad_(False)
+    model.train(was_training)
+    return sum(parameter.numel() for parameter in unused)
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep no activations for the backward pass (gradient checkpointing)."""
+    # transformers 6 has the first name only, early releases of 5 the second only
+    renamed = getattr(model, "activation_checkpointing_enable", None)
+    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def use_channels_last(tower: nn.Module) -> None:
+    """Lay convolutions out as they run fastest, unless they have five dimensions, over frames."""
+    if all(parameter.dim() <= 4 for parameter in tower.parameters()):
+        tower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+class PatchProduct(nn.Conv2d):
+    """A convolution that cuts pixels into patches; on a GPU a matrix product, which takes a tenth of the time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the patches' embeddings, `[B, E, h, w]`."""
+        if not on_gpu(input):
+            return super().forward(input)
+        height, width = (side // patch for side, patch in zip(input.shape[2:], self.kernel_size, strict=True))
+        grid = input[:, :, : height * self.kernel_size[0], : width * self.kernel_size[1]]
+        patches = grid.unflatten(3, (width, -1)).unflatten(2, (height, -1)).permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def multiply_patches(tower: nn.Module) -> None:
+    """Make the convolution of pixels, if its patches lie side by side, a `PatchProduct`."""
+    for conv in tower.modules():
+        if (
+            type(conv) is nn.Conv2d
+            and (conv.stride, conv.padding, conv.dilation, conv.groups) == (conv.kernel_size, (0, 0), (1, 1), 1)
+            and conv.in_channels <= 4  # of later ones there are enough channels for a convolution to be fast
+        ):
+            conv.__class__ = PatchProduct
+
+
+def drop_patches(vision_model: PreTrainedModel, share: float) -> None:
+    """Drop a random share of every image's patches in training, see `PatchDropout`.
+
+    Raises:
+        ValueError: if the backbone does not embed an image as `[B, tokens, C]`, the patches last.
+    """
+    embeddings, config = getattr(vision_model, "embeddings", None), vision_model.config
+    shape, patch = input_shape(vision_model), getattr(config, "patch_size", None)
+    of_images = len(shape) == 3 and shape[0] == 3
+    patches = (shape[1] // patch) * (shape[2] // patch) if of_images and isinstance(patch, int) else 0
+
+    probed = embeddings(torch.zeros(1, *shape)) if embeddings is not None and patches else None
+    if embeddings is None or not isinstance(probed, Tensor) or probed.dim() != 3 or probed.shape[1] < patches:
+        raise ValueError(
+            f"--patch_dropout is {share}; a {config.model_type} has no row of patch tokens to drop from. Use a ViT, or 0."
+        )
+    # a submodule, so that `set_row_keys` finds it
+    embeddings.patch_dropout = PatchDropout(share, patches)
+    embeddings.register_forward_hook(lambda module, given, tokens: module.patch_dropout(tokens))
+
+
+def compile_parts(model: FusionDualEncoderModel) -> None:
+    """Compile both towers and the head's blocks, one graph each for all lengths and blocks."""
+    model.vision_model.compile()
+    for part in (model.text_model, *(model.fusion.layers if model.fusion is not None else ())):
+        part.compile(dynamic=True)
+
+
+def switch_off_dropout(model: FusionDualEncoderModel) -> None:
+    """Set both backbones' dropout to 0, as CLIP and SigLIP train; configs stay.
+
+    These are attributes of modules, floats whose names contain `drop`, the `p` of torch's dropout, and fields of the configs
+    that some modules read in every forward.
+
+    Raises:
+        ValueError: if a backbone still draws random numbers in training.
+    """
+    found = {}
+    for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
+        highest = 0.0
+        for module in tower.modules():
+            own_config = vars(module).get("config")
+            if isinstance(own_config, PreTrainedConfig) and module is not tower:
+                module.config = copy.copy(own_config)  # the tower's own config is saved
+                _zero(module.config)
+                for field in _DINOV3_POSITIONS & vars(module.config).keys():
+                    setattr(module.config, field, None)
+            highest = max(highest, _zero(module))
+        if highest:
+            found[name] = highest
+        if not _repeats_in_training(tower, name):
+            raise ValueError(
+                f"--backbone_dropout is off; a {tower.config.model_type} draws random numbers in training all the same. Set it "
+                "to keep, or choose another backbone."
+            )
+    if found:
+        logger.info(
+            "Backbones train without their own dropout (%s); --backbone_dropout keep keeps it",
+            ", ".join(f"{name} {share:g}" for name, share in found.items()),
+        )
+
+
+def _zero(holder: object) -> float:
+    """Set the probabilities of dropout among an object's attributes to 0; return the highest."""
+    is_dropout = "drop" in type(holder).__name__.lower()
+    names = [
+        name
+        for name, value in vars(holder).items()
+        if ("drop" in name or (name == "p" and is_dropout)) and isinstance(value, float) and value > 0
+    ]
+    highest = max((getattr(holder, name) for name in names), default=0.0)
+    for name in names:
+        setattr(holder, name, 0.0)
+    return highest
+
+
+@torch.no_grad()
+def _repeats_in_training(tower: PreTrainedModel, name: str) -> bool:
+    """Return whether a tower returns equal outputs for equal inputs in training mode."""
+    was_training = tower.training
+    # drop-path keeps or drops whole rows, so take several
+    inputs = {field: value.repeat_interleave(4, 0) for field, value in probe_input(tower, name).items()}
+    tower.train()
+    for module in tower.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()  # which needs several values, and would count the probe
+    first, second = (tower(**inputs, return_dict=True)["last_hidden_state"] for _ in range(2))
+    tower.train(was_training)
+    return torch.equal(first, second)
+
+
+# -- low-rank adapters --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LoraArguments:
+    """Low-rank adapters and the towers that get them."""
+
+    lora_rank: int = arg(
+        0, "Train adapters of this rank in the attention of --lora_towers, and nothing else in these; 0 = no adapters."
+    )
+    lora_towers: str = arg("vision,text", "The towers that get adapters: vision, text, or both.")
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ValueError(f"--lora_rank is {self.lora_rank}; give a rank from 1 on, or 0 for no adapters.")
+        if not self.towers or set(self.towers) - {"vision", "text"}:
+            raise ValueError(f"--lora_towers is {self.lora_towers!r}; give vision, text or vision,text.")
+
+    @property
+    def towers(self) -> list[str]:
+        """Names of the towers."""
+        return [name.strip() for name in self.lora_towers.split(",") if name.strip()]
+
+
+def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
+    """Freeze the towers of `args`; add adapters to attention's linear layers, frozen ones none.
+
+    Raises:
+        ValueError: if peft is not installed, a tower has no attention, or all are frozen.
+    """
+    if not args.lora_rank:
+        return
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError(
+            f"--lora_rank is {args.lora_rank}; adapters need peft, which is not installed. Run pip install peft."
+        ) from error
+    both = {"vision": image_backbone(model.vision_model), "text": model.text_model}
+    towers = {name: both[name] for name in args.towers if is_trained(both[name])}
+    if not towers:
+        raise ValueError(
+            f"--lora_rank is {args.lora_rank}; nothing of --lora_towers ({args.lora_towers}) is trained. Freeze less, or "
+            "give no rank."
+        )
+    for name, tower in towers.items():
+        layers = attention_layers(tower)
+        if not layers:
+            raise ValueError(
+                f"--lora_towers is {args.lora_towers}; a {tower.config.model_type} has no attention to adapt. Leave {name} "
+                "out."
+            )
+        tower.requires_grad_(False)
+        config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, target_modules=layers)
+        inject_adapter_in_model(config, tower)
+
+
+def attention_layers(tower: nn.Module) -> list[str]:
+    """Return the linear layers in modules named attention or attn that are called.
+
+    `nn.MultiheadAttention`, of which SigLIP's pooler has one, reads the weight of its layer, which is of a subclass.
+    """
+    return [
+        name
+        for name, module in tower.named_modules()
+        if type(module) is nn.Linear and any(word in name.lower() for word in ("attention", "attn"))
+    ]
+
+
+def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Merge the adapters in a state dict, if any, into the weights under them."""
+    found = {}
+    for name, value in weights.items():
+        if _ADAPTER in name:
+            continue
+        layer, _, kind = name.partition(_BASE)
+        if kind == "weight":
+            up, down = (weights[f"{layer}.lora_{side}.default.weight"] for side in "BA")
+            value = (value.float() + up.float() @ down.float()).to(value)
+        found[f"{layer}.{kind}" if kind else name] = value
+    return found
+
+
+def save_adapters(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapters in a state dict, if any, into a checkpoint."""
+    adapters = {name: value.contiguous() for name, value in weights.items() if _ADAPTER in name}
+    if adapters:
+        save_file(adapters, folder / FILE)
+
+
+@torch.no_grad()
+def load_weights(model: FusionDualEncoderModel, folder: Path) -> None:
+    """Load the weights of a checkpoint on all ranks.
+
+    A model with adapters keeps the weights under them, and loads the adapters instead.
+
+    Raises:
+        ValueError: if the model has adapters and the checkpoint has none, or the checkpoint is of another model.
+    """
+    stored = dict(type(model).from_pretrained(folder, use_safetensors=True).state_dict())
+    own = model.state_dict()
+    if any(_ADAPTER in name for name in own):
+        if not (folder / FILE).is_file():
+            raise ValueError(f"{folder} holds no {FILE}; it was written without --lora_rank. Resume without it, too.")
+        kept = {name: value for name, value in own.items() if _BASE in name}
+        stored = {name: value for name, value in stored.items() if name in own} | kept | load_file(folder / FILE)
+    load_full_weights(model, stored)
+
+
+# -- average of the weights ---------------------------------------------------------------------------------------------
+
+
+class WeightAverage:
+    """Exponential moving average of parameters, evaluated and saved in their place.
+
+    average <- decay x average + (1 - decay) x parameter
+    """
+
+    file = "ema.safetensors"  # in a checkpoint
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = model, decay
+        self.values: dict[str, Tensor] = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average one step towards the current parameters."""
+        parameters = dict(self.model.named_parameters())
+        torch._foreach_lerp_([self.values[name] for name in parameters], list(parameters.values()), 1 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Replace the model's parameters by the average inside the `with` block."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def load(self, folder: Path) -> None:
+        """Load the average from a checkpoint; called on all ranks.
+
+        Raises:
+            ValueError: if the checkpoint was written without an average.
+        """
+        if not (folder / self.file).is_file():
+            raise ValueError(
+                f"{folder} holds no {self.file}; it was written without --ema_decay. Resume without it, too."
+            )
+        for name, value in load_file(folder / self.file).items():
+            self.values[name].copy_(shard_like(value, self.values[name]))
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, value in self.model.named_parameters():
+            held = value.clone()
+            value.copy_(self.values[name])
+            self.values[name].copy_(held)

@@ -1,0 +1,390 @@
+"""Build, load or convert a model; the flags that say how."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from mm_utils.arguments import arg
+from mm_utils.model.adapt import (
+    BACKBONE_DROPOUT,
+    DROPOUTS,
+    LoraArguments,
+    add_adapters,
+    compile_parts,
+    drop_patches,
+    freeze_unused,
+    multiply_patches,
+    recompute_activations,
+    switch_off_dropout,
+    use_channels_last,
+)
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    DIRECTIONS,
+    DUAL_ENCODERS,
+    POOLINGS,
+    FusionDualEncoderConfig,
+    FusionDualEncoderModel,
+    input_name,
+    input_shape,
+    vision_tower,
+)
+from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower
+from mm_utils.model.stock import load_stock
+
+VISION_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
+             "patch_size": 4, "image_size": 64, "layer_scale_init_value": 1.0, "initializer_range": 0.08},
+    "small": {"model_type": "vit", "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6,
+              "intermediate_size": 1536, "patch_size": 16, "image_size": 224},
+    "base": {"model_type": "vit", "patch_size": 16, "image_size": 224},
+    # Over log-mel spectrograms of 40 frames a second, 32 frequencies high: any number of frames.
+    "sound-tiny": {"model_type": "convnext", "num_channels": 1, "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2],
+                   "num_stages": 3, "patch_size": 4, "image_size": [200, 32], "layer_scale_init_value": 1.0,
+                   "initializer_range": 0.08},
+}  # fmt: skip
+VISION_PRESETS["clip-tiny"] = {**VISION_PRESETS["tiny"], "image_size": 32}  # over every frame
+TEXT_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "bert", "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
+             "intermediate_size": 768, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "small": {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
+              "intermediate_size": 1536},
+    "base": {"model_type": "bert"},
+}  # fmt: skip
+
+
+@dataclass
+class ModelArguments:
+    """The two towers and the fusion head.
+
+    A saved model wins over pretrained backbones, and these win over presets.
+    """
+
+    model_name_or_path: str | None = arg(
+        None,
+        "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, Chinese CLIP or "
+        "VisionTextDualEncoderModel, for sounds a CLAP, for clips an X-CLIP, whose prompts are left out, or any of those for "
+        "images; it gets the head of --fusion_layers.",
+    )
+    vision_model_name_or_path: str | None = arg(
+        None,
+        "Pretrained vision backbone: a folder or a Hub id. For sounds AST, Whisper, Wav2Vec2, HuBERT or CLAP, of which the sound "
+        "tower is taken; for clips VideoMAE, TimeSformer, ViViT, V-JEPA 2, or an image backbone, which looks at every frame.",
+    )
+    text_model_name_or_path: str | None = arg(None, "Pretrained text backbone: a folder or a Hub id.")
+    vision_config: str = arg(
+        "tiny",
+        "Vision backbone from scratch: tiny, small, base, or a config.json. Tiny is sound-tiny for sounds, a ConvNeXt over "
+        "log-mel spectrograms, and clip-tiny for clips, tiny over every frame, of 32 pixels, with two layers over time.",
+    )
+    text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.")
+    tokenizer_name_or_path: str | None = arg(
+        None, "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions."
+    )
+    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.")
+    image_size: int | None = arg(None, "Side of the square image; default: what the vision backbone expects.")
+    projection_dim: int | None = arg(
+        None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone."
+    )
+    vision_pooling: str = arg(
+        "auto",
+        "pooler, mean, cls, or auto: the pooler if there is one, of a map of a sound with what is early and late, else the mean.",
+    )
+    text_pooling: str = arg("auto", "As --vision_pooling; auto ignores poolers like BERT's and takes the mean.")
+    fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.")
+    fusion_dim: int | None = arg(
+        None, "Width of the cross-attention head; default: half the text backbone's, at most 512."
+    )
+    fusion_heads: int | None = arg(
+        None, "Attention heads of the cross-attention head; default: one per 32 channels.", rare=True
+    )
+    fusion_vision_taps: str = arg(
+        "auto",
+        "Hidden states of the vision backbone that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at "
+        "most three, the last of each resolution, or layers of a transformer at equal distances.",
+        rare=True,
+    )
+    fusion_text_taps: str = arg("auto", "As fusion_vision_taps, for the text backbone.", rare=True)
+    fusion_hierarchy: bool = arg(
+        True,
+        "Blocks of the head read the taps one after the other, and the text again; false: all taps in all blocks.",
+        rare=True,
+    )
+    fusion_direction: str = arg(
+        "text_to_image",
+        "text_to_image, or both: image tokens attend to the text too, and cannot be reused for other texts.",
+        rare=True,
+    )
+    freeze_vision: bool = arg(False, "Do not train the vision backbone.")
+    freeze_text: bool = arg(False, "Do not train the text backbone.")
+    gradient_checkpointing: bool = arg(
+        False, "Recompute activations in the backward pass: less memory, a third slower."
+    )
+    patch_dropout: float = arg(
+        0.0,
+        "Drop this share of the image's patches in training (FLIP): half saves about half of the vision tower's time.",
+    )
+    backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
+    torch_compile: bool = arg(
+        False, "Compile towers and fusion head with torch.compile: minutes at the start, then faster steps on a GPU."
+    )
+    trust_remote_code: bool = arg(
+        False, "Run the Python code in the repository of a backbone or tokenizer. Read that code first."
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.patch_dropout < 1:
+            raise ValueError(f"--patch_dropout is {self.patch_dropout}; give a share of the patches in [0, 1).")
+        for name in ("fusion_vision_taps", "fusion_text_taps"):
+            taps = getattr(self, name)
+            if taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", taps):
+                raise ValueError(
+                    f"--set {name} is {taps!r}; give indices of the backbone's hidden states, e.g. -1,-2, or auto."
+                )
+        for name, choices in (
+            ("fusion_direction", DIRECTIONS),
+            ("vision_pooling", POOLINGS),
+            ("text_pooling", POOLINGS),
+            ("backbone_dropout", DROPOUTS),
+        ):
+            if getattr(self, name) not in choices:
+                rare = "set " if name == "fusion_direction" else ""
+                raise ValueError(f"--{rare}{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
+            value = getattr(self, name)
+            names = [value] if Path(value).is_file() else value.split(",")  # of several media
+            if not all(each.strip() in presets or Path(each.strip()).is_file() for each in names):
+                raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
+
+    def of(self, at: int) -> "ModelArguments":
+        """Return the arguments of one medium of several, from 0; below 0, all of them.
+
+        Raises:
+            ValueError: if there are several names, and none for it.
+        """
+        if at < 0:
+            return self
+        own: dict[str, Any] = {}
+        for flag in ("vision_model_name_or_path", "vision_config"):
+            names = str(getattr(self, flag) or "").split(",")
+            if 1 < len(names) <= at:
+                raise ValueError(f"--{flag} is {getattr(self, flag)}; give one for each of the data sets.")
+            own[flag] = names[at % len(names)].strip() or getattr(ModelArguments, flag)
+        return replace(self, **own)
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether any part starts from trained weights."""
+        return any((self.model_name_or_path, self.vision_model_name_or_path, self.text_model_name_or_path))
+
+    @property
+    def joins_pretrained(self) -> bool:
+        """Whether new projections join two pretrained towers."""
+        return not self.model_name_or_path and bool(self.vision_model_name_or_path and self.text_model_name_or_path)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def build_model(
+    args: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    lora_args: LoraArguments | None = None,
+    medium: str = "image",
+    resume_from: Path | None = None,
+) -> FusionDualEncoderModel:
+    """Build or load the arguments' model, in float32, with adapters, ready to be trained.
+
+    Args:
+        resume_from: the checkpoint whose weights it will get, if any: its pooling of sounds is kept under `--vision_pooling
+            auto`, which was the pooler for towers from scratch before there was `timed`.
+
+    Raises:
+        ValueError: if its vision tower cannot read the medium, `image`, `clip` or `sound`.
+    """
+    args = _with_pooling(args, medium, resume_from)
+    if args.model_name_or_path:
+        model = load_model(args.model_name_or_path, medium=medium, **_head(args)).float()
+        _check_head(args, model)
+        reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
+        check_reads(args.model_name_or_path, reads, medium)
+    else:
+        vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
+        text_model, text_pooling = _backbone(args, "text", tokenizer)
+        model = FusionDualEncoderModel.from_backbones(
+            vision_model,
+            text_model,
+            medium=medium,
+            vision_pooling=vision_pooling,
+            text_pooling=text_pooling,
+            # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
+            freeze_batch_norm=bool(args.vision_model_name_or_path),
+            projection_dim=args.projection_dim,
+            **_head(args),
+        )
+    if args.backbone_dropout == "off":
+        switch_off_dropout(model)
+    for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
+        if frozen:
+            model.freeze(tower)
+    if lora_args is not None:
+        _check_adapters(args, lora_args)
+        add_adapters(model, lora_args)
+    freeze_unreached(model)
+    use_channels_last(model.vision_model)
+    multiply_patches(model.vision_model)
+    if args.gradient_checkpointing:
+        recompute_activations(model)
+    if args.patch_dropout:
+        drop_patches(model.vision_model, args.patch_dropout)
+    if args.torch_compile:
+        compile_parts(model)
+    return model
+
+
+def _with_pooling(args: ModelArguments, medium: str, resume_from: Path | None) -> ModelArguments:
+    """Return the arguments with a checkpoint's pooling of sounds, where none is asked for."""
+    if resume_from is None or medium != "sound" or args.vision_pooling != "auto":
+        return args
+    config = FusionDualEncoderConfig.from_pretrained(resume_from)
+    pooling = (config.media or {}).get(medium, {}).get("vision_pooling", config.vision_pooling)
+    return args if pooling == "timed" else replace(args, vision_pooling=pooling)  # which no flag says
+
+
+def check_reads(name: str, reads: Sequence[str], medium: str) -> None:
+    """Raise ValueError if a whole model does not read the medium of the data."""
+    if medium not in reads:
+        raise ValueError(
+            f"--model_name_or_path is {name}; it reads {'s or '.join(reads)}s, and the data are {medium}s. Choose another "
+            "model."
+        )
+
+
+def _head(args: ModelArguments) -> dict[str, Any]:
+    """Return the fields of the configuration that shape a new fusion head."""
+    given = {name: getattr(args, name) for name in ("fusion_dim", "fusion_heads") if getattr(args, name)}
+    taps = {name: getattr(args, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
+    given |= {name: [int(tap) for tap in value.split(",")] for name, value in taps.items() if value != "auto"}
+    return given | {name: getattr(args, name) for name in ("fusion_layers", "fusion_hierarchy", "fusion_direction")}
+
+
+def _check_head(args: ModelArguments, model: FusionDualEncoderModel) -> None:
+    """Raise ValueError for flags of another head than that of a whole model of ours, which stays as it is."""
+    for flag, value in _head(args).items():
+        if getattr(args, flag) != getattr(ModelArguments, flag) and value != (has := getattr(model.config, flag)):
+            raise ValueError(
+                f"{flag} is {getattr(args, flag)}; the head of {args.model_name_or_path} has {flag} {has} and stays as it is. "
+                "Drop the flag."
+            )
+
+
+def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
+    """Raise ValueError for adapters on a backbone from scratch, which would stay random."""
+    for tower in lora_args.towers if lora_args.lora_rank and not args.model_name_or_path else ():
+        if not getattr(args, f"{tower}_model_name_or_path"):
+            raise ValueError(
+                f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need trained "
+                f"weights. Give --{tower}_model_name_or_path, or leave {tower} out of --lora_towers."
+            )
+
+
+def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
+    """Load a model: a run's folder, a checkpoint, a stock model (`DUAL_ENCODERS`), a Hub id.
+
+    Args:
+        head: fields of `FusionDualEncoderConfig` for the new fusion head of a stock model; others have theirs.
+
+    Raises:
+        ValueError: if there is no model, or it needs Python code of its own.
+    """
+    title = f"{name} holds no model"
+    try:
+        config = load_config(title, name)
+        if config.model_type in DUAL_ENCODERS:
+            return load_stock(name, config, **head)
+        if config.model_type != FusionDualEncoderConfig.model_type:
+            raise ValueError(
+                f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "
+                f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}. Choose one of these, or give it as "
+                "--vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
+            )
+        with explained(title, name):
+            model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
+            model.check_repeatable()
+            return model
+    except OwnCodeError as error:
+        raise ValueError(
+            f"{title} that can be taken as a whole; it needs Python code of its own. Read that code, then give it as "
+            "--vision_model_name_or_path or --text_model_name_or_path with --trust_remote_code."
+        ) from error
+
+
+def freeze_unreached(model: FusionDualEncoderModel) -> int:
+    """Freeze parameters of the towers that no output depends on; return their total size."""
+    # Whether the heads and the bias are trained depends on the objectives.
+    towers = (parameter for tower in (model.vision_model, model.text_model) for parameter in tower.parameters())
+
+    def output(images: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        found = model(input_ids=token_ids, pixel_values=images, return_loss=True)
+        return found.loss if found.match_logits is None else found.loss + found.match_logits.sum()
+
+    return freeze_unused(model, towers, output)
+
+
+def _backbone(
+    args: ModelArguments, tower: str, tokenizer: PreTrainedTokenizerBase, medium: str = "image"
+) -> tuple[PreTrainedModel, str]:
+    """Load or make a backbone; return it with its pooling."""
+    name, pooling = getattr(args, f"{tower}_model_name_or_path"), getattr(args, f"{tower}_pooling")
+    if name:
+        made, pooling = load_tower(name, tower, pooling, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
+    else:
+        made = _new_vision_backbone(args, medium) if tower == "vision" else _new_text_backbone(args, tokenizer)
+    if tower == "vision" and medium not in media_of(made):
+        flag = f"--vision_model_name_or_path is {name}" if name else f"--vision_config is {args.vision_config}"
+        raise ValueError(
+            f"{flag}; a {type(made).__name__} like this one reads {'s or '.join(media_of(made))}s, and the data are {medium}s. "
+            f"Choose another, or give --vision_config tiny, which is made for {medium}s."
+        )
+    if hasattr(made.config, "apply_spec_augment"):
+        made.config.apply_spec_augment = False  # its masks are drawn by NumPy, so that no step could be repeated
+    return made, pooling
+
+
+def media_of(backbone: Any) -> tuple[str, ...]:
+    """Return the kinds of media that a backbone can read."""
+    shape = input_shape(backbone)
+    if input_name(backbone) in ("input_values", "input_features") or shape[0] == 1:
+        return ("sound",)
+    return ("clip",) if len(shape) == 4 else ("image", "clip")
+
+
+def _new_vision_backbone(args: ModelArguments, medium: str = "image") -> PreTrainedModel:
+    size = {"image_size": args.image_size} if args.image_size else {}
+    return vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))
+
+
+def vision_preset(args: ModelArguments, medium: str) -> dict[str, Any]:
+    """Return the fields of the vision backbone from scratch; `tiny` is the medium's own."""
+    own = f"{medium}-tiny" if medium != "image" and args.vision_config == "tiny" else args.vision_config
+    return preset(own, VISION_PRESETS)
+
+
+def _new_text_backbone(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    return AutoModel.from_config(AutoConfig.for_model(**{**preset(args.text_config, TEXT_PRESETS), **words}))
+
+
+def preset(name: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the preset of this name, or the content of the config.json of this path."""
+    return presets[name] if name in presets else json.loads(Path(name).read_text(encoding="utf-8"))

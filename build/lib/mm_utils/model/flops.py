@@ -1,0 +1,161 @@
+"""Model FLOPs of a training step, counted exactly for any backbone by running the model.
+
+Model FLOPs as in PaLM's MFU (arXiv 2204.02311): every image, text and scored pair of the global batch goes forward and
+backward once. Recomputation, by gradient caching, by checkpointing or because another rank needs the same text, is not counted.
+Matrix products and convolutions count, attention without regard to masks; a multiplication with its addition is two FLOPs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    FusionDualEncoderModel,
+    image_backbone,
+    input_shape,
+    is_trained,
+    text_positions,
+)
+
+
+class Quadratic(NamedTuple):
+    """FLOPs by sequence length: poolers are constant, linear layers linear, attention quadratic."""
+
+    constant: int
+    linear: int
+    quadratic: int
+
+    def at(self, length: int) -> int:
+        """Return the FLOPs for `length` tokens."""
+        return self.constant + self.linear * length + self.quadratic * length**2
+
+
+_ZERO = Quadratic(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class FlopCounts:
+    """FLOPs of one row's forward pass, 0 for a missing head, and which towers are trained."""
+
+    image: int  # media tower and projection, per image, clip or sound
+    keys_values: int  # image side of the fusion head, per image
+    text: Quadratic  # text tower and projection, per text
+    pair: Quadratic  # fusion head, per scored pair, by the length of its text
+    vision_trained: bool
+    text_trained: bool
+    frozen_towers_run: bool = True  # False if features of frozen towers are cached
+    text_side: Quadratic = _ZERO  # text side of the fusion head, per text
+
+    def training_step(self, images: int, text_lengths: Iterable[int], pairs: int = 0, pair_length: int = 0) -> int:
+        """Return the FLOPs of one step.
+
+        A backward pass counts as two forward passes; a frozen tower has none.
+
+        Args:
+            images: number of images in the batch.
+            text_lengths: padded length of every text, or a `Counter` of them.
+            pairs: number of pairs of these images with as many texts that the fusion head scores.
+            pair_length: padded length of the texts of these pairs.
+        """
+        texts = sum(count * self.text.at(length) for length, count in Counter(text_lengths).items())
+        towers = images * self.image * self._passes(self.vision_trained) + texts * self._passes(self.text_trained)
+        sides = images * (self.keys_values + self.text_side.at(pair_length))
+        head = sides + pairs * self.pair.at(pair_length) if pairs else 0
+        return towers + head * self._passes(True)
+
+    def _passes(self, trained: bool) -> int:
+        return 3 if trained else int(self.frozen_towers_run)
+
+
+@torch.enable_grad()  # without, the counter fails where a module is given a slice of a trained parameter (DeBERTa)
+def measure_flops(
+    model: FusionDualEncoderModel,
+    medium_size: int | Sequence[int],
+    max_seq_length: int,
+    frozen_towers_run: bool = True,
+) -> FlopCounts:
+    """Count FLOPs on blank inputs, after freezing and before `accelerator.prepare`.
+
+    Args:
+        medium_size: side of an image, or the shape of one input of the media tower.
+
+    Raises:
+        ValueError: if the text tower cannot read captions of `max_seq_length` tokens.
+    """
+    most = text_positions(model.text_model)
+    if most is not None and max_seq_length > most:
+        raise ValueError(
+            f"--max_seq_length is {max_seq_length}; the text backbone has positions for {most} tokens. Give at most {most}."
+        )
+    device = next(model.parameters()).device
+    if isinstance(medium_size, int):
+        medium_size = (input_shape(model.vision_model)[0], medium_size, medium_size)
+    pixels = torch.zeros(2, *medium_size, dtype=model.dtype, device=device)
+    shortest = max(1, min(8, max_seq_length // 3))
+    lengths = (shortest, 2 * shortest, 3 * shortest)
+    ones = torch.ones(2, lengths[-1], dtype=torch.long, device=device)
+
+    # Compiled code cannot be counted: up to torch 2.11 it would even stay uncompiled for good.
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with uncompiled, _evaluating(model), sdpa_kernel(SDPBackend.MATH):  # torch 2.6 counts fused attention on CPUs as 0
+        image = _per_row(lambda rows: model.encode_image(pixels[:rows], with_keys_values=False))
+        with_image_side = _per_row(lambda rows: model.encode_image(pixels[:rows]))
+        keys_values = model.encode_image(pixels)[1]
+
+        def text_flops(length: int, with_states: bool = False) -> int:
+            ids = ones[:, :length]
+            return _per_row(lambda rows: model.encode_text(ids[:rows], ids[:rows], with_states))
+
+        def pair_flops(length: int) -> int:
+            if keys_values is None:
+                return 0
+            mask = ones[:, :length]
+            states = model.encode_text(mask, mask)[1]
+            return _per_row(
+                lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in keys_values), states[:rows], mask[:rows])
+            )
+
+        def text_side_flops(length: int) -> int:
+            return text_flops(length, with_states=True) - text_flops(length)
+
+        counted = (text_flops, pair_flops, text_side_flops)
+        text, pair, text_side = (_fit(lengths, [flops(length) for length in lengths]) for flops in counted)
+    trained = is_trained(image_backbone(model.vision_model)), is_trained(model.text_model)
+    return FlopCounts(image, with_image_side - image, text, pair, *trained, frozen_towers_run, text_side)
+
+
+def _per_row(run: Callable[[int], Any]) -> int:
+    """Return the FLOPs of one more row, without fixed costs (DeBERTa's relative positions)."""
+    counted = []
+    for rows in (1, 2):
+        with FlopCounterMode(display=False) as counter:
+            run(rows)
+        counted.append(counter.get_total_flops())
+    return counted[1] - counted[0]
+
+
+def _fit(lengths: tuple[int, int, int], flops: list[int]) -> Quadratic:
+    """Return the quadratic through three points whose lengths are 1, 2 and 3 times the first."""
+    step, (first, second, third) = lengths[0], flops
+    quadratic = (third - 2 * second + first) // (2 * step**2)
+    linear = (second - first) // step - 3 * step * quadratic
+    return Quadratic(first - linear * step - quadratic * step**2, linear, quadratic)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode; then restore the mode of every single module."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

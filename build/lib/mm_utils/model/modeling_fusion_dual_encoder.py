@@ -1,0 +1,1772 @@
+"""Embed texts and images, clips or sounds with any `AutoModel` towers; re-rank with a head.
+
+The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`, `CLIPModel`,
+`ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`, and `FusionDualEncoderModel.to_dual_encoder` converts to them. In the fusion
+head (`fusion.`), text tokens attend to image tokens. `FusionHead.encode_vision` computes keys and values once per image, and
+every candidate text reuses them.
+
+This file and `reading`, which reads media and texts, depend on nothing of this project: they are saved with every model.
+
+The medium may be a clip or a sound: `vision_model` is its tower, `pixel_values` that tower's input, and "image" in a name
+stands for any of the three. Hidden states of clips and sounds become maps `[B, C, places, T]`, see `_along_time`.
+
+Shape letters: B images or texts, P pairs, R boxes, C channels of a backbone, N image tokens, L text tokens, M chosen tokens,
+V words of the vocabulary, D fusion width, E embedding width.
+"""
+
+import copy
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForZeroShotImageClassification,
+    AutoProcessor,
+    ChineseCLIPTextModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Siglip2TextModel,
+    Siglip2VisionModel,
+    SiglipTextModel,
+)
+from transformers.image_utils import is_pil_image
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
+from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer, ClapTextModel
+from transformers.models.x_clip import modeling_x_clip as x_clip
+from transformers.utils import ModelOutput
+
+from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
+
+MEDIA = ("image", "clip", "sound")
+POOLINGS = ("auto", "pooler", "mean", "cls")
+DIRECTIONS = ("text_to_image", "both")
+CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
+DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap", "xclip")
+UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
+MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
+MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
+_MOST_TOKENS = 512  # of a text, where neither tokenizer nor tower says it
+_POSITIONS = ("position_embedding", "position_embeddings", "embed_positions", "wpe")
+MEDIA_FOLDER = "media"  # of a model's folder; it has a folder for each further kind of media, with its processor
+_SHARED = ("text_config", "media", "auto_map", "architectures", "_name_or_path")
+KeysValues = tuple[Tensor, ...]
+"""The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
+`[2, B, heads, N, D / heads]`. If image tokens attend to the text too, the tokens `[1, B, N, D]` that enter at each block."""
+
+
+# -- configuration and output -----------------------------------------------------------------------------------------
+
+
+class FusionDualEncoderConfig(PreTrainedConfig):
+    """Two backbone configs, pooling and projection, and the shape of the fusion head.
+
+    Args:
+        medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
+        vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
+        projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
+        logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
+        logit_bias_init_value: initial bias of the sigmoid loss; None for a model without bias.
+        vision_pooling, text_pooling: one of `POOLINGS`. `auto` is resolved when the model is built: `pooler` if the backbone
+            returns a `pooler_output`, else the (masked) `mean` of the tokens. BERT's pooler, a dense layer on the first token,
+            does not count: after pretraining it is untrained, or knows next-sentence prediction alone. For a map of a
+            spectrogram it is `timed`: the pooler, and when in the window a channel is heard (`_pool_over_time`).
+        vision_widths, vision_pooled_width, text_width: channels of the hidden states and of the pooled outputs, measured by
+            `FusionDualEncoderModel.from_backbones`.
+        fusion_layers: number of blocks of the fusion head; 0 for no head.
+        fusion_dim: width of the head; default: half the text tower's, a multiple of 32, at most 512.
+        fusion_heads: attention heads; default: one per 32 channels.
+        fusion_vision_taps, fusion_text_taps: hidden states of the towers that the head reads, coarse before fine, as indices
+            into `hidden_states`; a text tap of -1 is `last_hidden_state`.
+        fusion_hierarchy: whether block k reads only the first taps (the last block all) and receives the text tower's states
+            again, see `FusionHead`; else every block reads every tap.
+        fusion_direction: `text_to_image`: image tokens never change and can be cached; `both`: they attend to the text.
+        fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
+        token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
+        rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
+            cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
+        freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
+        dual_encoder_type: one of `DUAL_ENCODERS`, the model type of the class that `to_dual_encoder` returns.
+        text_padding: `length`, `side` and `pad_token_id`, if the text tower reads padding like words, as SigLIP's was trained
+            to; None if padding is masked.
+        classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
+            `FusionDualEncoderForClassification`.
+        media: of each further kind of media, the fields in which its own config differs, see `of`.
+    """
+
+    model_type = "fusion-dual-encoder"
+    sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012
+    has_no_defaults_at_init = True
+    medium = "image"
+    media = None  # type: dict[str, dict[str, Any]] | None  # other models' files say nothing of it
+
+    def __init__(
+        self,
+        vision_config: Any = None,
+        text_config: Any = None,
+        *,
+        medium: str = "image",
+        projection_dim: int | None = None,
+        logit_scale_init_value: float = 2.6592,
+        logit_bias_init_value: float | None = None,
+        vision_pooling: str = "auto",
+        text_pooling: str = "auto",
+        vision_widths: Sequence[int] = (),
+        vision_pooled_width: int = 0,
+        text_width: int = 0,
+        fusion_layers: int = 2,
+        fusion_dim: int | None = None,
+        fusion_heads: int | None = None,
+        fusion_mlp_ratio: int = 4,
+        fusion_vision_taps: Sequence[int] = (-1,),
+        fusion_text_taps: Sequence[int] = (-1,),
+        fusion_hierarchy: bool = True,
+        fusion_direction: str = "text_to_image",
+        fusion_tokens_per_tap: int = 64,
+        token_head: bool = False,
+        caption_head: bool = False,
+        region_head: bool = False,
+        rerank_weights: dict[str, float] | None = None,
+        freeze_batch_norm: bool = False,
+        dual_encoder_type: str = DUAL_ENCODERS[0],
+        text_padding: dict[str, Any] | None = None,
+        classifier_inputs: str = "fused",
+        classifier_dropout: float = 0.1,
+        **kwargs: Any,
+    ):
+        for name, config in (("vision_config", vision_config), ("text_config", text_config)):
+            # A copy: PreTrainedConfig.__init__ below resets the attention implementation of its sub-configs, and a tower
+            # whose own config lost it would silently ignore its padding mask.
+            setattr(self, name, AutoConfig.for_model(**config) if isinstance(config, dict) else copy.deepcopy(config))
+        for name, value, choices in (
+            ("medium", medium, MEDIA),
+            ("vision_pooling", vision_pooling, (*POOLINGS, "timed")),
+            ("text_pooling", text_pooling, POOLINGS),
+            ("fusion_direction", fusion_direction, DIRECTIONS),
+            ("dual_encoder_type", dual_encoder_type, DUAL_ENCODERS),
+            ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+        fusion_dim = fusion_dim or max(32, min(512, text_width // 64 * 32))
+        fusion_heads = fusion_heads or max(1, fusion_dim // 32)
+        if fusion_layers and fusion_dim % (4 * fusion_heads):
+            raise ValueError(
+                f"fusion_dim is {fusion_dim} with {fusion_heads} heads; it must be a multiple of 4 x fusion_heads."
+            )
+        if medium != "image":  # so that the files of image models stay as they were
+            self.medium = medium
+        self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
+        self.logit_scale_init_value = logit_scale_init_value
+        self.logit_bias_init_value = logit_bias_init_value
+        self.vision_pooling, self.text_pooling = vision_pooling, text_pooling
+        self.vision_widths = list(vision_widths)
+        self.vision_pooled_width = vision_pooled_width
+        self.text_width = text_width
+        self.fusion_layers = fusion_layers
+        self.fusion_dim = fusion_dim
+        self.fusion_heads = fusion_heads
+        self.fusion_mlp_ratio = fusion_mlp_ratio
+        self.fusion_vision_taps = list(fusion_vision_taps)
+        self.fusion_text_taps = list(fusion_text_taps)
+        self.fusion_hierarchy = fusion_hierarchy
+        self.fusion_direction = fusion_direction
+        self.fusion_tokens_per_tap = fusion_tokens_per_tap
+        self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
+        self.rerank_weights = rerank_weights
+        self.freeze_batch_norm = freeze_batch_norm
+        self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
+        self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
+        super().__init__(**kwargs)
+
+    def of(self, medium: str) -> "FusionDualEncoderConfig":
+        """Return the config of the model of one further kind of media alone."""
+        return type(self).from_dict({**self.to_dict(), **(self.media or {})[medium], "media": None})
+
+
+@dataclass
+class FusionDualEncoderOutput(ModelOutput):
+    """Output of `FusionDualEncoderModel.forward`; a field is None if its inputs were not given."""
+
+    loss: Tensor | None = None  # scalar InfoNCE over this batch, with `return_loss=True`
+    logits_per_image: Tensor | None = None  # `[B, B]` scaled cosines, plus the bias if the model has one
+    logits_per_text: Tensor | None = None  # the transpose of `logits_per_image`
+    text_embeds: Tensor | None = None  # `[B, E]`, of unit length
+    image_embeds: Tensor | None = None  # `[B, E]`, of unit length
+    keys_values: KeysValues | None = None  # image side of the fusion head, see `FusionHead.encode_vision`
+    text_states: Tensor | None = None  # text side of the fusion head, see `FusionHead.encode_text`
+    match_logits: Tensor | None = None  # `[B]` logits that image b and text b belong together
+    logit_scale: Tensor | None = None  # scalar log inverse temperature
+
+
+# -- backbones: inputs, outputs, pooling, taps ------------------------------------------------------------------------
+
+
+def is_trained(tower: nn.Module) -> bool:
+    """Return whether any parameter of the tower is trained."""
+    return any(parameter.requires_grad for parameter in tower.parameters())
+
+
+def input_shape(backbone: Any) -> tuple[int, ...]:
+    """Return the shape of one input of a media backbone; where it may be longer, an example.
+
+    Images `[3, H, W]`, clips `[T, 3, H, W]`, waves `[samples]`, spectrograms `[frames, mel]`; Whisper's are turned.
+    """
+    config = backbone.config
+    if isinstance(backbone, FramesTower):
+        return *(() if hasattr(config, "num_frames") else (4,)), *input_shape(backbone.backbone)
+    if hasattr(config, "conv_stride"):
+        return (16 * math.prod(config.conv_stride),)
+    if hasattr(config, "max_source_positions"):
+        return config.num_mel_bins, 2 * config.max_source_positions
+    if hasattr(config, "frequency_stride"):
+        return config.max_length, config.num_mel_bins
+    if hasattr(config, "spec_size"):
+        return 1, config.spec_size**2 // config.num_mel_bins, config.num_mel_bins
+    of_timm = getattr(config, "pretrained_cfg", None) or {}
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
+    size = size or of_timm.get("input_size", (64,))[-1]
+    if isinstance(backbone, Siglip2VisionModel):
+        size = math.isqrt(config.num_patches) * config.patch_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    return (*([frames] if frames else []), getattr(config, "num_channels", 3), height, width)
+
+
+def input_name(backbone: Any) -> str:
+    """Return what a media backbone calls its input, where others may have left a text's name."""
+    return "pixel_values" if backbone.main_input_name == "input_ids" else backbone.main_input_name
+
+
+def image_backbone(tower: Any) -> Any:
+    """Return what reads the single frames, if it is an image backbone, or the tower itself."""
+    return tower.backbone if isinstance(tower, FramesTower) else tower
+
+
+def vision_tower(config: Any) -> Any:
+    """Make the media tower of a config: of Whisper the encoder."""
+    if config.model_type == "xclip_vision_model":
+        return XCLIPTower(x_clip.XCLIPVisionModel(config))
+    made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else AutoModel.from_config(config)
+    return made.get_encoder() if config.model_type == "whisper" else made
+
+
+def _text_tower(config: Any) -> PreTrainedModel:
+    """Make the text tower of a config; `AutoModel` does not know some of the stock models' own."""
+    if config.model_type == "chinese_clip_text_model":
+        return ChineseCLIPTextModel(config, add_pooling_layer=False)
+    classes: Any = SiglipTextModel, Siglip2TextModel, ClapTextModel, x_clip.XCLIPTextModel
+    own = {each.config_class.model_type: each for each in classes}.get(config.model_type, AutoModel.from_config)
+    return own(config)
+
+
+def _take_images(vision_model: PreTrainedModel) -> None:
+    """Let a Siglip2 tower, which reads patches, take images `[B, 3, H, W]` as other towers do."""
+    if not isinstance(vision_model, Siglip2VisionModel) or vision_model._forward_pre_hooks:
+        return
+
+    def cut(embeddings: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cut images into patches `[B, N, p * p * 3]`, row by row, the colours last."""
+        side = embeddings.patch_size
+        if given[0].dim() == 3:
+            return given
+        patches = given[0].unflatten(3, (-1, side)).unflatten(2, (-1, side))  # B, 3, h, p, w, p
+        grid = torch.tensor([patches.shape[2:5:2]]).expand(patches.shape[0], -1)
+        return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2), grid
+
+    def add_missing(tower: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        return given, {"pixel_attention_mask": None, "spatial_shapes": None, **named}
+
+    vision_model.embeddings.register_forward_pre_hook(cut)
+    vision_model.register_forward_pre_hook(add_missing, with_kwargs=True)
+
+
+def probe_input(backbone: Any, tower: str) -> dict[str, Tensor]:
+    """Return a fixed input of a `vision` backbone, one medium, or of a `text` backbone, two tokens."""
+    parameter = next(backbone.parameters())
+    if tower == "text":
+        ones = torch.ones(1, 2, dtype=torch.long, device=parameter.device)
+        return {"input_ids": ones, "attention_mask": ones}
+    shape = input_shape(backbone)
+    return {input_name(backbone): torch.linspace(-1, 1, math.prod(shape)).view(1, *shape).to(parameter)}
+
+
+@torch.no_grad()
+def _probe(backbone: Any, tower: str) -> ModelOutput:
+    """Run the backbone on `probe_input` in evaluation mode.
+
+    Raises:
+        ValueError: if it returns no hidden states, or its output is another in a second run, or in a batch with other rows.
+    """
+    was_training = backbone.training
+    inputs, name = probe_input(backbone, tower), type(backbone).__name__
+    batch = {field: torch.cat([value, value.flip(-1)]) for field, value in inputs.items()}
+    if tower == "text":  # the first row is padded to the length of the second
+        pad = getattr(backbone.config, "pad_token_id", None) or 0
+        batch["input_ids"] = F.pad(batch["input_ids"], (0, 4), value=1)
+        batch["attention_mask"] = F.pad(batch["attention_mask"], (0, 4), value=1)
+        batch["input_ids"][0, 2:], batch["attention_mask"][0, 2:] = pad, 0
+    first, second, among = (
+        backbone.eval()(**given, output_hidden_states=True, return_dict=True) for given in (inputs, inputs, batch)
+    )
+    backbone.train(was_training)
+    if first.get("last_hidden_state") is None or first.get("hidden_states") is None:
+        raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
+    one, again, row = (output["last_hidden_state"] for output in (first, second, among))
+    if not _close(one, again):
+        why = "it draws random numbers. Choose another backbone."
+        if backbone.config.model_type == "vit_mae":
+            why = "it hides random patches. Load its weights as a ViTModel, with model_type vit."
+        raise ValueError(f"{name} returns other outputs for the same input each time, in evaluation too: {why}")
+    row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
+    if len(among["last_hidden_state"]) != 2 or not _close(one, row):
+        why = "an image's output depends on the other images" if tower == "vision" else "a text's depends on padding"
+        raise ValueError(f"{name} does not keep the rows of a batch apart: {why}. Choose another backbone.")
+    return first
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two outputs are equal up to rounding, of half precision too."""
+    if one.shape != other.shape:
+        return False
+    tolerance = 1e-3 if one.dtype == torch.float32 else 5e-2
+    return bool((one - other).abs().max() <= tolerance * one.abs().max().clamp(min=1e-6))
+
+
+def text_positions(text_model: nn.Module) -> int | None:
+    """Return for how many tokens a text tower has positions; None if it reads texts of any length."""
+    for name, table in text_model.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            before = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
+            return table.num_embeddings - before
+    return None
+
+
+def _has_bert_pooler(text_model: PreTrainedModel) -> bool:
+    """Return whether the tower has BERT's layers and pooler, a dense layer on the first token."""
+    layers = getattr(getattr(text_model, "encoder", None), "layer", None)
+    return hasattr(getattr(text_model, "pooler", None), "dense") and hasattr(
+        layers[0] if layers else None, "attention"
+    )
+
+
+def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = None) -> Tensor:
+    """Pool the output of a backbone to one vector per row, `[B, C]`."""
+    if pooling == "pooler":
+        return output["pooler_output"].flatten(1)
+    if pooling == "timed":
+        return torch.cat([_pool(output, "pooler"), _pool_over_time(output["last_hidden_state"])], 1)
+    hidden = output["last_hidden_state"]
+    if hidden.dim() == 4:
+        return hidden.mean((2, 3))
+    if pooling == "cls":
+        return hidden[:, 0]
+    if attention_mask is None:
+        return hidden.mean(1)
+    weight = attention_mask[..., None].to(hidden.dtype)
+    return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def _pool_over_time(hidden: Tensor) -> Tensor:
+    """Return two cosine moments over time, `[B, 2 C]`, of a spectrogram's map `[B, C, T, F]`.
+
+    A mean over time is about the same whichever event comes first. The first moment is positive where a channel is heard
+    early, negative where late; the second separates the middle from both ends.
+    """
+    frames = hidden.mean(3).transpose(1, 2)
+    at = (torch.arange(frames.shape[1], device=hidden.device) + 0.5) * (math.pi / frames.shape[1])
+    waves = torch.stack([at, 2 * at]).cos().to(hidden) / frames.shape[1]
+    return (waves @ F.layer_norm(frames, frames.shape[2:])).flatten(1)
+
+
+def _pad_unmasked(
+    input_ids: Tensor, attention_mask: Tensor, length: int, side: str, pad_token_id: int
+) -> tuple[Tensor, Tensor]:
+    """Pad texts `[B, L]` to `length` tokens; return them and each given token's column `[B, L]`."""
+    missing = (0, max(0, length - input_ids.shape[1]))
+    is_token = F.pad(attention_mask.bool(), missing)
+    tokens = F.pad(input_ids, missing).masked_fill(~is_token, pad_token_id)
+    is_first = (~is_token if side == "left" else is_token).long()
+    after = is_first.sum(1, keepdim=True) + (1 - is_first).cumsum(1)
+    column = torch.where(is_first.bool(), is_first.cumsum(1), after) - 1  # a sort would not export to ONNX
+    return torch.empty_like(tokens).scatter(1, column, tokens), column[:, : input_ids.shape[1]]
+
+
+def _num_channels(hidden: Tensor) -> int:
+    return hidden.shape[1] if hidden.dim() == 4 else hidden.shape[-1]
+
+
+def _num_positions(hidden: Tensor) -> int:
+    return hidden.shape[-2] * hidden.shape[-1] if hidden.dim() == 4 else hidden.shape[1]
+
+
+def _default_taps(positions: Sequence[int], most: int) -> list[int]:
+    """Choose up to `most` hidden states by their numbers of positions, the last one first.
+
+    With several resolutions these are the last of each; else the last one and others at equal distances before it. The
+    embeddings, which come first, are not among them.
+    """
+    last_of_each = [at for at in range(1, len(positions)) if positions[at : at + 2] != [positions[at]] * 2]
+    if len(last_of_each) > 1:
+        return [at - len(positions) for at in last_of_each[::-1][:most]]
+    distance = max(1, (len(positions) - 1) // most)
+    return list(range(-1, -len(positions), -distance))[:most] or [-1]
+
+
+def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Split tokens of a vision transformer into special tokens and patches.
+
+    `[B, N, C]` -> `[B, s, C]` and a map `[B, C, h, h]`; all tokens and None if the number of patches is not a square.
+    """
+    side = math.isqrt(tokens.shape[1])
+    special = tokens.shape[1] - side**2
+    if special > MOST_SPECIAL_TOKENS:
+        return tokens, None
+    return tokens[:, :special], tokens[:, special:].transpose(1, 2).unflatten(2, (side, side))
+
+
+def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
+    """Lay a clip's or a sound's hidden state out as `[B, C, places or frequencies, T]`."""
+    config = tower.config
+    if medium == "image" or isinstance(tower, FramesTower):
+        return hidden
+    if hidden.dim() == 4 and hasattr(config, "spec_size"):  # CLAP's: four stretches of time, one below the other
+        return hidden.unflatten(2, (config.spec_size // config.num_mel_bins, -1)).transpose(2, 3).flatten(3)
+    if hidden.dim() == 4:  # of a spectrogram `[frames, mel]`
+        return hidden.transpose(2, 3)
+    patch, places = getattr(config, "patch_size", None) or getattr(config, "tubelet_size", (0,))[-1], 1
+    if hasattr(config, "frequency_stride"):  # AST, with two special tokens
+        hidden, places = hidden[:, 2:], (config.num_mel_bins - patch) // config.frequency_stride + 1
+    elif medium == "clip":
+        places = math.prod(side // patch for side in input_shape(tower)[2:])
+    steps = hidden.shape[1] // places
+    tokens = hidden[:, hidden.shape[1] - steps * places :].transpose(1, 2)  # without special ones
+    if hasattr(config, "frequency_stride") or config.model_type == "timesformer":
+        return tokens.unflatten(2, (places, steps))
+    return tokens.unflatten(2, (steps, places)).transpose(2, 3)
+
+
+def on_gpu(values: Tensor) -> bool:
+    """Return whether CUDA computes with the values; sums that repeat and products are written otherwise there."""
+    return values.is_cuda
+
+
+def rows_of(values: Tensor, places: Tensor, dim: int = 0) -> Tensor:
+    """Select rows, whose gradients add up in a fixed order: by indexing on CUDA, which sorts, else by `index_select`."""
+    return values[(slice(None),) * dim + (places,)] if on_gpu(values) else values.index_select(dim, places)
+
+
+def average_pool(grid: Tensor, height: int, width: int) -> Tensor:
+    """Average `[B, C, h, w]` to `[B, C, height, width]`, as `F.adaptive_avg_pool2d` does.
+
+    On CUDA its gradients add up in no fixed order where windows overlap; there it is a product with ones and zeros.
+    """
+    if not on_gpu(grid) or (grid.shape[2] % height == 0 and grid.shape[3] % width == 0):
+        return F.adaptive_avg_pool2d(grid, (height, width))
+    windows = []
+    for side, steps in zip(grid.shape[2:], (height, width), strict=True):
+        place, step = torch.arange(side, device=grid.device), torch.arange(steps, device=grid.device)[:, None]
+        windows.append((place >= step * side // steps) & (place * steps < (step + 1) * side))
+    is_in = torch.kron(*windows)
+    return (grid.flatten(2) @ is_in.T.to(grid) / is_in.sum(1)).unflatten(2, (height, width)).to(grid)
+
+
+class LevelAdapter(nn.Module):
+    """Projection of a hidden state to at most `max_tokens` tokens `[B, n, D]`.
+
+    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`; a `timed` map, `[B, C, places, T]`, loses places before time.
+    """
+
+    def __init__(self, width: int, dim: int, max_tokens: int, timed: bool = False):
+        super().__init__()
+        self.max_tokens, self.timed = max_tokens, timed
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, dim)
+        self.level = nn.Parameter(torch.zeros(dim))
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """Average neighbours until at most `max_tokens` are left; keep special tokens."""
+        side = int(self.max_tokens**0.5)
+        if self.timed:
+            steps = min(hidden.shape[3], self.max_tokens)
+            return average_pool(hidden, min(hidden.shape[2], self.max_tokens // steps), steps)
+        if hidden.dim() == 4:
+            return average_pool(hidden, side, side) if hidden.shape[-1] * hidden.shape[-2] > side**2 else hidden
+        if hidden.shape[1] <= self.max_tokens:
+            return hidden
+        special, grid = split_grid(hidden)
+        if grid is None:
+            return average_pool(hidden.transpose(1, 2)[:, :, None], 1, self.max_tokens)[:, :, 0].transpose(1, 2)
+        return torch.cat([special, average_pool(grid, side, side).flatten(2).transpose(1, 2)], 1)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Project a pooled state; add the level's embedding, and to a map the positions."""
+        positions: Tensor | float = 0.0
+        if pooled.dim() == 4:
+            height, width = pooled.shape[-2:]
+            positions = _sincos_positions(height, width, self.projection.out_features, pooled.device)
+            pooled = pooled.flatten(2).transpose(1, 2)
+        tokens = self.projection(self.norm(pooled))
+        return tokens + self.level + (positions.to(tokens.dtype) if isinstance(positions, Tensor) else 0.0)
+
+
+def _sincos_positions(height: int, width: int, dim: int, device: torch.device) -> Tensor:
+    """Return fixed 2-D sine-cosine positions `[height * width, dim]` for any resolution."""
+    frequency = 100.0 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
+    rows, columns = (
+        (torch.arange(size, device=device) + 0.5)[:, None] / size * 2 * math.pi * frequency for size in (height, width)
+    )
+    rows = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)
+    columns = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
+    return torch.cat([rows, columns], -1).flatten(0, 1)
+
+
+# -- fusion head ------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Multi-head attention with keys and values apart from queries, so that they can be kept."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.output = nn.Linear(dim, dim)
+
+    def keys_values(self, tokens: Tensor) -> Tensor:
+        """`[B, N, D]` -> `[2, B, heads, N, D / heads]`."""
+        batch, length, _ = tokens.shape
+        return self.key_value(tokens).view(batch, length, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
+
+    def forward(self, tokens: Tensor, keys_values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend from `[P, L, D]` to P sequences; `mask` is True where attention is allowed."""
+        pairs, length, dim = tokens.shape
+        query = self.query(tokens).view(pairs, length, self.heads, -1).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, keys_values[0], keys_values[1], attn_mask=mask)
+        return self.output(mixed.transpose(1, 2).reshape(pairs, length, dim))
+
+
+class FusionLayer(nn.Module):
+    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward.
+
+    With `updates_image`, image tokens then attend to the text, followed by a feed-forward of their own (`ImageUpdate`).
+    """
+
+    def __init__(self, dim: int, heads: int, mlp_ratio: int, updates_image: bool = False):
+        super().__init__()
+        self.self_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.self_attention = Attention(dim, heads)
+        self.cross_attention = Attention(dim, heads)
+        self.gate = nn.Parameter(torch.ones(1))
+        self.mlp = _mlp(dim, mlp_ratio)
+        self.image = ImageUpdate(dim, heads, mlp_ratio) if updates_image else None
+
+    def encode_image(self, tokens: Tensor) -> Tensor:
+        """Return this layer's keys and values of image tokens `[B, N, D]`."""
+        return self.cross_attention.keys_values(tokens)
+
+    def forward(self, tokens: Tensor, keys_values: Tensor, text_mask: Tensor) -> Tensor:
+        """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]` or, per query, `[P, 1, L, L]`."""
+        normed = self.self_norm(tokens)
+        tokens = tokens + self.self_attention(normed, self.self_attention.keys_values(normed), text_mask)
+        tokens = tokens + self.gate * self.cross_attention(self.cross_norm(tokens), keys_values)
+        return tokens + self.mlp(self.mlp_norm(tokens))
+
+
+class ImageUpdate(nn.Module):
+    """Attention of image tokens `[P, N, D]` to text tokens `[P, L, D]`, and feed-forward."""
+
+    def __init__(self, dim: int, heads: int, mlp_ratio: int):
+        super().__init__()
+        self.text_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.cross_attention = Attention(dim, heads)
+        self.mlp = _mlp(dim, mlp_ratio)
+
+    def forward(self, tokens: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
+        """`[P, N, D]` -> `[P, N, D]`."""
+        keys_values = self.cross_attention.keys_values(self.text_norm(text))
+        tokens = tokens + self.cross_attention(self.cross_norm(tokens), keys_values, text_mask)
+        return tokens + self.mlp(self.mlp_norm(tokens))
+
+
+def _mlp(dim: int, ratio: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(dim, ratio * dim), nn.GELU(), nn.Linear(ratio * dim, dim))
+
+
+class FramesTower(nn.Module):
+    """An image backbone over the frames of a clip, as many as there are, and two layers over time.
+
+    What happens is what changes: a frame is mixed with its differences to the frames before and after (CLIP2Video, arXiv
+    2106.11097). At initialisation, the pooled output is the mean of the frames' own (CLIP4Clip, arXiv 2104.08860), which are
+    `width` channels each by `pooling`.
+    """
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, backbone: PreTrainedModel, pooling: str, width: int):
+        super().__init__()
+        self.backbone, self.pooling, self.config = backbone, pooling, backbone.config
+        self.mix = nn.Linear(3 * width, width)
+        shape = (width, math.gcd(width, max(1, width // 64)), 2 * width, 0.0, "gelu", 1e-5, True, True)
+        layers = [nn.TransformerEncoderLayer(*shape) for _ in range(2)]
+        last = (self.mix, *(part for layer in layers for part in (layer.self_attn.out_proj, layer.linear2)))
+        for parameter in itertools.chain(*(part.parameters() for part in last)):
+            nn.init.zeros_(parameter)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, pixel_values: Tensor, output_hidden_states: bool = False, **_: Any) -> ModelOutput:
+        """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
+        clips, steps = pixel_values.shape[:2]
+        images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
+        frames = self.look_over_time(_pool(output, self.pooling).unflatten(0, (clips, steps)))
+        in_time = frames.transpose(1, 2)[:, :, None]
+        states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
+        maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
+        return ModelOutput(last_hidden_state=in_time, pooler_output=frames.mean(1), hidden_states=(*maps, in_time))
+
+    def look_over_time(self, frames: Tensor) -> Tensor:
+        """`[B, T, C]` -> `[B, T, C]`."""
+        change, steps = frames.diff(dim=1), frames.shape[1]
+        at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
+        waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
+        told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
+        return self.layers(frames + self.mix(torch.cat(told, -1)))
+
+
+class XCLIPTower(FramesTower):
+    """Embed a clip as X-CLIP does (arXiv 2208.02816): frames, projection, layers over time."""
+
+    def __init__(self, backbone: PreTrainedModel):
+        nn.Module.__init__(self)
+        self.backbone, self.pooling, self.config = backbone, "pooler", backbone.config
+        own: Any = copy.copy(self.config)
+        vars(own).update({name[4:]: value for name, value in vars(own).items() if name.startswith("mit_")})
+        self.projection = nn.Linear(self.config.hidden_size, own.hidden_size, bias=False)
+        self.mit = x_clip.XCLIPMultiframeIntegrationTransformer(own)
+        nn.init.zeros_(self.mit.position_embedding)
+
+    def look_over_time(self, frames: Tensor) -> Tensor:
+        """`[B, T, C]` -> `[B, T, E]`, whose mean is the embedding."""
+        return self.mit(self.projection(frames))[0]
+
+
+class TextBridge(nn.Module):
+    """Layers of the text tower, mixed by learned weights and projected.
+
+    This is ManagerTower's static manager (arXiv 2306.00103).
+    """
+
+    def __init__(self, width: int, taps: int, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Parameter(torch.zeros(taps)) if taps > 1 else None
+        self.projection = nn.Linear(width, dim)
+
+    def forward(self, text_states: Tensor) -> Tensor:
+        """`[P, L, taps x width]` -> `[P, L, D]`."""
+        if self.mix is None:
+            return self.projection(self.norm(text_states))
+        levels = self.norm(text_states.unflatten(-1, (len(self.mix), -1)))
+        return self.projection((levels * self.mix.softmax(0).to(levels)[:, None]).sum(-2))
+
+
+class FusionHead(nn.Module):
+    """Cross-attention of a text to an image; a learned `[CLS]` token collects the answer.
+
+    The image does not attend to the text, so its side is computed once per image (ALBEF, BLIP and BridgeTower project the same
+    image again for every candidate text).
+
+    With a hierarchy, block k attends to the vision taps up to its own, coarse ones first, and the text tower's states are
+    added again through a bridge (BridgeTower, arXiv 2206.08657), which is zero at initialisation.
+    """
+
+    def __init__(self, config: FusionDualEncoderConfig):
+        super().__init__()
+        dim, blocks, both = config.fusion_dim, config.fusion_layers, config.fusion_direction == "both"
+        self.taps = list(config.fusion_vision_taps)
+        self.adapters: Iterable[LevelAdapter] = nn.ModuleList(  # type: ignore[assignment]
+            LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap, config.medium != "image")
+            for tap in self.taps
+        )
+        self.vision_norm = nn.LayerNorm(dim)
+        bridges = blocks if config.fusion_hierarchy else 1
+        self.bridges: Any = nn.ModuleList(
+            TextBridge(config.text_width, len(config.fusion_text_taps), dim) for _ in range(bridges)
+        )
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.layers: Iterable[FusionLayer] = nn.ModuleList(  # type: ignore[assignment]
+            FusionLayer(dim, config.fusion_heads, config.fusion_mlp_ratio, updates_image=both and block + 1 < blocks)
+            for block in range(blocks)
+        )
+        self.output_norm = nn.LayerNorm(dim)
+        self.match = nn.Linear(dim, 1)
+        self.keeps_tokens = both  # keys and values of image tokens that attend to the text cannot be kept
+        last = len(self.taps)
+        # number of taps that each block reads
+        self.reach = [-(-last * (block + 1) // blocks) if config.fusion_hierarchy else last for block in range(blocks)]
+
+    def pool_taps(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Select the tapped hidden states, and pool each to at most `fusion_tokens_per_tap` tokens."""
+        return tuple(adapter.pool(hidden_states[tap]) for adapter, tap in zip(self.adapters, self.taps, strict=True))
+
+    def encode_vision(self, taps: Sequence[Tensor]) -> KeysValues:
+        """Compute the image side: pooled taps of B images -> keys and values for every block."""
+        levels = [adapter(tap) for adapter, tap in zip(self.adapters, taps, strict=True)]
+        if self.keeps_tokens:
+            begins, empty = [0, *self.reach[:-1]], levels[0][:, :0]
+            return tuple(
+                torch.cat([empty, *levels[begin:end]], 1)[None] for begin, end in zip(begins, self.reach, strict=True)
+            )
+        tokens = self.vision_norm(torch.cat(levels, 1))
+        ends = list(itertools.accumulate(level.shape[1] for level in levels))
+        return tuple(
+            layer.encode_image(tokens[:, : ends[reach - 1]])
+            for layer, reach in zip(self.layers, self.reach, strict=True)
+        )
+
+    def encode_text(self, states: Tensor) -> Tensor:
+        """Compute the text side: `[B, L, taps x C]` -> input of every block `[B, L, blocks x D]`."""
+        return torch.cat([bridge(states) for bridge in self.bridges], -1)
+
+    def forward(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return fused states `[P, 1 + L, D]` of P pairs, `[CLS]` first, independent of padding."""
+        first, *later = text_states.chunk(len(self.bridges), -1)
+        tokens = torch.cat([self.cls_token.expand(first.shape[0], -1, -1), first], 1)
+        mask = F.pad(attention_mask.bool(), (1, 0), value=True)[:, None, None]
+        return self._run(tokens, mask, keys_values, [F.pad(states, (0, 0, 1, 0)) for states in later])
+
+    def match_logits(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return logits `[P]` that the pairs belong together."""
+        fused = self.forward(keys_values, text_states, attention_mask)
+        return self.match(fused[:, 0])[:, 0]
+
+    def decode(self, keys_values: KeysValues, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return fused states of `tokens` `[P, L, D]`; each sees itself, those before, the image."""
+        length = tokens.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        itself = torch.eye(length, dtype=torch.bool, device=tokens.device)  # so that padding sees something
+        mask = (causal & attention_mask.bool()[:, None, None]) | itself
+        return self._run(tokens, mask, keys_values)
+
+    def _run(self, tokens: Tensor, mask: Tensor, keys_values: KeysValues, bridged: Sequence[Tensor] = ()) -> Tensor:
+        image = None
+        for block, (layer, given) in enumerate(zip(self.layers, keys_values, strict=True)):
+            if 0 < block <= len(bridged):
+                tokens = tokens + bridged[block - 1]
+            if self.keeps_tokens:
+                image = given[0] if image is None else torch.cat([image, given[0]], 1)
+                given = layer.encode_image(self.vision_norm(image))
+            tokens = layer(tokens, given, mask)
+            if layer.image is not None:
+                image = layer.image(image, tokens, mask)
+        return self.output_norm(tokens)
+
+
+# -- heads for words and regions --------------------------------------------------------------------------------------
+
+
+class TokenHead(nn.Module):
+    """Logits over the text tower's vocabulary, by comparing fused states with its embeddings.
+
+    A word whose bias is `ABSENT` has probability 0, to the last digit, and `among_known` does not compute it.
+    """
+
+    ABSENT = -1e4
+
+    def __init__(self, dim: int, width: int, vocabulary: int):
+        super().__init__()
+        self.transform = nn.Sequential(nn.Linear(dim, width), nn.GELU(), nn.LayerNorm(width))
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self._places: tuple[Tensor, Tensor] | Literal[False] | None = False
+
+    def forward(self, fused: Tensor, embeddings: Tensor) -> Tensor:
+        """`[M, D]` and `[V, width]` -> `[M, V]`."""
+        return F.linear(self.transform(fused), embeddings, self.bias)
+
+    def known(self) -> Tensor:
+        """Return which words are predicted, bool `[V]`."""
+        return self.bias.detach() > self.ABSENT / 2
+
+    def places(self) -> tuple[Tensor, Tensor] | None:
+        """Return the ids `[W]` of the known words, and where every word is among them, `[V]`; None if all words are known.
+
+        It is found once, as the host waits for it: training leaves the words that are known.
+        """
+        if self._places is False:
+            known = self.known()
+            where = (known.cumsum(0) - 1).masked_fill(~known, -100)
+            self._places = None if known.all() else (known.nonzero()[:, 0], where)
+        return self._places
+
+    def among_known(self, fused: Tensor, embeddings: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits `[M, W]` of the W known words, and the places of words `ids`, `[M]`, among these; -100: not known."""
+        if (places := self.places()) is None:
+            return self(fused, embeddings), ids
+        chosen, where = (each.to(fused.device) for each in places)
+        return F.linear(self.transform(fused), rows_of(embeddings, chosen), rows_of(self.bias, chosen)), where[ids]
+
+    def predict(self, known: Tensor) -> None:
+        """Let the words be known for which `known`, bool `[V]`, is true; those that were not start without a preference."""
+        was = self.known()
+        self.bias.data[was & ~known] = self.ABSENT
+        self.bias.data[known & ~was] = 0
+        self._places = False
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._places = False
+
+
+class CaptionAdapter(nn.Module):
+    """Word embeddings and positions as input of the fusion head, without the text tower."""
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, dim)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """`[P, L, width]` -> `[P, L, D]`, with the sine-cosine positions of arXiv 1706.03762."""
+        tokens = self.projection(self.norm(embeddings))
+        frequency = 10000.0 ** -(torch.arange(0, tokens.shape[2], 2, device=tokens.device) / tokens.shape[2])
+        angle = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequency
+        return tokens + torch.cat([angle.sin(), angle.cos()], 1).to(tokens.dtype)
+
+
+def target_mask(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks `[P, L]` of predicted tokens, all but the first, and of those before these."""
+    is_target = attention_mask.bool() & (torch.arange(attention_mask.shape[1], device=attention_mask.device) > 0)
+    return is_target, F.pad(is_target[:, 1:], (0, 1))
+
+
+class RegionHead(nn.Module):
+    """Unit embeddings of boxes and grid cells in the space of the texts.
+
+    It reads the last vision tap of the fusion head, the finest (X-VLM, arXiv 2111.08276). A box is the mean of the cells under
+    it, weighted by covered area: exact for boxes smaller than a cell too, and differentiable with respect to the cells.
+    """
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, dim, bias=False)
+
+    def forward(self, grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
+        """Embed R boxes, `[R, E]`, of maps `[B, C, h, w]`; see `region_embeds`."""
+        return self._embed(mean_in_boxes(grid, boxes, image))
+
+    def cells(self, grid: Tensor) -> Tensor:
+        """Embed all cells, `[B, h, w, E]`; each equals the embedding of a box inside it."""
+        return self._embed(grid.permute(0, 2, 3, 1))
+
+    def _embed(self, pooled: Tensor) -> Tensor:
+        return F.normalize(self.projection(self.norm(pooled)), dim=-1)
+
+
+def _as_map(tap: Tensor) -> Tensor:
+    """Return a hidden state, a map or tokens, as the map `[B, C, h, w]`."""
+    grid = tap if tap.dim() == 4 else split_grid(tap)[1]
+    if grid is None:
+        raise ValueError(
+            f"Regions need a map or a square grid of patches; the last of fusion_vision_taps has {tap.shape[1]} tokens."
+        )
+    return grid
+
+
+def mean_in_boxes(grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
+    """Return the area-weighted mean `[R, C]` of the cells under each box; 0 for an empty box."""
+    weight = cells_covered(boxes, *grid.shape[-2:])
+    weight = weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-6)
+    return torch.einsum("rhw,rchw->rc", weight.to(grid), rows_of(grid, image))
+
+
+def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
+    """Return the share of each grid cell that lies in each box, `[R, height, width]`."""
+
+    def along(spans: Tensor, cells: int) -> Tensor:
+        begin = torch.arange(cells, device=spans.device)
+        spans = spans * cells
+        return (torch.minimum(spans[:, 1:], begin + 1) - torch.maximum(spans[:, :1], begin)).clamp(min=0)
+
+    return along(boxes[:, 1::2], height)[:, :, None] * along(boxes[:, ::2], width)[:, None]
+
+
+# -- dual encoder -----------------------------------------------------------------------------------------------------
+
+
+def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | None = None) -> Any:
+    """Return the tower of media, on this backbone, by default a new one."""
+    tower: Any = backbone if backbone is not None else vision_tower(config.vision_config)
+    _take_images(image_backbone(tower))
+    if config.medium == "clip" and len(input_shape(tower)) == 3:
+        return FramesTower(tower, config.vision_pooling, config.vision_pooled_width)
+    return tower
+
+
+def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.Module:
+    """Return a new projection, of two layers for CLAP, or none where the tower embeds by itself."""
+    if config.dual_encoder_type == "clap":
+        return ClapProjectionLayer(getattr(config, f"{tower}_config"))
+    if config.dual_encoder_type in UNPROJECTED or (config.dual_encoder_type, tower) == ("xclip", "vision"):
+        return nn.Identity()
+    return nn.Linear(width, config.projection_dim, bias=False)
+
+
+class MediaTower(nn.Module):
+    """Hold a further medium's tower and projection, named as in a model of that medium."""
+
+    def __init__(self, vision_model: nn.Module, visual_projection: nn.Module):
+        super().__init__()
+        self.vision_model, self.visual_projection = vision_model, visual_projection
+
+
+class FusionDualEncoderModel(PreTrainedModel):
+    """Two towers with one embedding space, and a fusion head that looks at image and text.
+
+    Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`. It may have towers of
+    further kinds of media (`add_medium`); `of` returns the model of one kind, everything else works on that of the first.
+    """
+
+    config_class = FusionDualEncoderConfig
+    base_model_prefix = "fusion_dual_encoder"
+    main_input_name = "pixel_values"
+    supports_gradient_checkpointing = True
+    processor: Any = None  # of `encode` and `rerank`; by default, that of the folder the model was loaded from
+    _subfolder = ""  # of that folder
+    _supports_sdpa = True
+    _supports_flash_attn = True
+
+    def __init__(
+        self,
+        config: FusionDualEncoderConfig,
+        vision_model: PreTrainedModel | None = None,
+        text_model: PreTrainedModel | None = None,
+    ):
+        super().__init__(config)
+        name = self.name_or_path or ""
+        self._folder = os.path.abspath(name) if os.path.isdir(name) else name
+        if not config.vision_widths:
+            raise ValueError(
+                "The config does not say how wide the backbones' outputs are. Build new models with "
+                "FusionDualEncoderModel.from_backbones(vision_model, text_model), which measures them."
+            )
+        self.vision_model: Any = _media_tower(config, vision_model)
+        self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
+        self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
+        self.visual_projection = _projection(config, "vision", config.vision_pooled_width)
+        self.text_projection = _projection(config, "text", config.text_width)
+        self.media = nn.ModuleDict()
+        for medium, own in ((each, config.of(each)) for each in config.media or {}):
+            self.media[medium] = MediaTower(_media_tower(own), _projection(own, "vision", own.vision_pooled_width))
+        self._configs = {medium: config.of(medium) for medium in self.media}
+        self._of: dict[str, FusionDualEncoderModel] = {}
+        self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
+        bias = config.logit_bias_init_value
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
+        self.fusion = FusionHead(config) if config.fusion_layers else None
+        self.region_head: RegionHead | None = None
+        if config.region_head:
+            self._make_region_head()
+        self.token_head: TokenHead | None = None
+        self.caption_adapter: CaptionAdapter | None = None
+        if config.token_head:
+            self.add_token_head(config.caption_head)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if any(module is part for tower in self.towers for part in tower.modules()):
+            return
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, FusionHead):
+            nn.init.normal_(module.cls_token, std=0.02)
+            nn.init.zeros_(module.match.weight)  # a head that has learnt nothing changes no ranking
+            for bridge in module.bridges[1:]:
+                nn.init.zeros_(bridge.projection.weight)
+        elif isinstance(module, LevelAdapter):
+            nn.init.normal_(module.level, std=0.02)
+
+    @classmethod
+    def from_backbones(cls, vision_model: Any, text_model: PreTrainedModel, **config: Any) -> "FusionDualEncoderModel":
+        """Join two backbones, after one run of each on a blank input to measure its outputs.
+
+        Args:
+            config: fields of `FusionDualEncoderConfig`. Without `fusion_vision_taps` or `fusion_text_taps`, the head reads
+                one hidden state of that tower per block, at most three: the last of each resolution, or, if there is only
+                one resolution, the last one and others at equal distances before it.
+
+        Raises:
+            ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
+        """
+        _take_images(image_backbone(vision_model))
+        medium = config.get("medium", FusionDualEncoderConfig.medium)
+        vision, text = _probe(vision_model, "vision"), _probe(text_model, "text")
+        for name, output in (("vision_pooling", vision), ("text_pooling", text)):
+            pooler = output.get("pooler_output")
+            wanted = config.get(name, "auto")
+            if wanted == "pooler" and pooler is None:
+                raise ValueError(f"{name} is 'pooler'; this backbone has none. Set {name} to mean or cls.")
+            first_token_only = name == "text_pooling" and _has_bert_pooler(text_model)
+            is_map = medium == "sound" and output["last_hidden_state"].dim() == 4
+            is_map &= not hasattr(vision_model.config, "spec_size")  # CLAP's, which is four stretches of time
+            best = "timed" if is_map else "pooler"
+            best = "mean" if pooler is None or first_token_only else best
+            config[name] = best if wanted == "auto" else wanted
+        pooled_width = _pool(vision, config["vision_pooling"]).shape[-1]
+        if medium == "clip" and len(input_shape(vision_model)) == 3:
+            vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
+            vision = _probe(vision_model, "vision")
+        hidden_states = [_along_time(hidden, vision_model, medium) for hidden in vision["hidden_states"]]
+        most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))
+        taps = _default_taps(list(map(_num_positions, hidden_states)), most)
+        # Regions are read from the last tap: of frames, what the layers over time give.
+        over_frames = isinstance(vision_model, FramesTower)
+        config.setdefault("fusion_vision_taps", sorted(taps, key=lambda tap: over_frames and tap == -1))
+        config.setdefault("fusion_text_taps", _default_taps([1] * len(text["hidden_states"]), most))
+        resolved = FusionDualEncoderConfig(
+            vision_model.config,
+            text_model.config,
+            vision_widths=list(map(_num_channels, hidden_states)),
+            vision_pooled_width=pooled_width,
+            text_width=text["last_hidden_state"].shape[-1],
+            **config,
+        )
+        for name, states in (("vision", hidden_states), ("text", text["hidden_states"])):
+            for tap in getattr(resolved, f"fusion_{name}_taps"):
+                if not -len(states) <= tap < len(states):
+                    raise ValueError(
+                        f"fusion_{name}_taps holds {tap}; the {name} backbone has {len(states)} hidden states, so give "
+                        f"indices from {-len(states)} to {len(states) - 1}."
+                    )
+        return cls(resolved, vision_model, text_model)
+
+    def check_repeatable(self) -> None:
+        """Raise ValueError if a tower returns other outputs for the same input each time."""
+        _probe(self.vision_model, "vision")
+        _probe(self.text_model, "text")
+
+    def train(self, mode: bool = True) -> "FusionDualEncoderModel":
+        """Set the mode, except for frozen towers and fixed batch norms, which stay in evaluation."""
+        super().train(mode)
+        for tower in itertools.chain(self.towers, map(image_backbone, self.towers)):
+            if not is_trained(tower):
+                tower.eval()
+        for medium in (self.config.medium, *self.media):
+            tower, _, config = self._reads(medium)
+            if config.freeze_batch_norm:
+                for module in itertools.chain(tower.modules(), self.text_model.modules()):
+                    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                        module.eval()
+        return self
+
+    # -- further kinds of media -------------------------------------------------------------------------------------
+
+    @property
+    def towers(self) -> list[Any]:
+        """The backbones of all media, and that of texts."""
+        return [self.vision_model, self.text_model, *(part.vision_model for part in self.media.values())]
+
+    def _reads(self, medium: str | None) -> tuple[Any, Any, FusionDualEncoderConfig]:
+        """Return tower, projection and config of a medium, None for the first.
+
+        Raises:
+            ValueError: if there is no tower of that kind.
+        """
+        if medium is None or medium == self.config.medium:
+            config: Any = self.config
+            return self.vision_model, self.visual_projection, config
+        if medium not in self.media:
+            known = ", ".join(f"{kind}s" for kind in (self.config.medium, *self.media))
+            raise ValueError(f"This model has no tower for {medium}s, only for {known}.")
+        part: Any = self.media[medium]
+        return part.vision_model, part.visual_projection, self._configs[medium]
+
+    def add_medium(self, other: "FusionDualEncoderModel") -> None:
+        """Take tower and projection of a model of another kind of media, to be trained with this model's text tower.
+
+        Raises:
+            ValueError: if there is a tower of that kind, a model has a fusion head, or the embeddings differ in width.
+        """
+        medium, own, given = other.config.medium, self.config.to_dict(), other.config.to_dict()
+        if medium == self.config.medium or medium in self.media:
+            raise ValueError(f"The model has a tower for {medium}s already.")
+        if self.fusion is not None or other.fusion is not None:
+            raise ValueError(
+                "A fusion head reads the tower of one kind of media. Build both models with fusion_layers=0."
+            )
+        if own["projection_dim"] != given["projection_dim"]:
+            raise ValueError(
+                f"projection_dim is {own['projection_dim']} and {given['projection_dim']}; give both models the same."
+            )
+        differs = {name: value for name, value in given.items() if value != own.get(name) and name not in _SHARED}
+        self.config.media = {**(self.config.media or {}), medium: {**differs, "medium": medium}}
+        self.media[medium] = MediaTower(other.vision_model, other.visual_projection)
+        self._configs[medium] = self.config.of(medium)
+
+    def of(self, medium: str | None) -> "FusionDualEncoderModel":
+        """Return the model of one kind of media: with its tower and projection, and all else shared; None for the first.
+
+        Raises:
+            ValueError: if there is no tower of that kind.
+        """
+        tower, projection, config = self._reads(medium)
+        if tower is self.vision_model:
+            return self
+        found = self._of.get(config.medium)
+        if found is None:
+            with torch.device("meta"):  # new projections, which the present ones replace
+                found = self._of[config.medium] = type(self)(config, tower, self.text_model)
+            found.visual_projection, found._subfolder = projection, f"{MEDIA_FOLDER}/{medium}"
+            found._folder = self._folder
+        found.text_projection, found.logit_scale, found.logit_bias = (
+            self.text_projection, self.logit_scale, self.logit_bias
+        )  # fmt: skip
+        found.training = self.training
+        return found
+
+    def idle_weights(self, medium: str | None) -> list[nn.Parameter]:
+        """Return the parameters of the other media's towers and projections, which a batch of `medium` does not reach."""
+        first = [] if medium in (None, self.config.medium) else [self.vision_model, self.visual_projection]
+        idle = [*first, *(part for name, part in self.media.items() if name != medium)]
+        return [weight for part in idle for weight in part.parameters()]
+
+    def freeze(self, tower: str) -> None:
+        """Stop training the `vision` or the `text` backbone; its projection, and layers over frames, are still trained."""
+        (image_backbone(self.vision_model) if tower == "vision" else self.text_model).requires_grad_(False)
+
+    def add_logit_bias(self) -> None:
+        """Add a bias of -10 and set the scale to 10, as SigLIP starts (arXiv 2303.15343)."""
+        self.config.logit_scale_init_value, self.config.logit_bias_init_value = math.log(10), -10.0
+        self.logit_scale.data.fill_(self.config.logit_scale_init_value)
+        self.logit_bias = nn.Parameter(torch.full_like(self.logit_scale, self.config.logit_bias_init_value))
+
+    def remove_logit_bias(self) -> None:
+        """Remove the bias, which has no effect on a softmax."""
+        self.config.logit_bias_init_value = self.logit_bias = None
+
+    def add_token_head(self, captions: bool = False) -> None:
+        """Add a head that predicts words and, with `captions`, the adapter to write captions.
+
+        Raises:
+            ValueError: if `captions` is set and image tokens attend to the text, which contains the words to predict.
+        """
+        words: Any = self.text_model.get_input_embeddings()
+        dim, width = self.config.fusion_dim, words.embedding_dim
+        if self.token_head is None:
+            self.token_head = TokenHead(dim, width, words.num_embeddings).to(words.weight)
+            self.token_head.apply(self._init_weights)
+            # Logits begin with a variance of 1, however short the word embeddings are: five times fewer steps (docs/log.md).
+            spread = words.weight.detach().float().std() * math.sqrt(width)
+            last: Any = self.token_head.transform[-1]
+            last.weight.data.div_(spread.to(words.weight))
+        if captions and self.config.fusion_direction != "text_to_image":
+            raise ValueError("fusion_direction is 'both'; to write captions, image tokens must not read the text.")
+        if captions and self.caption_adapter is None:
+            self.caption_adapter = CaptionAdapter(width, dim).to(words.weight)
+            self.caption_adapter.apply(self._init_weights)
+        self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
+
+    def add_region_head(self) -> None:
+        """Add a head that embeds boxes, if there is none.
+
+        Raises:
+            ValueError: if the model has no fusion head, whose taps it reads, or the last tap is not a square grid.
+        """
+        if self.fusion is None:
+            raise ValueError(
+                "This model was built with fusion_layers=0; regions are read from the fusion head's taps."
+            )
+        if self.config.medium == "image":
+            _as_map(_probe(self.vision_model, "vision")["hidden_states"][self.config.fusion_vision_taps[-1]])
+        if self.region_head is None:
+            self._make_region_head()
+        self.config.region_head = True
+
+    def _make_region_head(self) -> None:
+        width = self.config.vision_widths[self.config.fusion_vision_taps[-1]]
+        self.region_head = RegionHead(width, self.config.projection_dim).to(self.logit_scale)
+        self.region_head.apply(self._init_weights)
+
+    def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, KeysValues | None]:
+        """Return unit embeddings `[B, E]` of images `[B, 3, H, W]` or other media (`input_shape`), and the head's image side."""
+        return self.project_image(*self.vision_features(pixel_values, with_keys_values))
+
+    def encode_text(
+        self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return unit embeddings `[B, E]` of texts `[B, L]`, and the head's text side.
+
+        Without `with_states`, the text side has no tokens: `[B, 0, C]`.
+        """
+        pooled, states = self.text_features(input_ids, attention_mask, with_states)
+        return self.project_text(pooled, states if with_states else None)
+
+    def vision_features(
+        self, pixel_values: Tensor, with_taps: bool = True, medium: str | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the pooled output `[B, C]` of the backbone of a medium, by default the first, and the pooled taps."""
+        head = self.fusion if with_taps else None
+        tower, _, config = self._reads(medium)
+        name, medium = input_name(tower), config.medium
+        if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
+            pixel_values = (pixel_values + 35) / 33
+        if pixel_values.dim() == 4:
+            # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
+            pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+        output = tower(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
+        states = () if head is None else [_along_time(state, tower, medium) for state in output.hidden_states]
+        return _pool(output, config.vision_pooling), () if head is None else head.pool_taps(states)
+
+    def project_image(
+        self, pooled: Tensor, taps: Sequence[Tensor], medium: str | None = None
+    ) -> tuple[Tensor, KeysValues | None]:
+        """Turn the result of `vision_features` into that of `encode_image`; None without taps."""
+        embeds = F.normalize(self._reads(medium)[1](pooled), dim=-1)
+        return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
+
+    def text_features(
+        self, input_ids: Tensor, attention_mask: Tensor, with_taps: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the pooled output `[B, C]` of the text backbone, and states `[B, L, taps x C]`.
+
+        Without `with_taps`, the states are those of the last layer.
+        """
+        taps = self.config.fusion_text_taps if self.fusion is not None and with_taps else (-1,)
+        mask: Tensor | None = attention_mask
+        columns = None
+        if self.config.text_padding is not None:
+            input_ids, columns = _pad_unmasked(input_ids, attention_mask, **self.config.text_padding)
+            mask = None
+        output = self.text_model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            output_hidden_states=any(tap != -1 for tap in taps),
+            return_dict=True,
+        )
+        # Some towers normalise their output once more, so that it is not the last of the hidden states.
+        found = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
+        states = torch.cat(found, -1)
+        if columns is not None:
+            states = states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
+        return _pool(output, self.config.text_pooling, mask), states
+
+    def project_text(self, pooled: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Turn the result of `text_features` into that of `encode_text`."""
+        embeds = F.normalize(self.text_projection(pooled), dim=-1)
+        if states is None:
+            states = pooled[:, None][:, :0]
+        elif self.fusion is not None:
+            states = self.fusion.encode_text(states)
+        return embeds, states
+
+    def region_embeds(self, taps: Sequence[Tensor], boxes: Tensor, image: Tensor) -> Tensor:
+        """Return unit embeddings `[R, E]` of R boxes, comparable with those of texts.
+
+        Args:
+            taps: from `vision_features`.
+            boxes: `[R, 4]` left, top, right and bottom as shares of the input, in [0, 1].
+            image: `[R]` index of each box's image.
+
+        Raises:
+            ValueError: if the model has no region head.
+        """
+        head, grid = self._region_grid(taps)
+        return head(grid, boxes, image)
+
+    def cell_embeds(self, taps: Sequence[Tensor]) -> Tensor:
+        """Return unit embeddings `[B, h, w, E]` of all cells of the last tap; of clips and sounds `[B, 1, T, E]`."""
+        head, grid = self._region_grid(taps)
+        return head.cells(grid)
+
+    def _region_grid(self, taps: Sequence[Tensor]) -> tuple[RegionHead, Tensor]:
+        if self.region_head is None:
+            raise ValueError("This model has no embeddings of regions. Train it with regions among --objectives.")
+        return self.region_head, _as_map(taps[-1]) if self.config.medium == "image" else taps[-1].mean(2, keepdim=True)
+
+    def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return logits `[P]` that pair p, given by its image side and text side, belongs together."""
+        if self.fusion is None:
+            raise ValueError("This model was built with fusion_layers=0; it has no head to score pairs with.")
+        return self.fusion.match_logits(keys_values, text_states, attention_mask)
+
+    @property
+    def voices(self) -> list[str]:
+        """Name the scores that the head can give a pair: those of its parts that were trained."""
+        has = {
+            "match": self.fusion is not None and bool(self.fusion.match.weight.any()),
+            "caption": self.caption_adapter is not None,
+        }
+        return [name for name, given in has.items() if given]
+
+    def voice_scores(
+        self,
+        voices: Sequence[str],
+        keys_values: KeysValues,
+        text_states: Tensor,
+        attention_mask: Tensor,
+        input_ids: Tensor,
+    ) -> Tensor:
+        """Return the scores `[P, voices]` of P pairs; only `caption` reads `input_ids`."""
+        columns = [
+            self.match_pairs(keys_values, text_states, attention_mask)
+            if name == "match"
+            else self.caption_scores(keys_values, input_ids, attention_mask)
+            for name in voices
+        ]
+        return torch.stack([column.float() for column in columns], 1)
+
+    def head_scores(
+        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, input_ids: Tensor
+    ) -> Tensor:
+        """Return what the head adds to scaled cosines, `[P]`: weighted scores, of P texts or of one for all pairs."""
+        weights = {name: weight for name, weight in (self.config.rerank_weights or {}).items() if weight}
+        pairs = keys_values[0].shape[1]
+        if not weights:
+            return torch.zeros(pairs, device=text_states.device)
+        texts = (side.expand(pairs, *side.shape[1:]) for side in (text_states, attention_mask, input_ids))
+        scores = self.voice_scores(list(weights), keys_values, *texts)
+        return scores @ scores.new_tensor(list(weights.values()))
+
+    def token_logits(
+        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_target: Tensor
+    ) -> Tensor:
+        """Return logits `[M, V]` of the tokens where `is_target`, bool `[P, L]`."""
+        assert self.fusion is not None
+        assert self.token_head is not None
+        fused = self.fusion(keys_values, text_states, attention_mask)[:, 1:]
+        return self.token_head(fused[is_target], self.text_model.get_input_embeddings().weight)
+
+    def caption_logits(
+        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, is_before: Tensor
+    ) -> Tensor:
+        """Return logits `[M, V]` of the tokens after those where `is_before`, bool `[P, L]`."""
+        assert self.token_head is not None
+        states = self.caption_states(keys_values, input_ids, attention_mask)[is_before]
+        return self.token_head(states, self.text_model.get_input_embeddings().weight)
+
+    def caption_states(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return what the token after each one is predicted from, `[P, L, D]`."""
+        assert self.fusion is not None
+        assert self.caption_adapter is not None
+        words = self.text_model.get_input_embeddings()(input_ids)
+        return self.fusion.decode(keys_values, self.caption_adapter(words), attention_mask)
+
+    def target_logits(
+        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, before: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits `[M, W]` over the known words of the tokens after those at rows and columns `before`, and their places.
+
+        See `TokenHead.among_known` for the places.
+        """
+        assert self.token_head is not None
+        words: Any = self.text_model.get_input_embeddings()
+        states = self.caption_states(keys_values, input_ids, attention_mask)[before]
+        row, column = before
+        return self.token_head.among_known(states, words.weight, input_ids[row, column + 1])
+
+    def caption_scores(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return log probabilities `[P]` of text p, given image p and the text's first token.
+
+        A word that is not known has the probability of chance, whatever the image.
+        """
+        is_target, is_before = target_mask(attention_mask)
+        logits, places = self.target_logits(keys_values, input_ids, attention_mask, is_before.nonzero(as_tuple=True))
+        log_probs = -F.cross_entropy(logits.float(), places, reduction="none")
+        log_probs = log_probs.masked_fill(places < 0, -math.log(logits.shape[1]))
+        return torch.zeros_like(is_target, dtype=log_probs.dtype).masked_scatter(is_target, log_probs).sum(1)
+
+    @torch.no_grad()
+    def caption(self, pixel_values: Tensor, first: int, last: int, max_length: int = 32) -> Tensor:
+        """Write captions greedily: token ids `[B, L]` from `first` to `last`, padded with `last`."""
+        _, keys_values = self.encode_image(pixel_values)
+        assert keys_values is not None
+        input_ids = torch.full((len(pixel_values), 1), first, device=pixel_values.device)
+        while input_ids.shape[1] < max_length and not (input_ids[:, 1:] == last).any(1).all():
+            is_before = torch.zeros_like(input_ids, dtype=torch.bool)
+            is_before[:, -1] = True
+            chosen = self.caption_logits(keys_values, input_ids, torch.ones_like(input_ids), is_before).argmax(-1)
+            ended = (input_ids[:, 1:] == last).any(1)
+            input_ids = torch.cat([input_ids, chosen.masked_fill(ended, last)[:, None]], 1)
+        return input_ids
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_loss: bool = False,
+        match: bool = True,
+        **_: Any,
+    ) -> FusionDualEncoderOutput:
+        """Encode images, texts, or both; with `match=False`, without the fusion head.
+
+        `token_type_ids` and `return_dict`, which processors and the stock class pass, are accepted and ignored.
+        """
+        output = FusionDualEncoderOutput()
+        if pixel_values is not None:
+            output.image_embeds, output.keys_values = self.encode_image(pixel_values, with_keys_values=match)
+        if input_ids is not None:
+            attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            output.text_embeds, output.text_states = self.encode_text(input_ids, attention_mask)
+        if output.image_embeds is None or output.text_embeds is None:
+            output.logit_scale = self.logit_scale  # last: pipelines take the first value, an embedding here
+            return output
+        output.logits_per_text = self.logit_scale.exp() * output.text_embeds @ output.image_embeds.T
+        if self.logit_bias is not None:
+            output.logits_per_text = output.logits_per_text + self.logit_bias
+        output.logits_per_image = output.logits_per_text.T
+        if output.keys_values is not None and len(output.image_embeds) == len(output.text_embeds):
+            assert output.text_states is not None
+            assert attention_mask is not None
+            output.match_logits = self.match_pairs(output.keys_values, output.text_states, attention_mask)
+        if return_loss:
+            target = torch.arange(len(output.logits_per_text), device=output.logits_per_text.device)
+            output.loss = (
+                F.cross_entropy(output.logits_per_text, target) + F.cross_entropy(output.logits_per_image, target)
+            ) / 2
+        return FusionDualEncoderOutput(**output, logit_scale=self.logit_scale)  # in the order of the fields
+
+    # -- for people: pictures and sentences in, numbers out ---------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(
+        self, images: Any = None, texts: Any = None, batch_size: int = 32, *, clips: Any = None, sounds: Any = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return unit embeddings `[B, E]`, on the CPU, of media or of texts; of both, media first.
+
+        Media and texts are read as in training (`reading`), and of nothing, `[]`, there are embeddings `[0, E]`. The model is set to
+        evaluation mode.
+
+        Args:
+            images: a path, a URL or a PIL image, or a list of these.
+            texts: a sentence, or a list of these.
+            batch_size: how many go through a tower at a time.
+            clips: a path, which needs `av`, or a list of PIL images, or a list of these; frames at equal distances are read.
+            sounds: the path of a WAV file of 16 bits or (samples in [-1, 1], rate), or a list of these; its middle is read.
+
+        Raises:
+            ValueError: if nothing is given or other media than the model reads, or the model has no processor.
+        """
+        self.eval()
+        found: list[Tensor] = []
+        empty = torch.zeros(0, self.config.projection_dim)
+        for kind, media in zip(MEDIA, (images, clips, sounds), strict=True):
+            if media is not None:
+                own = self.of(kind) if kind in self.media else self
+                parts = [own.encode_image(each, False)[0] for each in own._inputs(media, kind, batch_size)]
+                found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
+        if texts is not None:
+            texts = [texts] if isinstance(texts, str) else list(texts)
+            batches = (texts[start : start + batch_size] for start in range(0, len(texts), batch_size))
+            parts = [self.encode_text(*self._tokens(batch), with_states=False)[0] for batch in batches]
+            found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
+        if not found:
+            raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
+        return found[0] if len(found) == 1 else tuple(found)
+
+    @staticmethod
+    def open_image(image: Any) -> Any:
+        """Return the picture of a path, an address or a file's bytes as this model sees it, upright RGB, for pipelines."""
+        return open_picture(image)
+
+    @staticmethod
+    def similarity(one: Tensor, other: Tensor) -> Tensor:
+        """Return the cosines `[A, B]` of embeddings `[A, E]` and `[B, E]`."""
+        return F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
+
+    @torch.no_grad()
+    def rerank(self, text: str, images: Any, batch_size: int = 32) -> list[tuple[int, float]]:
+        """Order images, or what the model reads, for a text; return their places with their scores, the best first.
+
+        The score is the scaled cosine + `head_scores`. Without weights that were fitted and help, that is the order of the
+        cosines. Arguments and errors are those of `encode`.
+        """
+        self.eval()
+        input_ids, attention_mask = self._tokens([text])
+        text_embed, text_states = self.encode_text(input_ids, attention_mask)
+        scores: list[float] = []
+        for pixels in self._inputs(images, self.config.medium, batch_size):
+            image_embeds, keys_values = self.encode_image(pixels)
+            score = self.logit_scale.exp() * (image_embeds @ text_embed[0])
+            if keys_values is not None:
+                score = score + self.head_scores(keys_values, text_states, attention_mask, input_ids)
+            scores += score.tolist()
+        return sorted(enumerate(scores), key=lambda hit: -hit[1])
+
+    def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """Return unit embeddings `[B, E]` as `pooler_output`, as stock dual encoders do."""
+        return BaseModelOutputWithPooling(pooler_output=self.encode_image(pixel_values, with_keys_values=False)[0])
+
+    def get_text_features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> BaseModelOutputWithPooling:
+        """Return unit embeddings `[B, E]` as `pooler_output`, as stock dual encoders do."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return BaseModelOutputWithPooling(pooler_output=self.encode_text(input_ids, mask, with_states=False)[0])
+
+    def _find_processor(self) -> Any:
+        if self.processor is None:
+            if not self._folder:
+                raise ValueError("This model was not loaded from a folder. Set model.processor to its processor.")
+            self.processor = AutoProcessor.from_pretrained(self._folder, subfolder=self._subfolder)
+        return self.processor
+
+    def _inputs(self, media: Any, kind: str, batch_size: int) -> Iterator[Tensor]:
+        """Yield media in batches, as the tower takes them."""
+        if kind != self.config.medium:
+            raise ValueError(f"This model reads {self.config.medium}s, and it was given {kind}s.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; give a number of media from 1 on.")
+        is_many = isinstance(media, list) or (isinstance(media, tuple) and kind != "sound")
+        is_one_clip = is_many and kind == "clip" and len(media) > 0 and is_pil_image(media[0])
+        media = list(media) if is_many and not is_one_clip else [media]
+        read = self._sound_input if kind == "sound" else self._picture_input
+        for start in range(0, len(media), batch_size):
+            found = torch.stack([read(each, self._find_processor()) for each in media[start : start + batch_size]])
+            yield found.to(self.logit_scale.device, self.dtype)
+
+    def _picture_input(self, medium: Any, processor: Any) -> Tensor:
+        """Return the tower's input of an image, or of the frames of a clip, as evaluations make it."""
+        images = processor.image_processor
+        side = images.crop_size["height"]
+        mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (images.image_mean, images.image_std))
+        if self.config.medium == "image":
+            shown = center_square(open_picture(medium, side), side)
+        else:
+            window = getattr(images, "clip_frames", 16), getattr(images, "window_seconds", None)
+            shown = torch.stack([center_square(open_picture(each, side), side) for each in frames_of(medium, *window)])
+        return shown.float().sub_(mean).div_(std)
+
+    def _sound_input(self, sound: Any, processor: Any) -> Tensor:
+        extractor = processor.feature_extractor
+        samples = samples_of(sound, extractor)
+        found = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        features = found[extractor.model_input_names[0]][0]
+        return features[:1] if features.dim() == 3 else features  # a fused CLAP's has four copies of a window
+
+    def _tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return token ids and mask `[B, L]`."""
+        tokenizer = self._find_processor().tokenizer
+        most = self.most_tokens(tokenizer)
+        ids = token_ids(tokenizer, [text[: CHARACTERS_PER_TOKEN * most] for text in texts], most)
+        length = max(1, *map(len, ids))
+        padded = [[*each, *[tokenizer.pad_token_id] * (length - len(each))] for each in ids]
+        mask = [[int(at < len(each)) for at in range(length)] for each in ids]
+        return tuple(torch.tensor(rows, device=self.logit_scale.device) for rows in (padded, mask))  # type: ignore[return-value]
+
+    def most_tokens(self, tokenizer: Any) -> int:
+        """Return how many tokens of a text are read: as many as in training, which the tokenizer's file says."""
+        return min(tokenizer.model_max_length, text_positions(self.text_model) or _MOST_TOKENS)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **arguments: Any) -> None:
+        """Save as `PreTrainedModel` does, so that the pipeline zero-shot-image-classification finds this class too."""
+        if type(self) is FusionDualEncoderModel:
+            known = getattr(self.config, "auto_map", None) or {}
+            name = f"{__name__.rpartition('.')[2]}.{type(self).__name__}"
+            self.config.auto_map = {**known, "AutoModelForZeroShotImageClassification": name}
+        super().save_pretrained(save_directory, *args, **arguments)
+        if self.processor is not None:
+            self.processor.save_pretrained(save_directory)
+
+    def to_dual_encoder(self) -> PreTrainedModel:
+        """Return a stock model of `config.dual_encoder_type` with the same logits, which shares this model's tensors.
+
+        For `VisionTextDualEncoderModel`, a vision config without `hidden_size` (ConvNeXt, MobileNet) gets one, which is all
+        that the stock class lacks. That class pools texts by the pooler, so a mean becomes one more layer of the text tower
+        (`_mean_as_layer`), if the tower has BERT's layers.
+
+        Raises:
+            ValueError: if the stock class cannot express this model, with the reason.
+        """
+        kind, weights = self.config.dual_encoder_type, dict(self.state_dict())
+        if kind == "xclip":
+            raise ValueError("the stock class makes a text depend on the clip, and this model does not")
+        if self.config.medium != "image" and kind != "clap":
+            raise ValueError(f"the stock class reads images, and this model {self.config.medium}s")
+        configs = {
+            "vision_config": self.vision_model.config.to_dict(),
+            "text_config": self.text_model.config.to_dict(),
+        }
+        if kind == DUAL_ENCODERS[0]:
+            self._fit_dual_encoder(weights, **configs)
+        if kind not in UNPROJECTED:
+            configs["projection_dim"] = self.config.projection_dim
+            configs["logit_scale_init_value"] = self.config.logit_scale_init_value
+        if kind == "clap":  # the names of sounds, and the temperature twice
+            configs["audio_config"] = configs.pop("vision_config")
+            configs["projection_hidden_act"] = self.config.text_config.projection_hidden_act
+            configs["logit_scale_init_value"] = math.exp(self.config.logit_scale_init_value)
+            weights |= {f"audio_{name.partition('_')[2]}": weights[name] for name in weights if name.startswith("vis")}
+            weights |= {f"logit_scale_{side}": self.logit_scale.detach().clone() for side in "at"}
+        stock = AutoModel.from_config(AutoConfig.for_model(kind, **configs))
+        weights.setdefault("logit_bias", torch.zeros_like(self.logit_scale))
+        stock.load_state_dict({name: weights[name].view_as(v) for name, v in stock.state_dict().items()}, assign=True)
+        return stock.train(self.training)
+
+    def _fit_dual_encoder(
+        self, weights: dict[str, Tensor], vision_config: dict[str, Any], text_config: dict[str, Any]
+    ) -> None:
+        """Change weights and configs such that `VisionTextDualEncoderModel` takes them."""
+        vision = _probe(self.vision_model, "vision")
+        if self.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
+            raise ValueError(
+                "the stock class takes one pooled vector per image from the vision tower, and here is none"
+            )
+        vision_config["hidden_size"] = self.config.vision_pooled_width
+        if self.config.text_pooling != "pooler":
+            if self.config.text_pooling != "mean" or not _has_bert_pooler(self.text_model):
+                raise ValueError("the stock class pools texts by a pooler, and this text tower has none")
+            weights |= _mean_as_layer(self)
+            text_config["num_hidden_layers"] += 1
+
+
+@torch.no_grad()
+def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
+    """Return weights of a BERT layer, pooler and projection that compute the projected mean.
+
+    With queries and keys of zero, attention is uniform over the unmasked tokens, so the first token receives the values'
+    mean. The output matrix maps it to U P mean: P is the trained projection, and U an isometry into the vectors whose
+    entries sum to zero, which layer normalisation only scales. The factor `loud` drowns the residual, half of it by
+    shrinking the input of the layer, so that float16 does not overflow. The feed-forward part adds nothing, the pooler
+    stays where tanh is linear, and U transposed undoes U. The result is P mean up to its length, which the embedding
+    does not keep: equal within 1e-5 in fp32.
+    """
+    width, embed = model.config.text_width, model.config.projection_dim
+    if embed >= width:
+        raise ValueError("the stock class needs a projection narrower than the text tower, to pool by the mean")
+    loud, quiet = 1e3, 1e-3
+    trained: Any = model.text_projection.weight
+    projection = trained.double()
+    zero_sum = torch.eye(width, dtype=torch.double, device=projection.device) - 1 / width
+    isometry = torch.linalg.qr(zero_sum[:, :embed])[0]  # columns: orthonormal, each summing to zero
+    eye = torch.eye(width)
+    encoder: Any = model.text_model.encoder
+    depth, before = len(encoder.layer), encoder.layer[-1].state_dict()
+    last = {
+        "attention.self.value.weight": loud * eye,
+        "attention.output.dense.weight": loud * isometry @ projection,
+        "attention.output.LayerNorm.weight": torch.ones(width),
+        "output.LayerNorm.weight": torch.ones(width),
+    }
+    if any(name not in before or before[name].shape != value.shape for name, value in last.items()):
+        raise ValueError("the stock class pools texts by a pooler, and this text tower's layers are not BERT's")
+    last = {name: torch.zeros_like(value) for name, value in before.items()} | last
+    weights = {
+        **{f"text_model.encoder.layer.{depth}.{name}": value for name, value in last.items()},
+        **{
+            f"text_model.encoder.layer.{depth - 1}.{name}": before[name] / loud
+            for name in ("output.LayerNorm.weight", "output.LayerNorm.bias")
+        },
+        "text_model.pooler.dense.weight": quiet * eye,
+        "text_model.pooler.dense.bias": torch.zeros(width),
+        "text_projection.weight": isometry.T.contiguous(),
+    }
+    return {name: value.to(trained) for name, value in weights.items()}
+
+
+# -- classifier -------------------------------------------------------------------------------------------------------
+
+
+class FusionDualEncoderForClassification(FusionDualEncoderModel):
+    """Classifier of images, texts, or pairs; loads from a checkpoint of the base class.
+
+    `config.classifier_inputs` is the input of a small MLP: `fused`, the fusion head's `[CLS]`; `pair`, both unit embeddings
+    concatenated; `image` or `text`, one embedding, without running the other tower.
+    """
+
+    def __init__(
+        self,
+        config: FusionDualEncoderConfig,
+        vision_model: PreTrainedModel | None = None,
+        text_model: PreTrainedModel | None = None,
+    ):
+        super().__init__(config, vision_model, text_model)
+        reads = config.classifier_inputs
+        if len(config.id2label or ()) == 1:
+            raise ValueError(
+                "A classifier of one class, as CrossEncoder of sentence-transformers asks for, says nothing. To score texts "
+                "with images, use rerank of the model itself."
+            )
+        if reads == "fused" and self.fusion is None:
+            raise ValueError(
+                "classifier_inputs is 'fused'; this model was built with fusion_layers=0. Set classifier_inputs to pair."
+            )
+        width = {"fused": config.fusion_dim, "pair": 2 * config.projection_dim}.get(reads, config.projection_dim)
+        self.classifier = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Dropout(config.classifier_dropout),
+            nn.Linear(width, len(config.id2label or ())),
+        )
+        self.classifier.apply(self._init_weights)
+
+    def classify(
+        self, pixel_values: Tensor | None = None, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return logits `[B, classes]`; an input that the classifier does not read is ignored.
+
+        Raises:
+            ValueError: if an input that it reads is missing.
+        """
+        reads = self.config.classifier_inputs
+        for name, value, other in (("pixel_values", pixel_values, "text"), ("input_ids", input_ids, "image")):
+            if value is None and reads != other:
+                raise ValueError(f"{name} is missing; classifier_inputs is {reads!r}. Pass it.")
+        keys_values, text_states, embeds = None, None, []
+        if pixel_values is not None and reads != "text":
+            embed, keys_values = self.encode_image(pixel_values, with_keys_values=reads == "fused")
+            embeds.append(embed)
+        if input_ids is not None and reads != "image":
+            attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            embed, text_states = self.encode_text(input_ids, attention_mask)
+            embeds.append(embed)
+        if self.fusion is None or keys_values is None or text_states is None or attention_mask is None:
+            return self.classifier(torch.cat(embeds, -1))
+        return self.classifier(self.fusion(keys_values, text_states, attention_mask)[:, 0])
+
+    @torch.no_grad()
+    def predict(self, media: Any = None, texts: Any = None, batch_size: int = 32) -> Tensor:
+        """Return the share of each class `[B, classes]`, on the CPU, of media, texts, or as many of both; see `encode`."""
+        self.eval()
+        pixels = None if media is None else torch.cat([*self._inputs(media, self.config.medium, batch_size)])
+        tokens = () if texts is None else self._tokens([texts] if isinstance(texts, str) else texts)
+        return self.classify(pixels, *tokens).softmax(-1).float().cpu()
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutput:
+        """Return logits of images, texts or pairs, and with `labels` `[B]` their mean cross-entropy."""
+        logits = self.classify(pixel_values, input_ids, attention_mask)
+        return SequenceClassifierOutput(
+            loss=None if labels is None else F.cross_entropy(logits.float(), labels), logits=logits
+        )
+
+
+AutoConfig.register(FusionDualEncoderConfig.model_type, FusionDualEncoderConfig, exist_ok=True)
+AutoModel.register(FusionDualEncoderConfig, FusionDualEncoderModel, exist_ok=True)
+AutoModelForZeroShotImageClassification.register(FusionDualEncoderConfig, FusionDualEncoderModel, exist_ok=True)
+FusionDualEncoderConfig.register_for_auto_class()
+FusionDualEncoderModel.register_for_auto_class("AutoModel")
+AutoModelForSequenceClassification.register(FusionDualEncoderConfig, FusionDualEncoderForClassification, exist_ok=True)
+FusionDualEncoderForClassification.register_for_auto_class("AutoModelForSequenceClassification")

@@ -1,0 +1,161 @@
+"""Load pretrained configurations and backbones, and check what was loaded.
+
+Reading a pickle (`pytorch_model.bin`) can run any code, and so can the Python files of a model repository. Only safetensors are
+read, and no Python code of others by default; `transformers` would ask on the terminal whether to run it.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
+
+from mm_utils.model.modeling_fusion_dual_encoder import probe_input
+from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has besides its sound tower is left out
+_SHOWN = 3  # names of weights in a message
+
+
+def load_tower(
+    name: str, tower: str, pooling: str = "auto", frozen: bool = False, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, str]:
+    """Load a backbone; return it with its pooling. Of a two-tower checkpoint, take one.
+
+    Args:
+        name: a folder or a Hub id.
+        tower: `vision` or `text`.
+        pooling: the wanted pooling. `auto` becomes the mean if the checkpoint holds no weights of the backbone's pooler.
+        frozen: whether the tower will not be trained.
+
+    Raises:
+        ValueError: if there is no such backbone, or weights are missing that nothing would train.
+    """
+    flag = f"--{tower}_model_name_or_path is {name}"
+    config = load_config(flag, name, trust_remote_code)
+    if tower == "vision" and config.model_type in _SOUND_PARTS:
+        part = _SOUND_PARTS[config.model_type]
+    else:
+        config, part = getattr(config, f"{tower}_config", config), ""
+    if config.model_type == "vit_mae":
+        # It hides 75 % of the patches at random in every forward; a ViT has the same weights and hides none.
+        config = ViTConfig.from_dict({**config.to_dict(), "model_type": ViTConfig.model_type})
+    if type(config) not in MODEL_MAPPING and not trust_remote_code:
+        raise ValueError(f"{flag}; AutoModel knows no {config.model_type}. Choose another backbone.")
+    with explained(flag, name):
+        model, info = AutoModel.from_pretrained(
+            name,
+            config=config,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            dtype="float32",
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if part:
+        model = getattr(model, part)
+        missing = [key.removeprefix(f"{part}.") for key in missing if key.startswith(f"{part}.")]
+    if len(missing) == len(model.state_dict()):
+        raise ValueError(
+            f"{flag}; it holds no weights of a {config.model_type}. Choose a checkpoint of that backbone."
+        )
+    in_tokens, in_pooler = _split_missing(model, tower, missing)
+    if in_tokens:
+        names = f"{', '.join(in_tokens[:_SHOWN])}{', ...' if len(in_tokens) > _SHOWN else ''}"
+        lacks = f"{flag}; it lacks {len(in_tokens)} weights of a {config.model_type} ({names})"
+        if frozen:
+            raise ValueError(
+                f"{lacks}, and frozen they would stay random. Drop --freeze_{tower}, or choose another checkpoint."
+            )
+        logger.warning("%s, which start from random values", lacks)
+    if in_pooler and pooling == "pooler":
+        raise ValueError(
+            f"--{tower}_pooling is pooler; {name} holds no weights of a pooler. Set --{tower}_pooling to mean or cls."
+        )
+    if in_pooler and pooling == "auto":
+        logger.info("%s; it holds no weights of a pooler, so its outputs are pooled by their mean", flag)
+        pooling = "mean"
+    return model, pooling
+
+
+def _split_missing(model: PreTrainedModel, tower: str, missing: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the missing weights that tokens need, and those that only the pooled output needs.
+
+    Others, such as the token in place of masked patches, take no part.
+    """
+    weights = {name: weight for name, weight in model.named_parameters() if name in missing}
+    if not weights:
+        return [], []
+    model.eval()
+    output = model(**probe_input(model, tower), output_hidden_states=True, return_dict=True)
+    reached = []
+    for value in (output["last_hidden_state"], output.get("pooler_output")):
+        found: Sequence[Tensor | None] = [None] * len(weights)
+        if value is not None and value.requires_grad:
+            found = torch.autograd.grad(value.sum(), list(weights.values()), retain_graph=True, allow_unused=True)
+        reached.append([name for name, gradient in zip(weights, found, strict=True) if gradient is not None])
+    return reached[0], [name for name in reached[1] if name not in reached[0]]
+
+
+class OwnCodeError(ValueError):
+    """Error for a model that needs Python code of its own, which is not run."""
+
+
+@contextmanager
+def explained(what: str, name: str) -> Iterator[None]:
+    """Turn any error of `from_pretrained(name)` into a ValueError that says what to do.
+
+    Args:
+        what: beginning of the message.
+
+    Raises:
+        OwnCodeError: if the model needs Python code of its own.
+        ValueError: if it has only pickled weights, or cannot be read.
+    """
+    try:
+        yield
+    except (
+        Exception
+    ) as error:  # of any kind: odd values in a config.json raise AttributeError, KeyError, ImportError ...
+        if "trust_remote_code" in str(error):
+            raise OwnCodeError(
+                f"{what}; it needs Python code of its own, and no code of others is run unasked. Read that code, then "
+                "give --trust_remote_code, or choose another model."
+            ) from error
+        folder = Path(name)
+        pickles = (
+            [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))] if folder.is_dir() else []
+        )
+        if "safetensors" in str(error) and (pickles or not folder.is_dir()):
+            raise ValueError(
+                f"{what}; it has no model.safetensors{f', but {pickles[0]}' if pickles else ''}, and pickles, which can "
+                "run any code, are not read. Convert it where nothing can be lost: "
+                "AutoModel.from_pretrained(...).save_pretrained(...)."
+            ) from error
+        raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
+
+
+def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Load the configuration of a model, a folder or a Hub id; raise as `explained` does."""
+    with explained(what, name):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if config.model_type == "clap":
+        if config.audio_config.fusion_type == "channel_map":
+            raise ValueError(
+                f"{what}; its fusion_type is channel_map, which reads four spectrograms of a sound, and here it has one. Choose "
+                "another model."
+            )
+        config.audio_config.enable_fusion = False  # the path of sounds that are longer than a window
+    attention = str(getattr(config, "_attn_implementation", None) or "")
+    if "/" in attention and not trust_remote_code:  # a repository of compiled code
+        raise OwnCodeError(
+            f"{what}; its config.json asks for the attention of {attention}, and no code of others is run unasked. Take "
+            "attn_implementation out of it, or give --trust_remote_code."
+        )
+    return config

@@ -1,0 +1,359 @@
+"""Load or make what turns captions and media into inputs of a model.
+
+The same captions make the same tokenizer. A feature extractor carries `window_seconds`, how much of a sound the model reads at once.
+It is the whole input of the tower, where this is fixed, so that its time axis is that of the window.
+"""
+
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    ASTFeatureExtractor,
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoTokenizer,
+    AutoVideoProcessor,
+    BaseVideoProcessor,
+    ClapFeatureExtractor,
+    ClapProcessor,
+    CLIPImageProcessor,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    SequenceFeatureExtractor,
+    VisionTextDualEncoderProcessor,
+    Wav2Vec2FeatureExtractor,
+    WhisperFeatureExtractor,
+)
+
+from mm_utils.model.build import ModelArguments, check_reads, vision_preset
+from mm_utils.model.pretrained import explained, load_config
+from mm_utils.model.stock import complete
+from mm_utils.stored import key_of, stored, version_of
+from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
+
+SAMPLE = 1_000_000  # captions that a tokenizer is trained on
+_TOKENIZER_VERSION = 1  # part of its key in the cache; raise it with every change of what is learnt
+ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+SOUND_RATE, HOP = 16000, 400  # samples a second, and from frame to frame, of a spectrogram for a tower from scratch
+MOST_SECONDS = 10.0  # of a sound, where nothing says how many
+_COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
+
+
+def load_processor(
+    args: ModelArguments, captions: Iterable[str], medium: str = "image", seconds: float | None = None, at: int = -1
+) -> ProcessorMixin:
+    """Load tokenizer and image processor, or, for sounds, feature extractor.
+
+    A text backbone from scratch gets a tokenizer trained on `captions`. The image processor does exactly what
+    `mm_utils.model.reading.center_square` does, and normalises colours as the backbone's own processor does;
+    clips are read as their frames.
+
+    Args:
+        seconds: how much of a sound is read; default: 10 s, or what the pretrained tower reads.
+        at: with several media, the place of this one (`ModelArguments.of`).
+
+    Raises:
+        ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot read as much.
+    """
+    args = args.of(at)
+    if name := args.model_name_or_path:
+        whole = load_processor_of(name)
+        check_reads(name, ("sound",) if hasattr(whole, "feature_extractor") else ("image", "clip"), medium)
+        return whole
+    if medium == "sound":
+        return ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))
+    images: Any = _image_processor(args, medium)
+    if medium == "clip":
+        images.clip_frames = _own_frames(args)
+    return VisionTextDualEncoderProcessor(images, _tokenizer(args, captions))
+
+
+def _own_frames(args: ModelArguments) -> int | None:
+    """Return how many frames a video backbone reads; None for others, which read any number."""
+    name = args.model_name_or_path or args.vision_model_name_or_path
+    if name:
+        config = load_config(f"the model is {name}", name, args.trust_remote_code)
+        config = getattr(config, "vision_config", config)  # X-CLIP's
+    else:
+        config = AutoConfig.for_model(**vision_preset(args, "clip"))
+    return getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+
+
+def load_processor_of(name: str) -> ProcessorMixin:
+    """Load the processor of a saved model; images become squares as in `load_processor`."""
+    with explained(f"the processor of {name} is missing or damaged", name):
+        kind: Any = ClapProcessor if _is_of_sounds(name) else VisionTextDualEncoderProcessor
+        processor = kind.from_pretrained(name, trust_remote_code=False)
+        complete(processor.tokenizer)
+    if kind is ClapProcessor:
+        _set_window(processor.feature_extractor, None, f"the model is {name}")
+        return processor
+    own = processor.image_processor
+    squares: Any = _center_square_processor(own, what=f"the model is {name}")
+    if frames := getattr(own, "clip_frames", None) or _own_frames(ModelArguments(name)):
+        squares.clip_frames, squares.window_seconds = frames, getattr(own, "window_seconds", None)
+    processor.image_processor = squares
+    return processor
+
+
+def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImageProcessor:
+    if args.vision_model_name_or_path:
+        name, what = args.vision_model_name_or_path, f"--vision_model_name_or_path is {args.vision_model_name_or_path}"
+        with explained(what, name):
+            own = _own_processor(name, medium, args.trust_remote_code)
+        return _center_square_processor(own, args.image_size, what)
+    size = args.image_size or vision_preset(args, medium).get("image_size")
+    if isinstance(size, list):
+        raise ValueError(
+            f"--vision_config is {args.vision_config}, whose image_size is {size}; here {medium}s are squares. Give tiny, or a "
+            "config with one number."
+        )
+    return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
+
+
+def _own_processor(name: str, medium: str, trust_remote_code: bool) -> Any:
+    """Load a backbone's own processor; some video backbones have one of videos alone."""
+    try:
+        return AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        if medium != "clip":
+            raise
+        return AutoVideoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def _center_square_processor(
+    own: Any, size: int | None = None, what: str = "the image processor"
+) -> CLIPImageProcessor:
+    """Return a processor of central squares with the values that `own` uses for every colour.
+
+    Args:
+        size: side of the square; default: that of `own`.
+        what: beginning of a message.
+
+    Raises:
+        ValueError: if no mean and standard deviation express what `own` does, for instance if it swaps red and blue, or if its
+            images are not squares.
+    """
+    size = size or _own_side(own, what)
+    mean, std = _normalisation(own, what)
+    if getattr(own, "resample", None) not in (None, Image.Resampling.BICUBIC):
+        logger.info(
+            "%s; its %s resizes with %s, here images are resized with BICUBIC", what, type(own).__name__,
+            Image.Resampling(int(own.resample)).name,
+        )  # fmt: skip
+    return CLIPImageProcessor(
+        size={"shortest_edge": size}, crop_size={"height": size, "width": size}, image_mean=mean, image_std=std
+    )
+
+
+def _own_side(own: Any, what: str) -> int:
+    if hasattr(own, "max_num_patches"):  # Siglip2
+        return math.isqrt(own.max_num_patches) * own.patch_size
+    if hasattr(own, "data_config"):  # timm
+        return own.data_config["input_size"][-1]
+    crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
+    return _side(crop or own.size, f"{what}; its {type(own).__name__}")
+
+
+def _side(size: Any, what: str) -> int:
+    size = {name: side for name, side in dict(size or {}).items() if side}
+    side = size.get("height") or size.get("shortest_edge") or size.get("longest_edge") or 224
+    if size.get("width", side) != side:
+        raise ValueError(
+            f"{what} makes images of {side} x {size['width']} pixels, and here images are squares. Give --image_size, or choose "
+            "another backbone."
+        )
+    return side
+
+
+def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
+    """Return mean and std of each colour with the values of `own`: (c / 255 - mean) / std.
+
+    The values are measured, because classes differ in what they do: rescaling or not, by 1/255 or to [-1, 1], normalisation
+    or not, or twice, other orders of the colours.
+    """
+    black, white, *colours = (_value_of(own, colour, what) for colour in _COLOURS)
+    scale = [high - low or 1.0 for low, high in zip(black, white, strict=True)]
+    measured = [0.0 - low / gain for low, gain in zip(black, scale, strict=True)], [1 / gain for gain in scale]
+    given = getattr(own, "image_mean", None) or [0.5] * 3, getattr(own, "image_std", None) or [0.5] * 3
+    for mean, std in (given, measured):  # the given ones have no rounding
+        expected = [
+            [(share / 255 - m) / s for share, m, s in zip(colour, mean, std, strict=True)] for colour in _COLOURS
+        ]
+        if np.allclose(expected, [black, white, *colours], atol=1e-3):
+            return list(mean), list(std)
+    swaps = "swaps red and blue" if getattr(own, "do_flip_channel_order", False) else "mixes colours"
+    raise ValueError(
+        f"{what}; its {type(own).__name__} {swaps}, and here images are RGB, normalised by mean and standard deviation. "
+        "Choose another backbone."
+    )
+
+
+def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
+    """Return the three values in the middle of an image of one colour."""
+    try:
+        image = Image.new("RGB", (64, 64), colour)
+        given = {"videos": [[image] * 2]} if isinstance(own, BaseVideoProcessor) else {"images": image}
+        found = own(**given, return_tensors="pt")
+        pixels = np.asarray(found.get("pixel_values", found.get("pixel_values_videos", [])))
+        pixels = pixels[:, 0] if pixels.ndim == 5 else pixels  # the first frame
+        if "spatial_shapes" in found:  # patches, their colours last
+            pixels = pixels.reshape(1, -1, own.patch_size**2, 3).transpose(0, 3, 1, 2)
+    except Exception as error:  # of any kind: these classes ask for other inputs, packages or settings
+        raise ValueError(
+            f"{what}; its {type(own).__name__} cannot read one image alone: {one_line(error)}. Choose another backbone."
+        ) from error
+    if pixels.ndim != 4 or pixels.shape[1] != 3:
+        raise ValueError(
+            f"{what}; its {type(own).__name__} returns no image of three colours, but parts or patches. Choose another backbone."
+        )
+    return [float(value) for value in pixels[0, :, pixels.shape[2] // 2, pixels.shape[3] // 2]]
+
+
+# -- sounds -------------------------------------------------------------------------------------------------------------
+
+
+def _is_of_sounds(name: str) -> bool:
+    """Return whether a folder or a Hub id holds a feature extractor of sounds."""
+    try:
+        return "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]
+    except OSError:
+        return False
+
+
+def _feature_extractor(args: ModelArguments, seconds: float | None) -> SequenceFeatureExtractor:
+    """Load the feature extractor of a pretrained sound tower, or make one."""
+    name = args.vision_model_name_or_path
+    if name:
+        what = f"--vision_model_name_or_path is {name}"
+        with explained(what, name):
+            found = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    else:
+        what = f"--vision_config is {args.vision_config}"
+        config = AutoConfig.for_model(**vision_preset(args, "sound"))
+        if isinstance(getattr(config, "image_size", ()), int) and not hasattr(config, "spec_size"):
+            raise ValueError(
+                f"{what}, a tower of images of {config.image_size} pixels; these are sounds. Give tiny, or a config whose "
+                "image_size is [frames, bands]."
+            )
+        found = _new_feature_extractor(config, seconds or MOST_SECONDS)
+    _set_window(found, seconds, what)
+    return found
+
+
+def _new_feature_extractor(config: Any, seconds: float) -> SequenceFeatureExtractor:
+    """Make the feature extractor that fits a sound tower from scratch."""
+    if hasattr(config, "conv_stride"):
+        return Wav2Vec2FeatureExtractor(sampling_rate=SOUND_RATE)
+    if hasattr(config, "max_source_positions"):
+        return WhisperFeatureExtractor(config.num_mel_bins, chunk_length=config.max_source_positions // 50)
+    if hasattr(config, "frequency_stride"):
+        return ASTFeatureExtractor(num_mel_bins=config.num_mel_bins, max_length=config.max_length)
+    if hasattr(config, "spec_size"):  # of CLAP, 100 frames a second
+        mel, hop, most = config.num_mel_bins, SOUND_RATE // 100, config.spec_size**2 // config.num_mel_bins // 100
+    else:
+        mel, hop, most = config.image_size[1], HOP, math.ceil(seconds)
+    return ClapFeatureExtractor(
+        feature_size=mel, sampling_rate=SOUND_RATE, hop_length=hop, max_length_s=most, fft_window_size=1024,
+        frequency_min=30, frequency_max=SOUND_RATE // 2, truncation="rand_trunc", padding="pad",
+    )  # fmt: skip
+
+
+def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
+    """Write `window_seconds` into a feature extractor: what it always makes, or else `seconds`.
+
+    Raises:
+        ValueError: if it makes less.
+    """
+    is_ast = isinstance(extractor, ASTFeatureExtractor)
+    if is_ast and not hasattr(extractor, "window_seconds"):
+        extractor.pads_frames = True
+    own: Any = extractor.max_length / 100 if is_ast else None
+    own = own or getattr(extractor, "max_length_s", None) or getattr(extractor, "chunk_length", None)
+    if own and seconds and seconds > own:
+        raise ValueError(
+            f"{what}; its {type(extractor).__name__} reads {own:g} s, and sounds of {seconds:g} s are asked for. Give "
+            f"--medium_seconds {own:g}, or choose another backbone."
+        )
+    kept = getattr(extractor, "window_seconds", MOST_SECONDS)
+    extractor.window_seconds = float(own or seconds or kept)
+
+
+def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedTokenizerBase:
+    source = args.tokenizer_name_or_path or args.text_model_name_or_path
+    if not source:
+        return complete(cached_tokenizer(captions, args.vocab_size))
+    flag = "--tokenizer_name_or_path" if args.tokenizer_name_or_path else "--text_model_name_or_path"
+    with explained(f"{flag} is {source}", source):
+        return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
+
+
+# -- WordPiece ----------------------------------------------------------------------------------------------------------
+
+
+def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer once per captions and size, and keep it in the datasets cache."""
+    captions = list(itertools.islice(captions, SAMPLE))
+    key = key_of(_TOKENIZER_VERSION, version_of("tokenizers"), vocab_size, captions)
+    folder = stored("tokenizers", key, lambda work: train_tokenizer(captions, vocab_size).save_pretrained(work))
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def train_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a lower-casing WordPiece tokenizer in BERT's format, for any script."""
+    captions, special = list(captions), list(SPECIAL_TOKENS.values())
+    alphabet, inner = _alphabet(captions)
+    # The trainer numbers inner letters in the random order of a hash map and breaks ties by number; named here, they
+    # are numbered in order. They must not stay special tokens, hence the second tokenizer.
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special + inner,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    trained = _word_piece()
+    trained.train_from_iterator(captions, trainer)
+    tokenizer = _word_piece(trained.get_vocab())
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **SPECIAL_TOKENS)
+
+
+def _word_piece(vocab: dict[str, int] | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _alphabet(captions: list[str]) -> tuple[list[str], list[str]]:
+    """Return the most frequent letters, and those of them that occur inside words, as `##x`."""
+    tokenizer = _word_piece()
+    normalize, words = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
+    counts = Counter(itertools.chain.from_iterable(map(normalize, captions)))
+    ranked = sorted((letter for letter in counts if letter != " "), key=lambda letter: (-counts[letter], letter))
+    alphabet = sorted(ranked[:ALPHABET])
+    return alphabet, [f"##{letter}" for letter in alphabet if len(words(normalize("a" + letter))) == 1]

@@ -1,0 +1,118 @@
+"""Random numbers of training as functions of row and step, and dropout that draws them.
+
+They depend neither on the number of processes nor on how a batch is cut, and a resumed run repeats them.
+"""
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy and torch on all devices.
+
+    accelerate's `set_seed` looks for packages, too, which takes 2 % of a small step.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def pair_keys(ids_n2: Tensor) -> Tensor:
+    """Hash two ids to one int64, `[n]`."""
+    return _mix(_mix(ids_n2[:, 0]) + ids_n2[:, 1])
+
+
+def row_keys(ids: Tensor, key: int) -> Tensor:
+    """Hash ids, `[n]` or `[n, 2]`, and `key` to one int64 for each row, `[n]`."""
+    return _mix(_mix(ids if ids.dim() == 1 else pair_keys(ids)) + key)
+
+
+def uniform_noise(rows: Tensor, columns: Tensor, key: int) -> Tensor:
+    """Return uniform numbers in (0, 1), `[rows, columns]`, equal on every device."""
+    bits = _mix(_mix(columns + key * 0x9E3779B1 % 2**62)[None] + _mix(rows)[:, None] * 0x2545F491)
+    return ((bits & 0x7FFFFF) + 0.5) / 2**23  # 23 bits and a half are exact in fp32, so never 0 or 1
+
+
+def gumbel_noise(rows: Tensor, columns: Tensor, key: int) -> Tensor:
+    """Return numbers as `uniform_noise`, with a standard Gumbel distribution."""
+    return -torch.log(-torch.log(uniform_noise(rows, columns, key)))
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Scramble int64 values by splitmix64's finaliser; shifts ignore the sign."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
+
+
+class RowNoise(nn.Module):
+    """A module whose random numbers in training are functions of the key of each row.
+
+    Attributes:
+        place: number of the module, so that two modules draw other numbers.
+        keys: one int64 for each row of the next input, `[n]`; None draws from torch's random numbers.
+    """
+
+    place = 0
+    keys: Tensor | None = None
+
+    def uniform(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Return uniform numbers in (0, 1), `[rows, columns]`."""
+        if self.keys is None:
+            return torch.rand(rows, columns, device=device)
+        return uniform_noise(self.keys, torch.arange(columns, device=device), self.place)
+
+
+def set_row_keys(model: nn.Module, keys: Tensor | None) -> None:
+    """Set the keys of the rows that the model is given next, for all its `RowNoise`.
+
+    They stay set until the next rows: a layer that is recomputed in the backward pass draws the same numbers again.
+    """
+    for module in model.modules():
+        if isinstance(module, RowNoise):
+            module.keys = keys
+
+
+class RowDropout(RowNoise):
+    """Dropout of features `[n, C]`."""
+
+    place = 1
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Zero a share `p` of the features in training, and scale the others."""
+        if not self.training or not self.p:
+            return features
+        kept = self.uniform(len(features), features.shape[1], features.device) >= self.p
+        return features * kept.to(features) / (1 - self.p)
+
+
+class PatchDropout(RowNoise):
+    """Dropout of patches (FLIP, arXiv 2212.00794).
+
+    Args:
+        share: share of the patches to drop.
+        patches: number of patches of an image; they are the last tokens.
+    """
+
+    place = 2
+
+    def __init__(self, share: float, patches: int):
+        super().__init__()
+        self.patches, self.kept = patches, max(1, round(patches * (1 - share)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Drop a share of each image's patches `[n, N, C]` in training; the order stays."""
+        if not self.training:
+            return tokens
+        noise = self.uniform(len(tokens), self.patches, tokens.device)
+        order = noise.argsort(dim=1, stable=True)[:, : self.kept].sort(1).values
+        special = tokens.shape[1] - self.patches
+        chosen = tokens[:, special:].gather(1, order[..., None].expand(-1, -1, tokens.shape[2]))
+        return torch.cat([tokens[:, :special], chosen], 1)

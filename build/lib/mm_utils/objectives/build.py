@@ -1,0 +1,225 @@
+"""Build the objective that `--objectives` names: terms with their weights."""
+
+import itertools
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils.arguments import arg
+from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.doors import entries, entry, load
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.captioning import Captioning
+from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
+from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.terms import EmbeddingTerm, Term
+
+logger = logging.getLogger(__name__)
+
+_CORE: dict[str, type[Term]] = {term.name: term for term in (InfoNCE, PairwiseSigmoid, Captioning)}
+_READ_BY = {
+    "matryoshka_dims": ("contrastive", "sigmoid"),
+    "hard_negatives": ("matching",),
+    "mlm_probability": ("masked_lm",),
+    "whole_word_masking": ("masked_lm",),
+}
+HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
+"""The parts of the model that only some terms train."""
+
+
+@dataclass
+class ObjectiveArguments:
+    """The terms of the loss and their weights."""
+
+    objectives: str = arg(
+        "contrastive:1,captioning:1",
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); altered (an image chooses its caption among ones with words "
+        "or events in another order); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
+        "regions (phrases point into their boxes); moments (phrases find their spans of clips and sounds); self_distillation "
+        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); or module.Class, "
+        "a term of your own.",
+    )
+    teacher_name_or_path: str | None = arg(
+        None,
+        "A larger dual encoder whose similarities the towers learn as soft targets, a folder or a Hub id as of "
+        "--model_name_or_path; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
+    )
+    matryoshka_dims: str | None = arg(
+        None,
+        "Train the first 32, 64 and 128 numbers of an embedding to be one, too: 32,64,128. The contrastive or sigmoid loss is "
+        "then the mean over these widths and the full one.",
+    )
+    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.", rare=True)
+    mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.", rare=True)
+    whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.", rare=True)
+    pack_captions: bool = arg(
+        False,
+        "Encode the captions of a batch in one row of tokens, without padding, in place of groups of about one length: less "
+        "computing, and fewer kernels than of several groups. For GPUs, with bf16 or fp16; not measured on one yet.",
+    )
+    max_logit_scale: float | None = arg(
+        None,
+        "Upper bound of the inverse temperature; default: 100, or where a model starts that was trained above it.",
+        rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        self.weights, self.widths  # noqa: B018  (complain now, not after the data is loaded)
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError(f"--set mlm_probability is {self.mlm_probability}; give a share of the tokens in (0, 1).")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each term, by name."""
+        weights = {}
+        for term in self.objectives.split(","):
+            name, _, weight = term.strip().partition(":")
+            try:
+                weights[name] = float(weight or 1)
+            except ValueError:
+                raise ValueError(f"--objectives has {term!r}; write name:weight, e.g. matching:0.5.") from None
+        if self.teacher_name_or_path:
+            weights.setdefault("distillation", 1.0)
+        elif weights.get("distillation"):
+            raise ValueError(
+                f"--objectives is {self.objectives!r}; distillation learns from a teacher, and there is none. Give "
+                "--teacher_name_or_path."
+            )
+        found = {name: weight for name, weight in weights.items() if weight}
+        if not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ValueError(f"--objectives is {self.objectives!r}; a weight is a finite number of at least 0.")
+        if {InfoNCE.name, PairwiseSigmoid.name} <= found.keys():
+            raise ValueError(
+                f"--objectives is {self.objectives!r}; contrastive and sigmoid share one temperature. Drop one of them."
+            )
+        terms = {name: term_class(name) for name in weights}
+        if not any(issubclass(terms[name], EmbeddingTerm) and not terms[name].needs_teacher for name in found):
+            raise ValueError(
+                f"--objectives is {self.objectives!r}; no term of it compares images and texts. Add contrastive, sigmoid, or an "
+                "EmbeddingTerm of your own, with a weight above 0."
+            )
+        return found
+
+    @property
+    def widths(self) -> list[int]:
+        """The widths of `--matryoshka_dims`."""
+        given = [word.strip() for word in (self.matryoshka_dims or "").split(",")] if self.matryoshka_dims else []
+        if not all(word.isdecimal() and int(word) for word in given) or len(set(given)) < len(given):
+            raise ValueError(
+                f"--matryoshka_dims is {self.matryoshka_dims}; give different numbers of dimensions from 1 on, e.g. 32,64,128."
+            )
+        return [int(word) for word in given]
+
+    @property
+    def readers(self) -> list[ColumnReader]:
+        """What the terms read of rows besides media and captions."""
+        return list(dict.fromkeys(reader for name in self.weights for reader in term_class(name).readers))
+
+    def highest_scale(self, model: FusionDualEncoderModel) -> float:
+        """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
+        return self.max_logit_scale or max(100.0, model.logit_scale.exp().item())
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError if a term cannot be trained with the other flags, given by name, or a flag has no term."""
+        for flag, terms in _READ_BY.items():
+            if getattr(self, flag) != getattr(ObjectiveArguments, flag) and not set(terms) & self.weights.keys():
+                rare = "" if flag == "matryoshka_dims" else "set "
+                raise ValueError(
+                    f"--{rare}{flag} is {getattr(self, flag)}; it is for {' and '.join(terms)}, which --objectives does not "
+                    "have. Drop it."
+                )
+        for name in self.weights:
+            term = term_class(name)
+            refuses = dict(term.refuses)
+            if not all(reader.optional for reader in term.readers):
+                refuses.setdefault("streaming", "reads media and captions alone")
+            for flag, reason in refuses.items():
+                if settings.get(flag):
+                    raise ValueError(f"--objectives has {name}, and --{flag} {reason}. Drop one of them.")
+
+
+def build_objective(
+    model: FusionDualEncoderModel,
+    args: ObjectiveArguments,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    rows: Sequence[datasets.Dataset] = (),
+) -> JointObjective:
+    """Build the objective; add to the model what terms need, freeze what none trains.
+
+    Args:
+        model, args, seed: the model, and the run's arguments and seed.
+        tokenizer: of its texts.
+        rows: the tokenised training rows of each medium; none for a stream.
+
+    Raises:
+        ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
+    """
+    weights = {term_class(name).build(args, seed, tokenizer): weight for name, weight in args.weights.items()}
+    if not any(isinstance(term, PairwiseSigmoid) for term in weights):
+        model.remove_logit_bias()
+    before = {name for name in model.state_dict() if model.voices or not name.startswith("fusion.")}
+    for term in weights:
+        if term.pairs_per_image and model.fusion is None:
+            raise ValueError(
+                f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0."
+            )
+        term.prepare(model)
+        if rows:
+            term.read_captions(model, rows)
+    objective = JointObjective(model, weights)
+    objective.added = frozenset(model.state_dict()) - before
+    if args.pack_captions and not (
+        objective.groups_texts and entry("TEXT_ENCODERS", "packed", "--pack_captions is set")(model)
+    ):
+        logger.warning(
+            "--pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",
+            type(model.text_model).__name__,
+        )
+    if model.fusion is not None:
+        model.fusion.requires_grad_(objective.pairs_per_image > 0)
+    trained = {head for term in weights for head in term.heads}
+    # DDP would wait for the gradients of parts that no term trains.
+    for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
+        if name in HEADS:
+            part.requires_grad_(name in trained)
+    return objective
+
+
+def term_class(name: str) -> type[Term]:
+    """Return the class of a term: of the core, of an extra, or module.Class from the current folder or a package.
+
+    Raises:
+        ValueError: if there is none, with what to do.
+    """
+    if name in _CORE:
+        return _CORE[name]
+    known = entries("TERMS")
+    if name not in known and "." not in name:
+        names = ", ".join([*_CORE, *known])
+        raise ValueError(
+            f"--objectives has {name!r}; there is no such term. Choose of {names}, or write module.Class."
+        )
+    path = known.get(name, name)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = load(path)
+    except (ImportError, AttributeError) as error:
+        module, _, attribute = path.rpartition(".")
+        raise ValueError(
+            f"--objectives has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class "
+            f"{attribute}."
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not (isinstance(found, type) and issubclass(found, Term)):
+        raise ValueError(f"--objectives has {path}; that is not a subclass of mm_utils.objectives.Term. Make it one.")
+    found.name = found.name or found.__name__
+    return found

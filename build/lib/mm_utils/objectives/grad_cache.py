@@ -1,0 +1,288 @@
+"""Any batch in any memory: its gradient part by part (gradient caching, arXiv 2101.06983).
+
+A contrastive loss needs the embeddings of the whole batch, so accumulating the losses of parts is another loss, with
+fewer negatives. Here every part is first embedded without gradient; the loss is taken once, at the embeddings; then every
+part is embedded again, with the same dropout, and its share of the gradient is pushed through the towers. The result
+equals the single pass.
+
+The last part, which is the largest, is embedded with gradient at once and never again, so K parts cost at most (K-1)/K of
+one more forward pass, and a share that fits costs nothing. Rows come sorted by the length of their caption
+(`mm_utils.data.batches.dataset.Collator`), so every part is padded to its own longest only. Whatever the number of parts,
+which may differ between ranks, ranks share the embeddings once and average the gradients once, with DDP while they
+backpropagate their last part; nothing of a step is final before that, so a step that ran out of memory on any rank can be
+repeated in smaller parts on all.
+
+Batch norms in training mode see one part at a time, which is another function; their running statistics are updated
+once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_batch_norm`).
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from mm_utils import distributed
+from mm_utils.gradient_average import GradientAverage
+from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.terms import Batch, Encoded, Plan, Report
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Some rank ran out of memory; raised on all ranks, and no gradient counts.
+
+    Attributes:
+        here: True if it was this rank.
+    """
+
+    def __init__(self, here: bool):
+        super().__init__("out of memory " + ("on this process" if here else "on another process"))
+        self.here = here
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether memory ran out: in torch's allocator, or in a library that allocates by itself."""
+    libraries = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or should_reduce_batch_size(error)
+        or any(sign in str(error) for sign in libraries)
+    )
+
+
+class TooManyPairsError(ValueError):
+    """A batch, or a single pair of it, does not fit into memory."""
+
+
+@dataclass
+class MicroBatch:
+    """How many pairs' activations this rank holds, None for all; less if memory runs out."""
+
+    size: int | None = None
+
+    def halve(self, rows: int, step: int) -> None:
+        """Halve the size after step `step`, of `rows` pairs on this rank, ran out of memory.
+
+        Raises:
+            TooManyPairsError: if a single pair does not fit.
+        """
+        held = rows if self.size is None else min(self.size, rows)
+        if held < 2:
+            raise TooManyPairsError(
+                "memory ran out with a single pair, the smallest part. Set --gradient_checkpointing, a smaller "
+                "--image_size or --max_seq_length, or take a smaller model."
+            )
+        self.size = held // 2
+        logger.warning(
+            "Step %d ran out of memory with %d pairs at a time; it is repeated with %d, which changes nothing that is learnt, but "
+            "for masks of --backbone_dropout keep",
+            step + 1, held, self.size,
+        )  # fmt: skip
+
+
+def backward_with_retry(
+    accelerator: Accelerator,
+    objective: nn.Module,
+    batch: Batch,
+    step: int,
+    micro_batch: MicroBatch,
+    restart: Callable[[], None],
+) -> Report:
+    """Call `backward`, and again in smaller parts where memory runs out on any rank.
+
+    Args:
+        micro_batch: the size of the parts, which is halved on the ranks that ran out of memory.
+        restart: called before each try; it clears gradients and seeds the random numbers of the step.
+
+    Raises:
+        TooManyPairsError: if the batch, or a single pair where there is a micro-batch size, does not fit into memory.
+    """
+    while True:
+        restart()
+        try:
+            return backward(accelerator, objective, batch, step, micro_batch.size)
+        except OutOfMemoryError as error:
+            here = error.here
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TooManyPairsError(
+                f"memory ran out with {len(batch['rows'])} pairs on this process. Set --micro_batch_size auto, which changes "
+                "nothing that is learnt, or --gradient_checkpointing."
+            ) from error
+        restart()  # frees the gradients
+        clear_device_cache(garbage_collection=True)
+        if here:
+            micro_batch.halve(len(batch["lengths"]), step)
+
+
+def backward(
+    accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int | None
+) -> Report:
+    """Add a global batch's gradient to the parameters; return the report, without gradient.
+
+    Args:
+        accelerator, objective: the prepared objective, and the accelerator that prepared it.
+        batch: this rank's share, longest caption first.
+        step: the step, which keys random draws.
+        micro_batch_size: pairs of this rank to hold activations of at a time; None for all, with gradients averaged while
+            the backward pass still runs.
+
+    Raises:
+        ValueError: if the batch has to be cut and the backend cannot do it.
+        OutOfMemoryError: with a `micro_batch_size`, on all ranks if one runs out of memory.
+    """
+    if micro_batch_size is None:
+        with accelerator.autocast():  # DDP would enter autocast by itself, FSDP2 does not
+            report = objective(batch, step)
+        accelerator.backward(report["loss"])
+        return {name: value.detach() for name, value in report.items()}
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "--micro_batch_size is set; DeepSpeed takes a step with every backward pass. Drop the flag, or use DDP or FSDP2."
+        )
+    return _CachedStep(accelerator, objective, batch, step, micro_batch_size).run()
+
+
+def cuts(rows: int, micro_batch_size: int | None) -> list[range]:
+    """Cut a rank's rows into few parts, the last as large as possible; none are one part."""
+    first = 0 if micro_batch_size is None else max(0, rows - micro_batch_size)
+    parts = -(-first // micro_batch_size) if micro_batch_size is not None else 0
+    return [*(distributed.share(first, part, parts) for part in range(parts)), range(first, rows)]
+
+
+class _CachedStep:
+    """One gradient-cached step over micro-batches."""
+
+    def __init__(self, accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int):
+        self.accelerator, self.objective, self.step = accelerator, objective, step
+        unwrapped: Any = objective.module if isinstance(objective, DistributedDataParallel) else objective
+        self.unwrapped: Objective = unwrapped
+        # FSDP gathers weights in every pass and averages gradients in the last: its ranks run in lockstep.
+        self.sharded = accelerator.distributed_type == DistributedType.FSDP
+        self.cuts = cuts(len(batch["lengths"]), micro_batch_size)
+        if self.sharded:
+            parts = max(distributed.gather_sizes(len(self.cuts), accelerator.device))
+            self.cuts = [distributed.share(len(batch["lengths"]), part, parts) for part in range(parts)]
+        self.batch = self.unwrapped.with_keys(batch, step)
+        self.parts = [_take(self.batch, cut) for cut in self.cuts]
+        self.states: list[_RandomState] = []
+        self.gradients: list[dict[str, Tensor | None]] = [{} for _ in self.cuts]
+        self.average = GradientAverage()
+
+    def run(self) -> Report:
+        """Embed all parts, plan, and backpropagate part by part."""
+        embeds, kept = self._on_all_ranks(self._embed)
+        everyone = {name: torch.cat([part[name] for part in embeds]) for name in kept.embeds}
+        plan = self.unwrapped.plan(replace(kept, embeds=everyone), self.batch, self.step)
+        for name, gradient in plan.gradients.items():
+            rows = [len(part[name]) for part in embeds]
+            for mine, part in zip(self.gradients, gradient.split(rows) if gradient is not None else (), strict=False):
+                mine[name] = part
+        sums = self._on_all_ranks(lambda: self._backward_all(kept, plan), sends=True)
+        self.average.receive()
+        return self.unwrapped.report(plan, sums)
+
+    def _embed(self) -> tuple[list[dict[str, Tensor]], Encoded]:
+        """Return the embeddings of every part, and the last part as it was encoded, with gradient."""
+        embeds = []
+        if not self.sharded:
+            self.average = self.unwrapped.gradient_average()
+        for place in range(len(self.cuts) - 1):
+            self.states.append(_RandomState(self.accelerator.device))
+            with torch.no_grad(), _frozen_statistics(self.unwrapped):
+                embeds.append(self._encode(place, for_backward=False).embeds)
+        kept = self._encode(len(self.cuts) - 1)
+        return [*embeds, {name: value.detach() for name, value in kept.embeds.items()}], kept
+
+    def _backward_all(self, kept: Encoded, plan: Plan) -> Tensor:
+        """Backpropagate every part; the kept part first, to free its memory."""
+        sums = self._backward(kept, plan, len(self.cuts) - 1, is_last=len(self.cuts) == 1)
+        for place, state in enumerate(self.states):
+            with state.replayed():
+                encoded = self._encode(place, for_loss=False)
+            sums = sums + self._backward(encoded, plan, place, is_last=place == len(self.states) - 1)
+        return sums
+
+    def _encode(self, place: int, for_loss: bool = True, for_backward: bool = True) -> Any:
+        # One autocast per part: weights that it casts under no_grad would be reused where a gradient is needed.
+        with self.accelerator.autocast():
+            return self.unwrapped.encode(self.parts[place], for_loss, for_backward)
+
+    def _backward(self, encoded: Encoded, plan: Plan, place: int, is_last: bool) -> Tensor:
+        with self.accelerator.autocast():
+            loss, sums = self.unwrapped.part(
+                encoded, self.parts[place], plan, self.gradients[place], self.cuts[place].start, 1 / len(self.cuts)
+            )
+        sending = self.average.sent_while_computed() if is_last else nullcontext()
+        # Sharded gradients are averaged by the very last backward pass.
+        with sending, nullcontext() if self.sharded and is_last else self.accelerator.no_sync(self.objective):
+            self.accelerator.backward(loss)
+        return sums
+
+    def _on_all_ranks(self, work: Callable[[], Result], sends: bool = False) -> Result:
+        """Run `work`, which `sends` gradients, on every rank; one out of memory raises on all."""
+        result = None
+        try:
+            result = work()
+        except RuntimeError as error:
+            if self.sharded or not is_out_of_memory(error):
+                raise
+        if sends:
+            self.average.send_rest(complete=result is not None)
+        if distributed.any_host(result is None, self.accelerator.device):
+            raise OutOfMemoryError(here=result is None)
+        assert result is not None
+        return result
+
+
+def _take(batch: Batch, rows: range) -> Batch:
+    """Return some rows of a training batch, one caption an image, padded to their longest."""
+    part: Batch = {
+        name: value[rows.start : rows.stop] for name, value in batch.items() if isinstance(value, (Tensor, list))
+    }
+    longest = max(part["lengths"], default=1)
+    return part | {name: part[name][:, :longest] for name in ("input_ids", "attention_mask")}
+
+
+@contextmanager
+def _frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """Keep batch norms in training mode from updating their running statistics."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = not norm.training  # in evaluation mode it selects the statistics that are used
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
+
+
+class _RandomState:
+    """The random state at its creation, to repeat the same dropout."""
+
+    def __init__(self, device: torch.device):
+        self.cpu = torch.get_rng_state()
+        self.device = device if device.type == "cuda" else None
+        self.cuda = torch.cuda.get_rng_state(device) if self.device is not None else None
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draw the random numbers that followed the creation; restore the present state afterwards."""
+        with torch.random.fork_rng(devices=[self.device] if self.device is not None else []):
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None and self.device is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
+            yield

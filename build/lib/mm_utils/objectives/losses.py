@@ -1,0 +1,317 @@
+"""Exact losses of the global batch, in tiles.
+
+Every rank holds its n rows against all N columns, one tile of rows and columns at a time, and computes the gradient of its
+rows in the forward pass: memory is that of a tile, no N x N matrix exists at any moment, and the backward pass only
+multiplies. A first sweep over the tiles keeps a running log-sum-exp of every row, a second one adds up the gradient; where all is
+one tile, InfoNCE keeps it.
+Returned losses are the mean over the global batch, the same on all ranks; gradients are multiplied by the number of
+ranks because DDP and FSDP average them. After that average every parameter's gradient, the temperature's included,
+is the one a single process with the whole batch would compute.
+
+Shape letters: n this rank's rows, N the global batch, T rows and C columns of a tile, E embedding width.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from mm_utils import distributed
+from mm_utils.roll_call import RollCall
+
+Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
+
+TILE_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
+"""Logits in a tile: 64 MiB of fp32 on a CPU (time is flat from 128 to 4096 rows); 256 MiB on a GPU, which waits for launches."""
+LARGE = {"cpu": (2**13, 2**10), "cuda": (2**17, 2**13)}
+"""Columns above which tiles are squares, and their side: on a CPU these fit its cache; on a GPU strips would have under 512 rows."""
+
+
+class Tile(NamedTuple):
+    """How many rows and columns of logits are computed at a time."""
+
+    rows: int
+    columns: int
+
+
+@dataclass
+class GlobalBatch:
+    """The part of one step's batch that all ranks know, without gradient.
+
+    Attributes:
+        image_NE, text_NE: the unit embeddings of the global batch.
+        ids_N2: the image id and caption id of every pair; pairs that share either are not negatives of each other.
+        sizes: the number of rows of each rank.
+        offset: the place of this rank's first row.
+        shared_ids: True if some pairs share an id; if not, no time is spent on masking them.
+        longest: tokens of the longest text of all ranks; 0 if not known.
+    """
+
+    image_NE: Tensor
+    text_NE: Tensor
+    ids_N2: Tensor
+    sizes: list[int]
+    offset: int
+    shared_ids: bool
+    longest: int = 0
+
+
+def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: RollCall | None = None) -> GlobalBatch:
+    """Gather all ranks' embeddings, in at least fp32, and ids, perhaps of a roll call."""
+    sizes, longest, ids_N2, is_shared = (roll or RollCall(ids_n2)).answer()
+    wide = torch.promote_types(image_nE.dtype, torch.float32)
+    both = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)
+    image_NE, text_NE = both.unbind(1)
+    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), is_shared, longest)
+
+
+def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:
+    """Return the `[n, N]` mask of pairs that share the image or the caption."""
+    return (ids_n2[:, None] == ids_N2).any(-1)
+
+
+def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatch, tile: Tile | None = None) -> Tensor:
+    """Return InfoNCE in both directions (CLIP, arXiv 2103.00020), a scalar.
+
+    loss = 1/2N sum_i [-log softmax_j(scale a_i b_j)_i - log softmax_j(scale b_i a_j)_i], where j runs over i itself and
+    its negatives.
+
+    Args:
+        image_nE, text_nE: this rank's unit embeddings, with gradient.
+        scale: the inverse temperature, a scalar (already exponentiated).
+        batch: the result of `gather_batch` for the same embeddings.
+        tile: the size of a tile; the result does not depend on it.
+    """
+    return _AtEmbeddings.apply(_info_nce, batch, tile, image_nE, text_nE, scale)
+
+
+def sigmoid_loss(
+    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: Tile | None = None
+) -> Tensor:
+    """Return the pairwise sigmoid loss (SigLIP, arXiv 2303.15343), a scalar.
+
+    loss = 1/N sum_i [softplus(-z_ii) + sum_j softplus(z_ij)], z_ij = scale a_i b_j + bias, where j runs over the
+    negatives of i. Arguments are those of `info_nce`, and `bias`, the scalar added to every logit.
+    """
+    return _AtEmbeddings.apply(_sigmoid, batch, tile, image_nE, text_nE, scale, bias)
+
+
+def distilled_info_nce(
+    image_nE: Tensor,
+    text_nE: Tensor,
+    scale: Tensor,
+    teacher_image_nE: Tensor,
+    teacher_text_nE: Tensor,
+    batch: GlobalBatch,
+    tile: Tile | None = None,
+    teacher_scale: float | None = None,
+) -> Tensor:
+    """Return InfoNCE towards a teacher's soft targets (ALBEF, arXiv 2107.07651), a scalar.
+
+    loss = -1/2N sum_i [sum_j q_ij log softmax_j(scale a_i b_j) + the same of b_i a_j], q_ij = softmax_j of the teacher's
+    scale a'_i b'_j, where j runs over i itself and its negatives. No gradient goes through the teacher, nor by `scale`
+    through its softmax. Arguments are those of `info_nce`, the teacher's unit embeddings of the same rows, and its own
+    inverse temperature, if it is not `scale`.
+    """
+    wide = torch.stack([teacher_image_nE, teacher_text_nE], 1).detach().to(batch.image_NE.dtype)
+    teacher_NE = distributed.gather(wide, batch.sizes)
+    given = scale.detach().to(wide.dtype) if teacher_scale is None else teacher_scale
+    mine = given * teacher_NE[batch.offset : batch.offset + len(image_nE)]
+    teachers = ((mine[:, 0], teacher_NE[:, 1]), (mine[:, 1], teacher_NE[:, 0]))
+    return _AtEmbeddings.apply(partial(_distilled, teachers), batch, tile, image_nE, text_nE, scale)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Turn autocast and TF32 off: at a scale of 100, they leave an error of 0.1 in a logit."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _AtEmbeddings(torch.autograd.Function):
+    """A loss whose forward pass computes its gradient at own embeddings and scalars."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable,
+        batch: GlobalBatch,
+        tile: Tile | None,
+        image_nE: Tensor,
+        text_nE: Tensor,
+        *scalars: Tensor,
+    ) -> Tensor:
+        total, mine = max(1, len(batch.image_NE)), slice(batch.offset, batch.offset + len(image_nE))
+        directions = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
+        with full_precision(image_nE.device):
+            wide = [scalar.to(batch.image_NE.dtype) for scalar in scalars]
+            loss, gradients = compute(
+                directions, *wide, batch, total, tile or tile_of(len(image_nE), total, image_nE.device)
+            )
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [value.dtype for value in (image_nE, text_nE, *scalars)]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        upstream = upstream * distributed.world_size()  # in fp32, before the cast: safe under an fp16 loss scaler
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, None, *((gradient * upstream).to(dtype) for gradient, dtype in pairs)
+
+
+def _info_nce(
+    directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: Tile
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
+    nll_n2 = torch.empty_like(lse_n2)
+    is_one = tile.rows >= len(directions[0][0]) and tile.columns >= total
+    kept: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []  # the logits, where a direction is one tile
+    for direction, (rows_nE, columns_NE) in enumerate(directions):
+        scaled_nE = scale * rows_nE
+        for part in slices(len(rows_nE), tile.rows):
+            positive_T, others_T = lse_n2.new_full((2, part.stop - part.start), -torch.inf)
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, (row, column) = _logits(scaled_nE, columns_NE, batch, part, columns)
+                positive_T[row] = logits_TC[row, column]
+                logits_TC[row, column] = -torch.inf
+                others_T = torch.logaddexp(others_T, logits_TC.logsumexp(1))
+                if is_one:
+                    kept.append((logits_TC, (row, column)))
+            # softplus(lse over the negatives - positive) loses no digits near convergence; lse - positive does. Its
+            # usual threshold of 20 would lose 2e-9, which gradient checks in fp64 see.
+            nll_n2[part, direction] = softplus(others_T - positive_T, threshold=40)
+            lse_n2[part, direction] = positive_T + nll_n2[part, direction]
+    shared_N3 = distributed.gather(torch.cat([lse_n2, nll_n2.sum(1, keepdim=True)], 1), batch.sizes)
+    diagonal_grad_n = torch.expm1(-nll_n2).sum(1)  # softmax - 1, of both directions
+    grads = []
+    for direction, (rows_nE, columns_NE) in enumerate(directions):
+        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        for part in slices(len(rows_nE), tile.rows):
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, (row, column) = (
+                    kept.pop(0) if is_one else _logits(scaled_nE, columns_NE, batch, part, columns)
+                )
+                weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_()
+                weight_TC += logits_TC.sub_(shared_N3[columns, 1 - direction]).exp_()
+                weight_TC[row, column] = diagonal_grad_n[part][row]
+                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
+        grads.append(grad_nE.div_(2 * total))
+    scale_grad = (grads[0] * directions[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
+    loss = shared_N3[:, 2].sum() / (2 * total)
+    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
+
+
+def _distilled(
+    teachers: Directions, directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: Tile
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
+    teacher_lse_n2, loss_n2 = torch.empty_like(lse_n2), torch.empty_like(lse_n2)
+    lowest = torch.finfo(
+        lse_n2.dtype
+    ).min  # -inf less -inf, of a tile with other positives alone, would not be a number
+    for direction, (rows_nE, columns_NE) in enumerate(directions):
+        scaled_nE = scale * rows_nE
+        for part in slices(len(rows_nE), tile.rows):
+            lse_T, teacher_lse_T = lse_n2.new_full((2, part.stop - part.start), lowest)
+            expected_T = torch.zeros_like(lse_T)
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, _ = _logits(scaled_nE, columns_NE, batch, part, columns)
+                teacher_TC, _ = _logits(*teachers[direction], batch, part, columns)
+                lse_T = torch.logaddexp(lse_T, logits_TC.logsumexp(1))
+                before_T, teacher_lse_T = teacher_lse_T, torch.logaddexp(teacher_lse_T, teacher_TC.logsumexp(1))
+                target_TC = (teacher_TC - teacher_lse_T[:, None]).exp_()
+                found_T = target_TC.mul_(logits_TC.masked_fill_(logits_TC == -torch.inf, 0.0)).sum(1)
+                expected_T = expected_T * (before_T - teacher_lse_T).exp() + found_T
+            lse_n2[part, direction], teacher_lse_n2[part, direction] = lse_T, teacher_lse_T
+            loss_n2[part, direction] = lse_T - expected_T
+    shared_N5 = distributed.gather(torch.cat([lse_n2, teacher_lse_n2, loss_n2.sum(1, keepdim=True)], 1), batch.sizes)
+    grads = []
+    for direction, (rows_nE, columns_NE) in enumerate(directions):
+        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        for part in slices(len(rows_nE), tile.rows):
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, _ = _logits(scaled_nE, columns_NE, batch, part, columns)
+                teacher_TC, _ = _logits(*teachers[direction], batch, part, columns)
+                weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_() - (
+                    teacher_TC - teacher_lse_n2[part, direction, None]
+                ).exp_()
+                weight_TC += logits_TC.sub_(shared_N5[columns, 1 - direction]).exp_()
+                weight_TC -= teacher_TC.sub_(shared_N5[columns, 3 - direction]).exp_()
+                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
+        grads.append(grad_nE.div_(2 * total))
+    scale_grad = (grads[0] * directions[0][0]).sum()
+    loss = shared_N5[:, 4].sum() / (2 * total)
+    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
+
+
+def _sigmoid(
+    directions: Directions, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: Tile
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
+    grads = []
+    for direction, (rows_nE, columns_NE) in enumerate(directions):
+        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        for part in slices(len(rows_nE), tile.rows):
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, diagonal = _logits(scaled_nE, columns_NE, batch, part, columns)
+                logits_TC += bias
+                negated = -logits_TC[diagonal]
+                weight_TC = logits_TC.sigmoid()
+                weight_TC[diagonal] = -negated.sigmoid()
+                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
+                if direction == 0:
+                    logits_TC[diagonal] = negated
+                    loss = loss + softplus(logits_TC, threshold=40).sum()
+                    bias_grad = bias_grad + weight_TC.sum()
+        grads.append(grad_nE.div_(total))
+    scale_grad = (grads[0] * directions[0][0]).sum()
+    loss = distributed.sum_over_ranks(loss) / total
+    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad, bias_grad / total)
+
+
+def tile_of(rows: int, columns: int, device: torch.device) -> Tile:
+    """Return the size of tiles: all columns, or a square of very many."""
+    kind = device.type if device.type in LARGE else "cuda"
+    most, side = LARGE[kind]
+    if columns <= most:
+        return Tile(TILE_ELEMENTS[kind] // max(1, columns) or 1, columns)
+    height = max(1, min(rows, side))
+    return Tile(height, side**2 // height)
+
+
+def slices(count: int, most: int) -> list[slice]:
+    """Cut a range of `count` into slices of `most`."""
+    return [slice(low, min(low + most, count)) for low in range(0, count, most)]
+
+
+def _logits(
+    rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, part: slice, columns: slice
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return a tile of logits `[T, C]`, other positives at -inf, and the own pairs' index."""
+    logits_TC = rows_nE[part] @ columns_NE[columns].T
+    first, last = batch.offset + part.start, batch.offset + part.stop  # of the rows in the global batch
+    low = max(first, columns.start)
+    own = torch.arange(low, max(low, min(last, columns.stop)), device=logits_TC.device)
+    diagonal = (own - first, own - columns.start)
+    if batch.shared_ids:
+        same = same_pair(batch.ids_N2[first:last], batch.ids_N2[columns])
+        same[diagonal] = False
+        logits_TC.masked_fill_(same, -torch.inf)
+    return logits_TC, diagonal
+
+
+def _add_product(sum_TE: Tensor, weight_TC: Tensor, columns_NE: Tensor, columns: slice) -> None:
+    """Add the weighted columns of a tile; the first tile overwrites."""
+    sum_TE.addmm_(weight_TC, columns_NE[columns], beta=min(columns.start, 1))

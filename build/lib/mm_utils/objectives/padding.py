@@ -1,0 +1,121 @@
+"""Encode captions in groups of about one length, so that little padding is computed.
+
+Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
+length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
+in language and style; it cost a third of the recall (docs/log.md). A text tower, though, reads every caption by itself. So
+the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group; or, with `--pack_captions`, as
+`ENCODERS` has it (`mm_utils.extras.packing`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+
+PASS_TOKENS = {"cpu": 32, "cuda": 8192}
+"""Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device (H100)."""
+
+ENCODERS: WeakKeyDictionary[nn.Module, Callable[..., tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+"""What encodes texts in place of groups, by text tower; it takes the arguments of `encode_in_groups`."""
+
+_has_padding: ContextVar[bool | None] = ContextVar("has_padding", default=None)
+
+
+def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
+    """Cut rows into groups, padded to their longest, at least cost in tokens and passes.
+
+    Rows come longest caption first; unsorted rows stay in one group. There is at least one group, possibly empty.
+    """
+    if not lengths or any(longer < shorter for longer, shorter in pairwise(lengths)):
+        return [range(len(lengths))]
+    values, first = np.unique(-np.asarray(lengths), return_index=True)
+    starts = np.append(first, len(lengths))
+    # cheapest[k]: of all rows from the k-th distinct length on; end[k]: where their first group ends
+    cheapest, end = np.zeros(len(starts)), np.zeros(len(values), dtype=int)
+    for k in range(len(values) - 1, -1, -1):
+        costs = -values[k] * (starts[k + 1 :] - starts[k]) + cheapest[k + 1 :]
+        end[k] = k + 1 + costs.argmin()
+        cheapest[k] = costs.min() + PASS_TOKENS.get(device_type, PASS_TOKENS["cuda"])
+    groups, k = [], 0
+    while k < len(values):
+        groups.append(range(int(starts[k]), int(starts[end[k]])))
+        k = end[k]
+    return groups
+
+
+def padded_tokens(lengths: Sequence[int], groups: Sequence[range]) -> int:
+    """Count the tokens that are computed for groups of captions of these lengths."""
+    return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
+
+
+def computed_tokens(model: FusionDualEncoderModel, lengths: Sequence[int], device_type: str) -> int:
+    """Count the tokens that `encode_in_groups` computes."""
+    return (
+        sum(lengths) if model.text_model in ENCODERS else padded_tokens(lengths, length_groups(lengths, device_type))
+    )
+
+
+def encode_in_groups(
+    model: FusionDualEncoderModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int] | None,
+    with_states: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return what `model.encode_text` does of n texts, in groups if lengths are given.
+
+    Args:
+        input_ids, attention_mask: the texts, `[n, L]`.
+        lengths: the number of tokens of each text.
+    """
+    if not lengths:
+        return model.encode_text(input_ids, attention_mask, with_states)
+    if model.text_model in ENCODERS:
+        return ENCODERS[model.text_model](model, input_ids, attention_mask, lengths, with_states)
+    embeds, states = [], []
+    for group in length_groups(lengths, input_ids.device.type):
+        rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
+        # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
+        tokens, mask = (given[rows, :longest].contiguous() for given in (input_ids, attention_mask))
+        with knows_padding(min(lengths[group.start : group.stop]) < longest):
+            found = model.encode_text(tokens, mask, with_states)
+        embeds.append(found[0])
+        missing = input_ids.shape[1] - longest if found[1].shape[1] else 0
+        states.append(F.pad(found[1], (0, 0, 0, missing)))
+    return torch.cat(embeds), torch.cat(states)
+
+
+@contextmanager
+def knows_padding(has_padding: bool) -> Iterator[None]:
+    """Let the towers within know whether any text is padded, which transformers asks the device."""
+    token = _has_padding.set(bool(has_padding))
+    try:
+        yield
+    finally:
+        _has_padding.reset(token)
+
+
+def masked(make: Callable[..., Any], *given: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+    """Return the mask, or None, that transformers' `make` would."""
+    padded = _has_padding.get() if attention_mask is not None and not torch.compiler.is_compiling() else None
+    if padded is not None:
+        # Causal and bidirectional masks are left out where no token is padding, and never where one is.
+        named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if padded else {}
+        attention_mask = attention_mask if padded else None
+    return make(*given, attention_mask=attention_mask, **named)
+
+
+for _name, _make in (("sdpa", sdpa_mask), ("eager", eager_mask)):
+    AttentionMaskInterface.register(_name, partial(masked, _make))

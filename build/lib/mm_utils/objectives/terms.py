@@ -1,0 +1,244 @@
+"""The parts of a loss: terms, and the data that a term is given.
+
+There are two kinds of terms. An `EmbeddingTerm` is a loss of the embeddings of the global batch; `mm_utils.objectives.joint`
+takes its gradient at the embeddings and pushes it through the towers. A `RowTerm` is a mean over rows of some sort (pairs
+that the fusion head scores, masked tokens); every row is computed on the rank that holds its image. Either yields the same
+result for any division of the batch among processes and micro-batches.
+
+Shape letters: n this rank's pairs (or those of a part of the batch), N the global batch, L tokens, E embedding width.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mm_utils import distributed
+from mm_utils.copies import HostCopy
+from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.objectives.losses import GlobalBatch
+
+Batch = dict[str, Any]
+Report = dict[str, Tensor]
+
+
+@dataclass
+class Encoded:
+    """The embeddings of a batch or a part, by name; empty where none are needed at once."""
+
+    embeds: dict[str, Tensor]
+
+
+@dataclass
+class EncodedBatch(Encoded):
+    """A batch, or a part of it, of n pairs after both towers.
+
+    A rank without a readable pair has n = 0 embeddings, and the states of one blank pair.
+
+    Attributes:
+        embeds: unit embeddings `[n, E]`: `image`, `text`, and those that terms add (`Term.embed`).
+        scale: the inverse temperature, a scalar.
+        bias: the scalar added to the logits, for a model that has one.
+        text_states: the text tower's states that the fusion head reads, `[n, L, C]`.
+        keys_values: the image side of the fusion head; empty if no term needs it.
+        taps: the vision tower's pooled levels that the head reads; empty if no term needs them.
+    """
+
+    scale: Tensor
+    bias: Tensor | None
+    text_states: Tensor
+    keys_values: KeysValues
+    taps: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.embeds["image"])
+
+
+@dataclass
+class LossInputs:
+    """Detached inputs of an `EmbeddingTerm`, in at least fp32; its gradient is taken at them.
+
+    The fields are those of `EncodedBatch`, for all of this rank's rows.
+    """
+
+    embeds: dict[str, Tensor]
+    scale: Tensor
+    bias: Tensor | None
+
+
+@dataclass
+class RowPlan:
+    """The decisions of a `RowTerm` for one step."""
+
+    total: Tensor  # number of rows on all ranks, at least 1
+
+
+@dataclass
+class Plan:
+    """The decisions for one step, made without gradient from the embeddings of the whole batch.
+
+    Attributes:
+        gradients: gradient of the weighted embedding losses at this rank's embeddings, by name; None if they do not depend
+            on an embedding.
+        scalar_gradients: the same at the inverse temperature and at the bias.
+        shared: the part of the batch that all ranks know.
+        metrics: global values to log.
+        rows: the plan of each row term, by name.
+    """
+
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    scalar_gradients: list[Tensor | None] = field(default_factory=list)
+    shared: GlobalBatch | None = None
+    metrics: Report = field(default_factory=dict)
+    rows: dict[str, RowPlan] = field(default_factory=dict)
+
+
+class Evaluator:
+    """Measures a model on batches of evaluation; all ranks get the same metrics.
+
+    Attributes:
+        readers: what it reads of rows besides media and captions.
+    """
+
+    readers: Sequence[ColumnReader] = ()
+
+    def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Return the metrics by name."""
+        raise NotImplementedError
+
+    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Any, folder: Path) -> None:
+        """Draw pictures of the last evaluation, which was on `rows` by these `Loaders`; called on all ranks."""
+
+
+class Term:
+    """One term of the loss. It holds no parameters: those belong to the model, which is saved.
+
+    Attributes:
+        name: the name in `--objectives` and in the log.
+        heads: the optional parts of the model that this term trains.
+        pairs_per_image: how many pairs the fusion head scores for each image.
+        reads_taps: True if `embed` reads `EncodedBatch.taps`.
+        readers: what the term reads of rows besides media and captions, and how that becomes part of a batch.
+        refuses: flags that the term cannot be trained with, and why: the end of a sentence that begins with the flag.
+        needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
+            `teacher_image` and `teacher_text`.
+        seed: the run's random seed.
+    """
+
+    name: ClassVar[str] = ""
+    heads: ClassVar[tuple[str, ...]] = ()
+    pairs_per_image: ClassVar[int] = 0
+    reads_taps: ClassVar[bool] = False
+    readers: ClassVar[Sequence[ColumnReader]] = ()
+    refuses: ClassVar[Mapping[str, str]] = {}
+    needs_teacher: ClassVar[bool] = False
+
+    def __init__(self, seed: int = 0):
+        self.seed = seed
+
+    @classmethod
+    def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "Term":
+        """Return the term of a run: its `ObjectiveArguments`, its seed, and the tokenizer of its texts."""
+        return cls(seed)
+
+    def evaluator(self, medium: str) -> Evaluator | None:
+        """Return what measures on images, clips or sounds what the term teaches; terms share one of a class."""
+        return None
+
+    def prepare(self, model: FusionDualEncoderModel) -> None:
+        """Add to the model the parts that the term needs, once, before training.
+
+        Raises:
+            ValueError: if the model cannot have them, with what to do.
+        """
+
+    def read_captions(self, model: FusionDualEncoderModel, rows: Sequence[datasets.Dataset]) -> None:
+        """Fit the parts that `prepare` added to the tokenised training rows of all media; not called for a stream."""
+
+    def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> Mapping[str, Tensor]:
+        """Return further unit embeddings that the loss needs, one per pair, by name.
+
+        It is called with and without gradient, on any part of a batch, and on the blank pair of a rank without any, whose
+        rows are dropped.
+        """
+        return {}
+
+
+class EmbeddingTerm(Term):
+    """A loss of the embeddings of the global batch.
+
+    Write `of_batch` as if there were one process with the whole batch, as below, or `loss` where every rank can do with
+    less than all rows.
+    """
+
+    def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
+        """Return the loss, a scalar, of all embeddings of all processes; every process computes it."""
+        raise NotImplementedError
+
+    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Return the global loss, the same value on all ranks.
+
+        Its gradient by this rank's rows, and its share of the scalars', are multiplied by the number of ranks, because
+        gradients are averaged over them.
+        """
+        if not len(batch.image_NE):  # no readable pair on any rank
+            return 0 * own.scale
+        world = distributed.world_size()
+        rows = slice(batch.offset, batch.offset + len(own.embeds["image"]))
+
+        def with_own(everyone: Tensor, mine: Tensor) -> Tensor:
+            return torch.cat([everyone[: rows.start], mine, everyone[rows.stop :]])
+
+        image_NE = with_own(batch.image_NE, own.embeds["image"])
+        text_NE = with_own(batch.text_NE, own.embeds["text"])
+        scale = own.scale.detach() + (own.scale - own.scale.detach()) / world  # every rank has all of its gradient
+        value = self.of_batch(image_NE, text_NE, scale, batch)
+        return value.detach() + world * (value - value.detach())
+
+    def metrics(self, value: Tensor, own: LossInputs) -> Report:
+        """Return the values to log."""
+        return {f"{self.name}_loss": value}
+
+
+class RowTerm(Term):
+    """A mean of losses over rows, each computed on the rank and part that hold its image."""
+
+    def ask(self, batch: Batch) -> Mapping[str, HostCopy]:
+        """Return what `plan` reads of a batch on the host, by name, asked for before the towers run."""
+        return {}
+
+    def plan(
+        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
+    ) -> RowPlan:
+        """Decide once a step what `part` needs, from this rank's batch and inverse temperature."""
+        raise NotImplementedError
+
+    def part(
+        self,
+        model: FusionDualEncoderModel,
+        encoded: EncodedBatch,
+        batch: Batch,
+        plan: Any,
+        shared: GlobalBatch,
+        start_row: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of a part's losses, with gradient, and how many rows are right.
+
+        Args:
+            encoded, batch: the part.
+            plan: the result of `plan`.
+            shared: the part of the batch that all ranks know.
+            start_row: the place of the part's first row among this rank's rows.
+        """
+        raise NotImplementedError
+
+    def metrics(self, loss: Tensor, accuracy: Tensor) -> Report:
+        """Return the values to log, from the means over all ranks."""
+        return {f"{self.name}_loss": loss, f"{self.name}_accuracy": accuracy}

@@ -1,0 +1,1 @@
+"""Failure detection, hang detection, signals, rendezvous, skipped samples."""

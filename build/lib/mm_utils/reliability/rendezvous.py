@@ -1,0 +1,80 @@
+"""Draw a fresh key prefix per start, so that no process reads a dead one's address.
+
+`accelerate launch` and torchrun keep one key-value store for all restarts, and process groups write their addresses to the same
+keys every time (torch 2.15 and before), so a restarted process may read the address of a dead one, and fail or hang. Here process
+0 draws a prefix and hands it to the processes that are present, until all have it. TORCHELASTIC_RESTART_COUNT is not such a prefix:
+with `--rdzv_backend c10d` it counts only the failures of its own machine, so two machines never meet again (docs/log.md).
+"""
+
+import functools
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+RENDEZVOUS_TIMEOUT = 600.0  # seconds from the start of the first process to that of the last
+POLL_SECONDS = 0.1
+_SCHEME = "fresh"
+
+
+@functools.cache
+def init_method() -> str:
+    """Return the `init_method` for `init_process_group`, in place of `env://`."""
+    dist.register_rendezvous_handler(_SCHEME, _connect)
+    return f"{_SCHEME}://"
+
+
+def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
+    """Return a new key prefix, the same on all ranks; any of them may be restarted meanwhile.
+
+    Raises:
+        TimeoutError: if not all ranks call this within `timeout` seconds.
+    """
+    store = dist.PrefixStore("rendezvous", store)
+    return _host(store, world_size, timeout) if rank == 0 else _join(store, rank, timeout)
+
+
+def _host(store: dist.Store, world_size: int, timeout: float) -> str:
+    """Hand a new prefix to the newest process of every rank, until all ranks have joined."""
+    prefix, missing, deadline = uuid.uuid4().hex, list(range(1, world_size)), time.monotonic() + timeout
+    while True:
+        for rank in missing:
+            if store.check([f"newest/{rank}"]):  # it may be a dead process of an earlier start, and never join
+                store.set(f"invitation/{store.get(f'newest/{rank}').decode()}", prefix)
+        missing = [rank for rank in missing if not store.check([f"joined/{prefix}/{rank}"])]
+        if not missing:
+            store.set(f"complete/{prefix}", "")
+            return prefix
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{len(missing)} of {world_size} processes did not join within {timeout:.0f} s, among them process "
+                f"{missing[0]}. Look at the logs of their machines, and check that they can reach this one."
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _join(store: dist.Store, rank: int, timeout: float) -> str:
+    """Announce this process and accept each new invitation of process 0, until all have joined."""
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    store.set(f"newest/{rank}", own)
+    while True:
+        if store.check([f"invitation/{own}"]):
+            prefix = store.get(f"invitation/{own}").decode()
+            store.set(f"joined/{prefix}/{rank}", "")
+            if store.check([f"complete/{prefix}"]):
+                return prefix
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"process {rank} waited {timeout:.0f} s for process 0, or for others that it waits for. Look at the log of "
+                "process 0."
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _connect(url: str, timeout: timedelta, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    for store, rank, world_size in dist.rendezvous(url.replace(_SCHEME, "env", 1), timeout=timeout, **kwargs):
+        prefix = rendezvous(store, rank, world_size, timeout.total_seconds())
+        yield dist.PrefixStore(prefix, store), rank, world_size

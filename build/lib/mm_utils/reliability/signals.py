@@ -1,0 +1,89 @@
+"""Stop a run on a signal: finish the step, save, exit with 128 + the signal's number.
+
+SIGTERM comes from `kubectl delete`, `scancel` and launchers, SIGINT from the keyboard, SIGUSR1 from Slurm (`--signal=USR1@120`)
+some time before its limit. The handler only records the signal, as it may interrupt the program anywhere; the training loop
+compares the records of all ranks after every step, so all stop after the same step. A scheduler that sends no signals, such as
+Ray, stops a run by `interrupt`.
+"""
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+_REPEAT_SECONDS = 2.0  # the same signal within them is the first one again, forwarded by a launcher
+_WORKER_SECONDS = 60  # that a data worker survives a signal, to deliver the batch of the last step
+_entered: "Interruption | None" = None
+_MESSAGE = b"\nA signal asks the run to stop: it ends this step, saves and exits. Send it again to leave at once.\n"
+
+
+def interrupt(number: int) -> None:
+    """Let the run that trains in this process stop as if a signal had come, from any thread."""
+    if _entered is not None:
+        _entered.number = _entered.number or number
+
+
+class Interrupted(SystemExit):
+    """The end of a run that a signal stopped, after it has saved.
+
+    Args:
+        number: the signal's number; the exit status is 128 + it, as in shells.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}"
+
+
+class Interruption:
+    """Record signals within its context; a repeated signal has its default effect.
+
+    Data workers that are forked inside get the signals of keyboards and launchers, too, and survive them for a while; those that
+    SIGTERM ends, by torch's handler, are replaced by their loader. Outside the main thread, where handlers cannot be set, only
+    `interrupt` is recorded.
+
+    Attributes:
+        number: the first signal's number, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._since = 0.0
+        self._process = os.getpid()
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        global _entered
+        _entered = self
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._record) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _entered
+        _entered = None
+        for number, handler in self._former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a handler of C code
+        self._former = {}
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._since = number, now
+            if os.getpid() == self._process:
+                with suppress(OSError):  # the keyboard's signal may have ended the reader, such as `tee`, before
+                    os.write(2, _MESSAGE)
+            else:
+                signal.alarm(_WORKER_SECONDS)
+        elif (
+            number == self.number and now - self._since > _REPEAT_SECONDS
+        ):  # another number comes from launchers that end
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -1,0 +1,1 @@
+"""Plots, pictures of media, and the model card."""

@@ -1,0 +1,296 @@
+"""Draw training curves, retrieval examples and confusions; set the style of all figures."""
+
+import functools
+import json
+import logging
+import math
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+from PIL import Image, ImageOps
+
+from mm_utils.files import optional_file
+
+logger = logging.getLogger(__name__)
+
+Points = tuple[list[int], list[float]]
+
+INK, MUTED, LIGHT = "#1f2937", "#6b7280", "#e5e7eb"
+BLUE, ORANGE, GREEN, PURPLE, PINK, CYAN = COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
+
+_MAX_CLASSES = 50  # a larger confusion matrix cannot be read
+
+# Title of each panel of the training curves, and the names of its values.
+_PANELS = {
+    "Loss": r"(.*_)?loss",
+    "Recall": r"eval_(.+_)?recall@\d+",
+    "Mean recall": "eval_(train_)?mean_recall",
+    "Accuracy": "train_accuracy|eval_accuracy|eval_macro_f1",
+    "Learning rate": "learning_rate",
+    "Temperature": "temperature",
+    "Logit scale": "logit_scale",
+    "Pairs per second": "pairs_per_second",
+    "Waiting for data": "data_wait",
+    "Gradient norm": "grad_norm",
+}
+
+_LABELS = {"loss": "total", "eval_mean_recall": "unseen images", "eval_train_mean_recall": "training images"}
+
+# Fonts with Chinese, Japanese and Korean letters, which matplotlib's own font lacks; used where they are installed.
+_WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return a figure in the common style, without `pyplot` and its global state."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr,call-arg]
+    return figure
+
+
+def save_figure(figure: Figure, out_path: Path, **kwargs: Any) -> None:
+    """Write a picture with `Figure.savefig`, if the disk takes it; letters that no font has show as boxes."""
+    with warnings.catch_warnings(), optional_file(out_path):
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure.savefig(out_path, **kwargs)
+
+
+def style_axes(ax: Axes) -> None:
+    """Set a light horizontal grid, no frame and few ticks in short notation."""
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color(LIGHT)
+    ax.grid(axis="y", color=LIGHT, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.tick_params(labelsize=8, labelcolor=MUTED, length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=True))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _tick(value: float, position: int | None) -> str:
+    return np.format_float_scientific(value, 3, trim="-", exp_digits=1) if 0 < value < 1e-3 else f"{value:,.5g}"
+
+
+def set_title(ax: Axes, text: str) -> None:
+    """Write a panel's title above its left edge."""
+    ax.set_title(text, loc="left", fontsize=10, fontweight="bold", color=INK)
+
+
+def small_legend(ax: Axes, **kwargs: Any) -> None:
+    """Add a legend without a frame; `kwargs` are those of `Axes.legend`."""
+    ax.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, **kwargs)
+
+
+def wrap(text: str, width: int, lines: int) -> str:
+    """Break a text into at most `lines` lines of about `width` printable letters."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …"))
+
+
+def draw_text(ax: Axes, x: float, y: float, text: str, **kwargs: Any) -> None:
+    """Draw foreign text: $ starts no formula, and more fonts are searched for its script."""
+    ax.text(x, y, text, parse_math=False, family=_font_families(), **{"color": INK, **kwargs})
+
+
+@functools.cache
+def _font_families() -> list[str]:
+    known = {font.name for font in fontManager.ttflist}
+    return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in known)]
+
+
+def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
+    """Draw the values of `metrics_path`, JSON lines, as panels; return the titles of the panels.
+
+    A panel without values is left out, and one of single points where there are others; without any panel nothing is written. Lines that are not JSON are skipped. A step
+    that occurs twice, as after a resume, has its later value.
+    """
+    series = _read_series(metrics_path)
+    panels = []
+    for title, pattern in _PANELS.items():
+        if shown := {name: points for name, points in series.items() if re.fullmatch(pattern, name)}:
+            panels.append((title, shown))
+    # A short run's single points say nothing; recalls of one evaluation are drawn side by side.
+    panels = [
+        each for each in panels if each[0] == "Recall" or max(len(steps) for steps, _ in each[1].values()) > 1
+    ] or panels
+    if not panels:
+        logger.warning("%s has no values to plot; %s is not written", metrics_path, out_path)
+        return []
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(4.5 * columns, 3.1 * rows)
+    for index, (title, shown) in enumerate(panels):
+        ax = figure.add_subplot(rows, columns, index + 1)
+        style_axes(ax)
+        (_draw_recall if title == "Recall" else _draw_lines)(ax, shown)
+        low, high = ax.get_ylim()
+        margin = 0.05 * max(abs(low), abs(high))  # a constant has round labels, and not the digits of its noise
+        ax.set_ylim(min(low, high - 2 * margin), max(high, low + 2 * margin))
+        set_title(ax, title)
+        if index >= len(panels) - columns:
+            ax.set_xlabel("step", fontsize=8, color=MUTED)
+    save_figure(figure, out_path)
+    return [title for title, _ in panels]
+
+
+def _read_series(path: Path) -> dict[str, Points]:
+    """Return the finite values of each name, in order of the steps."""
+    values: dict[str, dict[int, float]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off when the run was stopped
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            continue
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+                values.setdefault(name, {})[row["step"]] = float(value)
+    return {name: (sorted(points), [points[step] for step in sorted(points)]) for name, points in values.items()}
+
+
+def _plot(ax: Axes, points: Points, color: str, label: str = "", width: float = 1.6) -> None:
+    """Draw a line; from 100 values on their running mean, over the values drawn faintly."""
+    steps, values = points
+    half = len(values) // 50
+    if half >= 2:
+        ax.plot(steps, values, color=color, linewidth=0.7, alpha=0.25)
+        total = np.concatenate([[0.0], np.cumsum(values)])
+        at = np.arange(len(values))
+        low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+        values = ((total[high] - total[low]) / (high - low)).tolist()
+    ax.plot(steps, values, color=color, linewidth=width, label=label, marker="o" * (len(steps) < 30), markersize=3)
+
+
+def _legend_above(ax: Axes, columns: int = 3) -> None:
+    """Add a legend above the axes, right of the title, where it covers no curve."""
+    small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=columns, columnspacing=1.2)
+
+
+def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
+    """Draw a line for each name; shorter names come first and are broader."""
+    for rank, name in enumerate(sorted(series, key=lambda name: (len(name), name))):
+        label = _LABELS.get(name) or name.removesuffix("_loss").removeprefix("eval_").replace("_", " ")
+        _plot(ax, series[name], COLORS[rank % len(COLORS)], label, 1.3 if rank else 2.0)
+    if len(series) > 1:
+        _legend_above(ax)
+
+
+def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
+    """Draw one colour per direction and one line style per cut-off."""
+    found = {name: match for name in series if (match := re.fullmatch(r"eval_(?:(.+)_)?recall@(\d+)", name))}
+    directions = sorted({match[1] or "all" for match in found.values()}, key=lambda word: ("rerank" in word, word))
+    cutoffs = sorted({int(match[2]) for match in found.values()})
+    color_of = dict(zip(directions, COLORS * len(directions), strict=False))
+    points = all(len(series[name][0]) == 1 for name in found)  # one evaluation has no lines that could differ
+    styles = (("●", "o"), ("■", "s"), ("▲", "^")) if points else (("solid", "-"), ("dashed", "--"), ("dotted", ":"))
+    style_of = {cutoff: styles[min(rank, 2)] for rank, cutoff in enumerate(cutoffs)}
+    for name, match in found.items():
+        direction, (_, style) = match[1] or "all", style_of[int(match[2])]
+        (steps, values), color = series[name], color_of[direction]
+        if points:
+            ax.plot([directions.index(direction)], values, color=color, marker=style, markersize=6)
+        else:
+            ax.plot(steps, values, color=color, linestyle=style, linewidth=1.5, marker="o", markersize=2.5)
+    if points:
+        ax.set_xlim(-0.5, len(directions) - 0.5)
+        ax.set_xticks([])
+    for direction, color in color_of.items():
+        label = direction.replace("_to_", " → ").replace("rerank_", "re-ranked ").replace("_", " ")
+        ax.plot([], [], color=color, linewidth=2, label=label)
+    note = ", ".join(f"@{cutoff} {style}" for cutoff, (style, _) in style_of.items())
+    ax.set_ylabel(note, fontsize=7.5, color=MUTED)
+    _legend_above(ax, columns=2)
+
+
+@dataclass
+class RetrievalExample:
+    """A caption and images found, best first; `correct` marks its own, `note` where that is."""
+
+    caption: str
+    images: list[Image.Image]
+    scores: list[float]
+    correct: list[bool]
+    note: str = ""
+
+
+def draw_retrieval(queries: list[RetrievalExample], out_path: Path) -> None:
+    """Draw each query's caption and its five best images, the true one in a green frame."""
+    if not queries:
+        raise ValueError("queries is empty; there is nothing to draw. Pass at least one RetrievalExample.")
+    figure = new_figure(10.2, 1.7 * len(queries))
+    grid = figure.add_gridspec(len(queries), 6, width_ratios=[2.1, 1, 1, 1, 1, 1])
+    for row, query in enumerate(queries):
+        ax = figure.add_subplot(grid[row, 0])
+        ax.set_axis_off()
+        draw_text(ax, 0, 1.0, wrap(query.caption, 30, 4), va="top", fontsize=10)
+        draw_text(ax, 0, 0.0, query.note, va="bottom", fontsize=8, color=MUTED)
+        found = list(zip(query.images, query.scores, query.correct, strict=True))
+        for rank, (image, score, hit) in enumerate(found[:5]):
+            _draw_image(figure.add_subplot(grid[row, rank + 1]), image, score, hit)
+    save_figure(figure, out_path)
+
+
+def _draw_image(ax: Axes, image: Image.Image, score: float, hit: bool) -> None:
+    ax.imshow(np.asarray(ImageOps.pad(image.convert("RGB"), (256, 256), color="#f8fafc")))
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.spines[:].set(color="#16a34a" if hit else "#d1d5db", linewidth=3.5 if hit else 1.0)
+    label = f"{score:.3f}" + "  ✓" * hit
+    ax.set_xlabel(label, fontsize=8.5, color="#15803d" if hit else MUTED, fontweight="bold" if hit else "normal")
+
+
+def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], out_path: Path) -> None:
+    """Draw how many rows of each class were taken for which class, as a matrix in percent.
+
+    Args:
+        counts: number of rows for each (class, predicted class).
+        classes: names of the classes; of more than 50, those of the most frequent mistakes are shown.
+        out_path: the PNG to write.
+    """
+    shown = _most_confused(counts, len(classes))
+    place = {label: index for index, label in enumerate(shown)}
+    images = np.zeros(len(shown))
+    matrix = np.zeros((len(shown), len(shown)))
+    for (label, guess), count in counts.items():
+        if label in place:
+            images[place[label]] += count
+            if guess in place:
+                matrix[place[label], place[guess]] = count
+    matrix *= 100 / np.maximum(1, images)[:, None]
+    names = [wrap(name if len(name) <= 24 else f"{name[:23]}…", 24, 1) for name in (classes[label] for label in shown)]
+    side = max(4.0, 2.4 + 0.26 * len(names))
+    figure = new_figure(side, side)
+    ax = figure.add_subplot()
+    ax.imshow(matrix, cmap="Blues", vmin=0, vmax=100)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    look: dict[str, Any] = {"fontsize": 7.5, "color": INK, "family": _font_families(), "parse_math": False}
+    ax.set_xticks(range(len(names)), names, rotation=90, **look)
+    ax.set_yticks(range(len(names)), names, **look)
+    ax.set_xlabel("taken for", fontsize=8, color=MUTED)
+    ax.set_ylabel("class", fontsize=8, color=MUTED)
+    for label, guess in np.argwhere(matrix >= 0.5):
+        percent = matrix[label, guess]
+        color = "white" if percent > 60 else INK
+        ax.text(guess, label, f"{percent:.0f}", ha="center", va="center", fontsize=6.5, color=color)
+    part = "" if len(shown) == len(classes) else f"; the {len(shown)} most confused of {len(classes):,} classes"
+    set_title(ax, f"Rows of a class, in %{part}")
+    save_figure(figure, out_path)
+
+
+def _most_confused(counts: dict[tuple[int, int], int], num_classes: int) -> list[int]:
+    """Return up to 50 classes in order: those of the most frequent mistakes, then the first."""
+    mistakes = sorted((-count, pair) for pair, count in counts.items() if pair[0] != pair[1])
+    ranked = dict.fromkeys([*(label for _, pair in mistakes for label in pair), *range(num_classes)])
+    return sorted(list(ranked)[:_MAX_CLASSES])

@@ -1,0 +1,1 @@
+"""Start and finish a run: output folder, checks, callbacks, model card, next commands."""

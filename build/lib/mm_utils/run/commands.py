@@ -1,0 +1,93 @@
+"""Build the commands that a run prints and writes, quoted for a shell."""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mm_utils.arguments import launch_command, launcher, to_words
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.paths import shard_kind
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.evaluation.retrieval import EvaluationArguments
+from mm_utils.training.arguments import CONFIG_FILE
+
+SOURCES = ("dataset_name", "train_file", "dataset_dir")
+_DRY_RUN = re.compile(r"(?:^| )--dry[_-]run(?:[ =](?:true|yes|t|y|1))?(?= |$)", re.IGNORECASE)
+
+
+def own_command(script: str, argv: Sequence[str] | None) -> str:
+    """Return this run's command; `argv` was given to `main`, None for the process's own."""
+    return launch_command(script, sys.argv[1:] if argv is None else argv, launcher())
+
+
+def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
+    """Return the command of the run that this dry run has tried."""
+    command = own_command(script, argv)
+    without = _DRY_RUN.sub("", command)
+    return command + " --dry_run false" if without == command else without  # then a YAML file has the flag
+
+
+def again_command(script: str, folder: Path) -> str:
+    """Return the command that repeats the run of this output folder, in another folder."""
+    words = ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "again")]
+    return launch_command(script, words, launcher())
+
+
+def longer_command(script: str, folder: Path, settings: Mapping[str, Any]) -> str:
+    """Return the command that repeats a folder's run for twice as long, in another one."""
+    name = "max_steps" if settings["max_steps"] > 0 else "num_train_epochs"
+    words = ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "longer")]
+    return launch_command(script, [*words, f"--{name}", f"{2 * settings[name]:.10g}"], launcher())
+
+
+def commands_after_training(
+    folder: Path, settings: Mapping[str, Any], *, has_test: bool, has_fusion: bool, query: str
+) -> list[str]:
+    """Return what to try after pre-training: evaluation, a longer run, a task, a search."""
+    flags = ("test",) if has_test else ("validation", "--rerank_top_k", "32")
+    commands = [evaluation_command(folder, settings, *flags), longer_command("pretrain", folder, settings)]
+    if has_fusion and not any(settings.get(name) for name in SOURCES):
+        words = ["--model_name_or_path", str(folder), "--task", "scenes:colour"]
+        commands.append(launch_command("finetune", words))
+    return [*filter(None, commands), *search_commands(folder, settings, query)]
+
+
+def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
+    """Return what embeds and searches the images of the run's data; none for a stream."""
+    if settings.get("streaming"):
+        return []
+    index = _beside(folder, "index")
+    data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples", "preprocessing_num_workers"])
+    words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
+    found = ["--index_dir", index, "--query", query]
+    return [launch_command("embed", words), launch_command("search", found, launcher="python")]
+
+
+def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str, *flags: str) -> str | None:
+    """Return what measures retrieval on a split; None if only training can read the data.
+
+    Args:
+        folder: the run's output folder.
+        settings: the run's arguments, by name.
+        split: the name of the split.
+        flags: further arguments.
+    """
+    without = ["max_train_samples", "preprocessing_num_workers"]
+    if settings.get("streaming"):  # the validation rows of shards are held out of the stream
+        file = settings.get("validation_file")
+        if not file or shard_kind(file) is not None:
+            return None
+        without += ["train_file", "dataset_name", "dataset_config_name", "dataset_dir", "test_file"]
+    words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, without)]
+    if settings["max_seq_length"] != LoaderArguments.max_seq_length:
+        words += ["--max_seq_length", str(settings["max_seq_length"])]
+    words += to_words(EvaluationArguments, settings, ["rerank_top_k", "rerank_cache_gb"])
+    return launch_command("eval_retrieval", [*words, "--split", split, *flags])
+
+
+def _beside(folder: Path, word: str) -> str:
+    """Return the path of a folder beside this one, such as `outputs/mine-longer`."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    return f"{folder}-{word}"

@@ -1,0 +1,131 @@
+"""What attaches to a run: the callbacks of the extras, those of `--callbacks`, and those that `main` is given.
+
+A script asks for the flags of the extras before it parses (`arguments`), and for their callbacks after that (`open`). Then
+`start` calls `on_start`, when data, model, objective and optimizer exist, and `finish` calls `on_finish`, when the model is
+saved, and when its card is written `on_publish`. Starts go by the names of the extras, finishes the other way round.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from mm_utils.arguments import Parsed
+from mm_utils.data.training_data import TrainingData
+from mm_utils.doors import entries, load, load_own
+from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
+from mm_utils.objectives import Objective
+from mm_utils.run.start import Run
+from mm_utils.training.callbacks import RunCallback
+
+
+@dataclass
+class RunContext:
+    """A run between its start and its finish; callbacks may change what it has.
+
+    Attributes:
+        run: processes, output folder, training arguments.
+        given: all flags.
+        data, model, objective, optimizer: what is trained, on what, how.
+        evaluators: called in turn with (model, loader, accelerator); their metrics become those of an evaluation.
+        resume_from: the checkpoint that training goes on from.
+        has_baseline: whether the weights before the first step are a model already.
+        evaluates_start: whether they are evaluated, and kept if no later ones are better.
+        retrieval: in pre-training, the evaluator of each medium's validation split, which is among `evaluators`.
+        metrics: after training, those of the saved model.
+        published: lines of the summary: where callbacks have published the output folder.
+        passes: passes over training rows at the start: name, seconds, rows, and the most rows that a whole run takes.
+    """
+
+    run: Run
+    given: Parsed
+    data: TrainingData
+    model: Any
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    evaluators: list[Evaluate]
+    resume_from: Path | None = None
+    has_baseline: bool = False
+    evaluates_start: bool = False
+    retrieval: Mapping[str, RetrievalEvaluator] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    published: list[str] = field(default_factory=list)
+    passes: list[tuple[str, float, int, int]] = field(default_factory=list)
+
+    def evaluate(self, model: Any, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Return the metrics of all evaluators."""
+        return in_turn(*self.evaluators)(model, loader, accelerator)
+
+    def timed_pass(self, name: str, rows: int, most: int, work: Callable[[], Any]) -> Any:
+        """Do `work`, which goes over `rows` training rows, and note how long that took."""
+        begin = time.monotonic()
+        found = work()
+        self.passes.append((name, time.monotonic() - begin, rows, most))
+        return found
+
+
+class Doors:
+    """The callbacks of one run of a script.
+
+    Args:
+        script: the script's name.
+        callbacks: those that `main` was given.
+
+    Attributes:
+        arguments: the dataclasses of the extras' flags.
+        callbacks: all callbacks that are attached, after `open`.
+    """
+
+    def __init__(self, script: str, callbacks: Sequence[TrainerCallback] = ()):
+        kinds = [load(path) for path in entries("CALLBACKS").values()]
+        self._kinds = [kind for kind in kinds if script in kind.scripts]
+        self.script, self._of_main = script, callbacks
+        self.arguments = [kind.arguments for kind in self._kinds if kind.arguments is not None]
+        self.callbacks: list[TrainerCallback] = []
+
+    def open(self, given: Parsed) -> None:
+        """Attach the callbacks that the flags ask for, after they have checked theirs.
+
+        Raises:
+            ValueError: if flags contradict each other, or `--callbacks` names no callback.
+        """
+        names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
+        own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
+        wanted = [kind for kind in self._kinds if kind.flag is None or given[kind.flag]]
+        attached = [found for kind in wanted if (found := kind.attach(given)) is not None]
+        self.callbacks = [*attached, *own, *self._of_main]
+
+    def first(self, event: str, *given: Any) -> Any:
+        """Return what the first callback does in place of the script, by a method of `RunCallback`; None if none does."""
+        methods = [getattr(each, event, None) for each in self.callbacks]
+        return next((found for method in methods if method and (found := method(*given)) is not None), None)
+
+    def has_baseline(self, given: Parsed, data: TrainingData) -> bool:
+        """Return whether the weights before the first step are a model: a whole one, or one that a callback makes."""
+        ours = (each for each in self.callbacks if isinstance(each, RunCallback))
+        return given["model_name_or_path"] is not None or any(each.has_baseline(data) for each in ours)
+
+    def start(self, context: RunContext) -> None:
+        """Call `on_start` of the callbacks."""
+        context.evaluates_start = context.has_baseline
+        _call("on_start", self.callbacks, context)
+
+    def finish(self, context: RunContext) -> dict[str, float]:
+        """Call `on_finish` of the callbacks, the last first; return the metrics."""
+        _call("on_finish", self.callbacks[::-1], context)
+        return context.metrics
+
+    def publish(self, context: RunContext) -> None:
+        """Call `on_publish` of the callbacks, the last first, on all ranks."""
+        _call("on_publish", self.callbacks[::-1], context)
+
+
+def _call(event: str, callbacks: Sequence[TrainerCallback], context: RunContext) -> None:
+    for callback in callbacks:
+        if (method := getattr(callback, event, None)) is not None:
+            method(context)

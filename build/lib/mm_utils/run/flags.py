@@ -1,0 +1,134 @@
+"""The flags of the scripts that train, and the rules between them."""
+
+from pathlib import Path
+from typing import Any
+
+from mm_utils.arguments import Parsed, read_flat_yaml
+from mm_utils.checkpointing.files import checkpoint_folders
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.paths import shard_kind
+from mm_utils.data.prepare.on_disk import is_prepared
+from mm_utils.data.rows.source import DataArguments, is_embedded
+from mm_utils.evaluation.retrieval import EvaluationArguments
+from mm_utils.model.adapt import LoraArguments
+from mm_utils.model.build import ModelArguments
+from mm_utils.objectives import ObjectiveArguments
+from mm_utils.objectives.build import term_class
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import RunArguments
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.optim import OptimizerArguments
+
+OF_NEW_MODELS = [
+    "vision_model_name_or_path",
+    "text_model_name_or_path",
+    "vision_config",
+    "text_config",
+    "tokenizer_name_or_path",
+    "vocab_size",
+    "image_size",
+    "projection_dim",
+    "vision_pooling",
+    "text_pooling",
+]
+"""Flags of a model that is built: a whole one has them in its configuration."""
+
+PRETRAINING = (
+    *(DataArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
+    *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments),
+)
+
+
+_HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_hierarchy fusion_direction"
+_SAVES = ("save_steps", "save_minutes", "save_best_limit")
+_COLUMNS = "image_column caption_column id_column language_column image_root"
+
+
+def unread(given: Parsed) -> list[tuple[str, Any, str]]:
+    """Return names of flags, whether the run leaves these unread, and why."""
+    vision, text = given["vision_model_name_or_path"], given["text_model_name_or_path"]
+    head, pairs = given["fusion_layers"] != 0, given["objectives"] is not None
+    prepared = pairs and given["dataset_name"] and is_prepared(given["dataset_name"])
+    tars = pairs and shard_kind(given["train_file"] or "") == "tar"
+    others = any((given["model_name_or_path"], vision, text, given["tokenizer_name_or_path"]))
+    trial = given.is_trial  # it turns off what reads them, by flags behind the user's
+    return [
+        ("vision_config", vision and "," not in vision, "the vision backbone is a pretrained one"),
+        ("text_config", text, "the text backbone is a pretrained one"),
+        ("vocab_size", text or given["tokenizer_name_or_path"], "the tokenizer is a trained one"),
+        (f"{_HEAD} rerank_top_k rerank_weights rerank_cache_gb", not head, "--fusion_layers is 0"),
+        ("rerank_weights rerank_cache_gb", given["rerank_top_k"] == 0, "--rerank_top_k is 0"),
+        ("head_share", not _trains_head(given), "no term of --objectives is for the fusion head"),
+        ("lora_towers", given["lora_rank"] == 0, "--lora_rank is 0"),
+        ("layerwise_lr_decay", given["freeze_vision"] and given["freeze_text"], "both backbones are frozen"),
+        (
+            "cooldown_ratio",
+            given["lr_scheduler_type"] != "constant_with_cooldown",
+            "--lr_scheduler_type is not constant_with_cooldown",
+        ),
+        ("batch_size_lr_rule", given["batch_size_schedule"] is None, "there is no --batch_size_schedule"),
+        (
+            f"{_COLUMNS} dataset_config_name allow_outside_root",
+            pairs and _is_embedded(given),
+            "the data are an embedded set, whose columns are known",
+        ),
+        ("image_root allow_outside_root", tars, "tar shards hold what their captions describe"),
+        (_COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
+        ("trust_remote_code", not others, "nothing of others is loaded"),
+        ("peak_tflops", not pairs, "the operations of fine-tuning are not counted"),
+        ("allow_changed_run", given["resume_from_checkpoint"] is None, "no run is resumed"),
+        (
+            "metric_for_best_model greater_is_better",
+            given["eval_steps"] == 0 and not given["wise_ft"] and not trial,
+            "--eval_steps is 0, so that no evaluation chooses",
+        ),
+        (
+            "save_total_limit",
+            not any(given[name] for name in _SAVES) and not trial,
+            "no checkpoints are saved",
+        ),
+    ]
+
+
+def check_flags(given: Parsed) -> None:
+    """Check the flags of a run against each other, before anything is read or written.
+
+    Raises:
+        ValueError: if one of them would have no effect, or two contradict each other.
+    """
+    check_model(given["model_name_or_path"])
+    if given.config and given["resume_from_checkpoint"]:
+        _check_place(Path(given.config), given["output_dir"])
+    if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:
+        for name in OF_NEW_MODELS:
+            if given[name] != getattr(ModelArguments, name):
+                raise ValueError(
+                    f"--{name} is {given[name]}, and --model_name_or_path is {given['model_name_or_path']}; a whole model has its "
+                    "own, and the flag would change nothing. Drop one of the two."
+                )
+    for names, is_unread, reason in unread(given):
+        if is_unread:
+            given.refuse(names, reason)
+    if given["objectives"] is not None:
+        given[ObjectiveArguments].check(given.settings)
+
+
+def _trains_head(given: Parsed) -> bool:
+    weights = {} if given["objectives"] is None else given[ObjectiveArguments].weights
+    return any(term_class(name).pairs_per_image for name in weights)
+
+
+def _is_embedded(given: Parsed) -> bool:
+    sources = [given[name] for name in ("dataset_name", "train_file", "dataset_dir") if given[name]]
+    return not sources or is_embedded(sources[0])
+
+
+def _check_place(config: Path, output_dir: str | None) -> None:
+    """Refuse to resume a run that was moved or copied in its old place, which its own `config.yaml` still names."""
+    entry, place = read_flat_yaml(str(config)).get("output_dir"), config.resolve().parent
+    moved = entry is not None and entry.value == output_dir and Path(str(output_dir)).resolve() != place
+    if moved and checkpoint_folders(place):
+        raise ValueError(
+            f"--output_dir is {output_dir}, as {config} has it; the checkpoints of that run are in {place}, so it was moved or "
+            f"copied. Add --output_dir {place} to go on with it there."
+        )

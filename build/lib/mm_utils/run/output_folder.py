@@ -1,0 +1,227 @@
+"""Claim a run's output folder: find or create it, lock it, refuse others' folders."""
+
+import logging
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import yaml
+
+from mm_utils.checkpointing.files import checkpoint_folders
+from mm_utils.files import write_atomic
+from mm_utils.run.commands import again_command
+from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, newest_run, resume_name
+from mm_utils.text import redact, without_secrets
+from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, NONFINITE_FILE, TrainingArguments
+
+if sys.platform != "win32":
+    import fcntl
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+_LOCK_SECONDS = 10.0  # a restarted run may meet its predecessor, which is being killed
+_DATA = ("train_file", "validation_file", "test_file", "dataset_dir", "dataset_name", "image_root")
+_MODELS = ("model_name_or_path", "tokenizer_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
+_OWN = (
+    *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder", "media"),
+    *("model*.safetensors", "model.safetensors.index.json", "modeling_fusion_dual_encoder.py", "reading.py"),
+    "*processor_config.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "sentencepiece*.model"),
+    *(
+        "training.png",
+        "retrieval.png",
+        "regions.png",
+        "moments.png",
+        "embedding_sizes.*",
+        "confusion.png",
+        "classes.csv",
+        "results.json",
+        "wise_ft.*",
+    ),
+    *("checkpoint-[0-9]*.damaged", "checkpoint-[0-9]*.superseded"),
+)
+"""Everything that a run writes beside its checkpoints, as patterns of names."""
+_NOT_SAVED = ("resume_from_checkpoint", "overwrite_output_dir", "dry_run")  # true of one start only
+
+_held: dict[tuple[int, Path], IO[str]] = {}  # the one folder that this process has locked; a forked process holds none
+
+
+class Claim(NamedTuple):
+    """The output folder and the checkpoint to resume from; or the problem in its way."""
+
+    folder: str
+    resume_from: str | None
+    problem: str | None = None
+
+
+def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], launch: Sequence[str]) -> Claim:
+    """Find, create and lock the output folder; called on the main process.
+
+    Args:
+        name: the script's name; without `--output_dir`, a new `outputs/<name>-N` is created.
+        args: the arguments of this start.
+        config: all arguments, by name.
+        launch: the launchers' names (`mm_utils.run.restarts.launcher_names`); a restart gets its first start's folder again.
+    """
+    try:
+        folder = Path(args.output_dir) if args.output_dir else folder_of_launch(name, launch)
+        if folder is None and args.resume_from_checkpoint == "latest":
+            folder = newest_run(name)
+            if folder is not None:
+                logger.info("--output_dir is not given; %s, the newest run, is resumed", folder)
+        folder = folder or _new_folder(name)
+        is_restart = bool(earlier_starts(folder, launch))
+        resume_from = resume_name(args.resume_from_checkpoint, folder, launch if is_restart else [])
+        resumes = is_restart or bool(resume_from)
+        problem = misplaced(folder, config) or holds_run(folder, resumes or args.overwrite_output_dir)
+        problem = problem or holds_others(folder)
+        problem = problem or _lock(folder, empty=args.overwrite_output_dir and not resumes)
+    except (OSError, ValueError) as error:  # a ValueError comes from a name that no file can have
+        where, why = args.output_dir or Path("outputs").absolute(), getattr(error, "strerror", None) or str(error)
+        return Claim(
+            str(where), None, f"--output_dir is {where}; it cannot be written: {why}. Give a folder that can."
+        )
+    return Claim(str(folder), resume_from, problem)
+
+
+def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.yaml`, which `--config` reads back, without secrets.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    saved = {key: value for key, value in config.items() if key not in _NOT_SAVED}
+    shown = without_secrets(saved)
+    for key in (key for key in saved if shown[key] != saved[key]):
+        logger.warning("--%s holds a secret, which config.yaml leaves out; give it again when the run is resumed", key)
+    header = f"# {redact(again_command(name, folder))}\n"
+    write_atomic(folder / CONFIG_FILE, header + yaml.safe_dump(shown, sort_keys=False))
+
+
+def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return why a folder cannot be the output folder: a disk's root, a home, the data; else None."""
+    place, reason = folder.resolve(), None
+    if place == Path(place.anchor):
+        reason = "it is the root of a disk"
+    with suppress(RuntimeError):  # there is no home
+        reason = "it is your home folder" if place == Path.home().resolve() else reason
+    for name in (*_DATA, *_MODELS):
+        value = config.get(name)
+        if not isinstance(value, str) or "://" in value:
+            continue
+        source = Path(value).resolve()
+        if name.endswith("_file"):
+            if place in (source, source.parent):
+                reason = f"--{name} is {value}, and the run's files would lie among the data"
+        elif source.is_dir() and (place == source or (name in _DATA and source in place.parents)):
+            reason = f"--{name} is {value}, and the run's files would lie among its own"
+    return f"--output_dir is {folder}; {reason}. Give a folder of its own, e.g. outputs/mine." if reason else None
+
+
+def holds_run(folder: Path, allowed: bool) -> str | None:
+    """Return the problem of a folder with a run that is not resumed or replaced; else None."""
+    found = any((folder / name).exists() for name in (METRICS_FILE, "model.safetensors"))
+    found = found or bool(checkpoint_folders(folder))
+    if allowed or not found:
+        return None
+    return (
+        f"--output_dir is {folder}; it already holds a run. Continue it with --resume_from_checkpoint latest, "
+        "replace it with --overwrite_output_dir, or give another folder."
+    )
+
+
+def holds_others(folder: Path) -> str | None:
+    """Return the problem of a folder with others' files of names that a run writes; else None."""
+    is_run = any((folder / name).exists() for name in (STARTS_FILE, METRICS_FILE)) or checkpoint_folders(folder)
+    if is_run or not folder.is_dir() or not (found := own_files(folder)):
+        return None
+    return (
+        f"--output_dir is {folder}; it holds {found[0].name}, which no run of this project wrote, and which this run would "
+        "replace. Give a folder of its own."
+    )
+
+
+def own_files(folder: Path) -> list[Path]:
+    """Return the files and folders with names that a run writes, checkpoints left out, by name."""
+    return sorted(path for path in folder.iterdir() if any(path.match(pattern) for pattern in _OWN))
+
+
+def lock_folder(folder: Path, seconds: float = _LOCK_SECONDS) -> str | None:
+    """Lock a folder until this process ends or locks another; return who has it, if any.
+
+    A POSIX record lock is released by the kernel however the process ends, and data workers do not inherit it, as they
+    would inherit the lock of the package filelock. On a file system without locks, nothing is kept out.
+    """
+    path = folder.resolve() / LOCK_FILE
+    place = os.getpid(), path
+    if sys.platform == "win32" or (place in _held and path.exists()):
+        return None  # closing a second handle would release the first one's lock
+    unlock()
+    file, late = open(path, "a+", encoding="utf-8"), time.monotonic() + seconds  # noqa: SIM115  (open while it is held)
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= late:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                return (
+                    f"--output_dir is {folder}; a run is writing there: {holder}. Wait for it, end it, or give another "
+                    "folder."
+                )
+            time.sleep(0.2)
+        except OSError:
+            file.close()
+            return None
+    file.truncate(0)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    file.write(f"process {os.getpid()} on {platform.node()}, since {now}\n")
+    file.flush()
+    _held[place] = file
+    return None
+
+
+def unlock() -> None:
+    """Release the lock before the process ends."""
+    for file in _held.values():
+        file.close()
+    _held.clear()
+
+
+def _new_folder(name: str) -> Path:
+    """Create the first free `outputs/<name>-N`, at once, so that no other run takes it."""
+    number = 1
+    while True:
+        folder = Path("outputs", f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _lock(folder: Path, empty: bool) -> str | None:
+    """Create and lock the folder, and empty it if asked to; return the problem, if there is one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / ".writable"
+    probe.write_text("")
+    probe.unlink()
+    problem = lock_folder(folder)
+    if not problem and empty:
+        for path in (*checkpoint_folders(folder), *own_files(folder)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    return problem

@@ -1,0 +1,215 @@
+"""Record every start, so that a restarted launcher finds its folder and checkpoint.
+
+Every start is an entry of `environment.json` in the output folder. A launcher that restarts its processes (`torchrun` and
+`accelerate launch` with `--max_restarts`, or a changed number of nodes) is recognised by a log folder that it creates once
+and names to all of them, and Ray by the name of the launch; so a start finds the earlier ones, and a folder
+`outputs/<script>-N` too.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import datasets
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from mm_utils import distributed
+from mm_utils.arguments import in_notebook
+from mm_utils.checkpointing.files import checkpoint_folders
+from mm_utils.files import write_atomic
+from mm_utils.text import redact
+
+STARTS_FILE = "environment.json"
+LAUNCHER_VARIABLE = (
+    "TANDEM_LAUNCHER"  # holds the name of a launcher that sets it in its processes (`mm_utils.extras.launch`)
+)
+_ROOT = Path(__file__).resolve().parents[2]
+_MAX_RESTARTS_WITHOUT_STEP = 2
+_GIT_SECONDS = 10
+
+
+def launcher_names() -> list[str]:
+    """Return all ranks' launchers' names, which restarts keep; called on all ranks."""
+    return sorted({name for name in gather_object([_launcher_name()]) if name})
+
+
+def _launcher_name() -> str | None:
+    """Return the launcher's name, or `<host>:<folder>` of torchelastic's logs, new each launch."""
+    if os.environ.get(LAUNCHER_VARIABLE):
+        return os.environ[LAUNCHER_VARIABLE]
+    run_id, error_file = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "ERROR_FILE"))
+    folders = Path(error_file).parents  # <folder>/attempt_N/<local rank>/error.json
+    name = str(folders[2]) if len(folders) > 3 else run_id if run_id != "none" else ""
+    return f"{platform.node()}:{name}" if run_id and name else None
+
+
+def earlier_starts(folder: Path, launch: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Return a folder's starts, oldest first; with `launch`, those of the same launchers."""
+    try:
+        starts = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    starts = [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+    return starts if launch is None else [start for start in starts if set(launch) & set(start.get("launch", ()))]
+
+
+def folder_of_launch(name: str, launch: Sequence[str]) -> Path | None:
+    """Return the `outputs/<name>-N` that an earlier start of this launch created."""
+    return next((path for path in Path("outputs").glob(f"{name}-*") if earlier_starts(path, launch)), None)
+
+
+def newest_run(name: str) -> Path | None:
+    """Return the `outputs/<name>-N` of the highest N that a run was started in."""
+    runs = [path for path in Path("outputs").glob(f"{name}-*") if path.name.rpartition("-")[2].isdigit()]
+    runs = [path for path in runs if (path / STARTS_FILE).is_file()]
+    return max(runs, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def resume_name(given: str | None, folder: Path, launch: Sequence[str]) -> str | None:
+    """Return the checkpoint to resume from; a restart takes its earlier starts' newest.
+
+    Args:
+        given: the value of `--resume_from_checkpoint`.
+        folder: the output folder.
+        launch: the launchers' names; empty if this start is not a restart.
+    """
+    before = earlier_starts(folder, launch)
+    if not before:
+        return given
+    resumed = any("resumed_from" in start for start in before)
+    return "latest" if given is None or (resumed and checkpoint_folders(folder)) else given
+
+
+def record_start(folder: Path, description: dict[str, Any], launch: Sequence[str]) -> None:
+    """Append a start to `environment.json`; called on the main process.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    _write(folder, [*earlier_starts(folder), {**description, "launch": list(launch), "restarts": restarts}])
+
+
+class RestartRecord(TrainerCallback):
+    """Record the step that this start resumes from, and end a run whose restarts gain no step.
+
+    Args:
+        save_config: writes `config.yaml`, which a resumed run replaces only here, where nothing refuses it any more.
+    """
+
+    def __init__(self, save_config: Callable[[], None] | None = None):
+        self.save_config = save_config
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record the step; raise ValueError on all ranks if the last restarts began at the same one."""
+        problem = _record_step(Path(args.output_dir), state.global_step) if distributed.rank() == 0 else None
+        distributed.raise_everywhere(problem)
+        if self.save_config is not None and distributed.rank() == 0:
+            self.save_config()
+
+
+def _record_step(folder: Path, step: int) -> str | None:
+    starts = earlier_starts(folder)
+    if not starts:
+        return None
+    now = starts[-1]
+    now["resumed_from"] = step
+    try:
+        _write(folder, starts)
+    except OSError as error:
+        return f"{folder / STARTS_FILE} cannot be written: {error.strerror}. Free some disk."
+    before = earlier_starts(folder, now.get("launch", ()))[:-1][-_MAX_RESTARTS_WITHOUT_STEP:]
+    idle = len(before) == _MAX_RESTARTS_WITHOUT_STEP and all(
+        start.get("resumed_from", step) == step for start in before
+    )
+    if idle and now.get("restarts", 0) >= _MAX_RESTARTS_WITHOUT_STEP:
+        return (
+            f"--max_restarts has restarted the run, and no step was gained in {_MAX_RESTARTS_WITHOUT_STEP} restarts: each went "
+            f"on from step {step}. Look for the first error in the log, or set a lower --save_steps."
+        )
+    return None
+
+
+def _write(folder: Path, starts: list[dict[str, Any]]) -> None:
+    write_atomic(folder / STARTS_FILE, json.dumps(starts, indent=2) + "\n")
+
+
+# -- the environment of a start -----------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide what a run computes."""
+    packages = (torch, transformers, accelerate, datasets)
+    return {package.__name__: package.__version__ for package in packages}
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a hash of all source files of this package."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def describe_start(accelerator: Accelerator) -> dict[str, Any]:
+    """Return versions, machines, devices, commit, redacted command, time; on all ranks."""
+    every_rank = gather_object([(platform.node(), device_name(accelerator.device))])
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": "a notebook" if in_notebook() else redact(shlex.join(sys.argv)),
+        "num_processes": accelerator.num_processes,
+        "distributed_type": accelerator.distributed_type.value,
+        "mixed_precision": accelerator.mixed_precision,
+        "hosts": list(dict.fromkeys(host for host, _ in every_rank)),
+        "devices": [device for _, device in every_rank],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **versions(),
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+        "commit": _commit(),
+        "code": code_digest(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the kind of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _driver() -> str | None:
+    with suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    return None
+
+
+def _commit() -> str | None:
+    """Return the code's commit, `-dirty` if changed since; None outside a git checkout."""
+    if not (_ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_GIT_SECONDS, env=variables
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

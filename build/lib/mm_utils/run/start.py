@@ -1,0 +1,149 @@
+"""Start a run: processes, logging, output folder, seed."""
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list, set_seed
+
+from mm_utils import distributed
+from mm_utils.arguments import Parsed, arg, to_dict
+from mm_utils.distributed import RunError
+from mm_utils.reliability import rendezvous
+from mm_utils.run import checks
+from mm_utils.run.output_folder import claim_folder, save_config
+from mm_utils.run.restarts import describe_start, launcher_names, record_start
+from mm_utils.run.script import run_script as run_script
+from mm_utils.run.script import set_up_logging as set_up_logging
+from mm_utils.training.arguments import CONFIG_FILE, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunArguments:
+    """Callbacks of your own."""
+
+    callbacks: str | None = arg(
+        None, "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/training.md."
+    )
+
+
+@dataclass
+class Run:
+    """A started run.
+
+    Attributes:
+        name: the script's name.
+        accelerator: processes, device and precision.
+        output_dir: the output folder.
+        settings: all arguments, by name.
+        args: the training arguments.
+        repository: the repository on the Hub that the model is pushed to, if it is.
+    """
+
+    name: str
+    accelerator: Accelerator
+    output_dir: Path
+    settings: dict[str, Any]
+    args: TrainingArguments
+    repository: str | None = None
+
+
+def start_run(name: str, given: Parsed) -> Run:
+    """Set up processes, logging and the output folder.
+
+    Device, precision and number of processes come from `accelerate launch`, everything else from the arguments.
+    `args.output_dir` is set to the folder, and after a restart by the launcher `args.resume_from_checkpoint` to `latest`.
+
+    Args:
+        name: the script's name.
+        given: all arguments of the script.
+
+    Raises:
+        RunError: if the processes do not see each other, or the output folder cannot be used.
+        ValueError: if the processes have different arguments or code, or the device does not support the precision.
+    """
+    args, settings = given[TrainingArguments], given.settings
+    args.script, args.settings = name, settings
+    accelerator = make_accelerator()
+    checks.check_devices(accelerator, bool(given["balance"]))
+    checks.check_equal_start(settings)
+    launch, description = launcher_names(), describe_start(accelerator)
+    claim = None
+    if accelerator.is_main_process:
+        claim = claim_folder(name, args, settings, launch)
+    [claim] = broadcast_object_list([claim])
+    args.output_dir, args.resume_from_checkpoint = claim.folder, claim.resume_from
+    settings, problem = {**settings, **to_dict(args)}, claim.problem
+    if accelerator.is_main_process and not problem:
+        try:
+            if not (claim.resume_from and (Path(claim.folder) / CONFIG_FILE).is_file()):  # else once the run may go on
+                save_config(name, Path(claim.folder), settings)
+            record_start(Path(claim.folder), description, launch)
+        except OSError as error:
+            problem = (
+                f"--output_dir is {claim.folder}; it cannot be written: {error.strerror}. Give a folder that can."
+            )
+    [problem] = broadcast_object_list([problem])
+    if problem:
+        raise RunError(problem)
+    set_seed(args.seed)
+    return Run(name, accelerator, Path(claim.folder), settings, args)
+
+
+def make_accelerator() -> Accelerator:
+    """Return the accelerator as `accelerate launch` set it up; set up logging.
+
+    Raises:
+        RunError: if the processes do not see each other, or the launcher is one that they cannot be started by.
+        ValueError: if the device does not support the precision, or the launcher is gone.
+    """
+    checks.check_launcher()
+    checks.end_with_launcher()
+    checks.fork_without_tokenizer_threads()
+    checks.check_precision()
+    # Otherwise transformers would load a model in one process, and leave its weights empty in the others for FSDP to fill.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    handlers = [
+        DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+        InitProcessGroupKwargs(
+            init_method=rendezvous.init_method(), timeout=timedelta(seconds=rendezvous.RENDEZVOUS_TIMEOUT)
+        ),
+    ]
+    try:
+        accelerator = Accelerator(kwargs_handlers=handlers)
+    except TimeoutError as error:
+        raise RunError(str(error)) from error
+    distributed.any_rank(False, accelerator.device)  # NCCL connects at the first collective: let all connect now
+    distributed.set_timeout(distributed.COLLECTIVE_TIMEOUT)
+    set_up_logging(accelerator.is_main_process, accelerator.is_local_main_process)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise RunError(
+            f"{launched} processes were launched, but each sees {accelerator.num_processes}; they would train apart and "
+            "write over each other. On a machine without GPUs, set ACCELERATE_USE_CPU=true."
+        )
+    device = accelerator.device.type
+    if device == "cpu":
+        checks.use_cpu_well()
+    elif device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32; the losses turn it off
+    logger.info("%d x %s, mixed precision %s", accelerator.num_processes, device, accelerator.mixed_precision)
+    if accelerator.is_main_process:
+        checks.report_launch(accelerator.device)
+    return accelerator
+
+
+def report_metrics(accelerator: Accelerator, metrics: dict[str, float], file: str | None) -> None:
+    """Log metrics, and write them to a JSON file if one is given."""
+    if accelerator.is_main_process:
+        logger.info("\n%s", "\n".join(f"{name:<40}{value:.4f}" for name, value in metrics.items()))
+        if file:
+            Path(file).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

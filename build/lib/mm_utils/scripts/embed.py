@@ -1,0 +1,121 @@
+"""Embed images, clips or sounds into an index, which scripts/search.py searches by text or by what is like them.
+
+A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
+    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
+
+The images, clips or sounds of tar shards, with or without captions:
+    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images "web-{000..009}.tar" --index_dir outputs/index
+
+A prepared data set with its captions, or any other source that scripts/pretrain.py takes:
+    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+
+from mm_utils.arguments import arg, parse_args, required
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.search.index import SKIPPED, keeps_states
+from mm_utils.extras.search.listing import folder_listing, list_folder, pair_listing, shard_listing
+from mm_utils.extras.search.updating import Embedder, tap_shapes, try_out, update_index
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import make_accelerator, run_script
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EmbedArguments:
+    """The model, the index, and a folder of images, clips or sounds."""
+
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
+    index_dir: str = required("The folder of the index; a new one, or one that is brought up to date.")
+    images: str | None = arg(
+        None,
+        "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs. For a model of "
+        "clips or sounds, of these.",
+    )
+    split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
+    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
+    dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
+    keep_fusion_states: bool = arg(
+        False,
+        "Also keep what the fusion head reads of an image, so that re-ranking is faster and needs no image files.",
+    )
+    dry_run: bool = arg(False, "Say what would be embedded and how long it would take; write nothing.")
+
+    def __post_init__(self) -> None:
+        for name in ("model_name_or_path", "index_dir"):
+            if getattr(self, name) is None:
+                raise ValueError(f"--{name} is missing; give a folder.")
+        if self.per_device_eval_batch_size < 1:
+            raise ValueError(
+                f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; give at least 1 image."
+            )
+        if self.images and self.split:
+            raise ValueError(f"--split is {self.split}; a folder of images has no splits. Drop one of the two.")
+
+
+def main(argv: list[str] | None = None) -> dict[str, int]:
+    """Run the script and return the numbers of images; `argv` lets tests and notebooks call it."""
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    given = parse_args(EmbedArguments, DataArguments, argv=argv, doc=__doc__)
+    args, data_args = given[EmbedArguments], given[DataArguments]
+    model_name, folder = str(args.model_name_or_path), Path(str(args.index_dir))
+    source = data_args.dataset_name or data_args.train_file or data_args.dataset_dir
+    if args.images and source:
+        raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
+    workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
+    check_model(model_name)
+    accelerator = make_accelerator()
+    loaders = make_loaders(workers, accelerator.device, load_processor_of(model_name))
+    medium = loaders.medium
+
+    # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
+    if args.images and args.images.lower().endswith(".tar"):
+        with accelerator.main_process_first():
+            listing = shard_listing(args.images, medium.kind)
+    elif args.images:
+        kind = data_args.allow_outside_root, medium.kind
+        found = list_folder(args.images, *kind) if accelerator.process_index == 0 else None
+        [(names, skipped)] = broadcast_object_list([found])
+        listing = folder_listing(args.images, names, skipped, medium.kind)
+    else:
+        with accelerator.main_process_first():
+            pairs = load_pairs(data_args, need_train=False)
+        if args.split and args.split not in pairs:
+            raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
+        listing = pair_listing({name: rows for name, rows in pairs.items() if args.split in (None, name)})
+        loaders.check_medium(listing.rows)
+
+    # 3. Model.
+    model = load_model(model_name, fusion_layers=0).eval().to(accelerator.device)
+    states = tap_shapes(model, medium) if args.keep_fusion_states or keeps_states(folder) else None
+    embedder = Embedder(model, medium, args.per_device_eval_batch_size, workers.num_workers, states)
+
+    # 4. Embed what is new.
+    if args.dry_run:
+        try_out(folder, model_name, listing, embedder, accelerator)
+        return {}
+    done = update_index(folder, model_name, listing, embedder, accelerator)
+
+    # 5. Report.
+    logger.info(
+        "%s: %s %ss; %s embedded, %s unchanged, %s removed, %s left out%s",
+        folder, f"{done.images:,}", medium.kind,
+        *(f"{count:,}" for count in (done.embedded, done.kept, done.removed, done.skipped)),
+        f", see {folder / SKIPPED}" if done.skipped else "",
+    )  # fmt: skip
+    accelerator.end_training()
+    return vars(done)
+
+
+if __name__ == "__main__":
+    run_script(main)

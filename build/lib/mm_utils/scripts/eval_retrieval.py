@@ -1,0 +1,120 @@
+"""Measure text-to-image and image-to-text retrieval of a trained model, with and without re-ranking by its fusion head.
+
+The test split of the embedded data set:
+    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/pretrain-1 --split test
+
+Your own pairs, re-ranking the first 32 of every query, with the curve of recall against their number and what it costs:
+    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
+        --split validation --rerank_top_k 32 --output_dir outputs/retrieval
+
+A benchmark by its protocol, from the Hub; or from your files:
+    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k
+    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k \\
+        --train_file dataset_flickr30k.json --image_root flickr30k-images
+
+The figures also go into the model card of the run's folder, where the Hub reads them.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import DatasetDict
+
+from mm_utils.arguments import arg, parse_args, required, to_dict
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.tokens import tokenize_splits
+from mm_utils.data.pairs import load_split
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.doors import entries, load
+from mm_utils.evaluation.probes import caption_probes
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
+from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
+from mm_utils.extras.measured.card import record_retrieval
+from mm_utils.extras.measured.report import report_retrieval
+from mm_utils.model.build import load_model
+from mm_utils.model.flops import measure_flops
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import make_accelerator, report_metrics, run_script
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvalRetrievalArguments:
+    """The model and the split to evaluate."""
+
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
+    benchmark: str | None = arg(
+        None,
+        f"A benchmark: {', '.join(RETRIEVAL)}. Its test images with their first five captions, from the Hub or, with "
+        "--dataset_name, --dataset_dir or --train_file, from there.",
+    )
+    split: str | None = arg(
+        None, "The split: train, validation or test; default: that of the benchmark, else validation."
+    )
+    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
+    output_dir: str | None = arg(
+        None, "Also write metrics.json, and figures and pictures of re-ranking and of small embeddings."
+    )
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path is None:
+            raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
+        if self.benchmark is not None:
+            find_benchmark(RETRIEVAL, self.benchmark, f"--benchmark is {self.benchmark}; there is no such benchmark")
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    groups = (EvalRetrievalArguments, EvaluationArguments, DataArguments, LoaderArguments)
+    given = parse_args(*groups, argv=argv, doc=__doc__)
+    args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
+    data_args, loader_args = given[DataArguments], given[LoaderArguments]
+    check_model(args.model_name_or_path)
+    accelerator = make_accelerator()
+
+    # 2. Data: the main process fills the cache first, the others read it.
+    processor = load_processor_of(args.model_name_or_path)
+    with accelerator.main_process_first():
+        if args.benchmark:
+            split, rows = load_benchmark(RETRIEVAL[args.benchmark], data_args, args.split)
+        else:
+            split, rows = load_split(data_args, args.split or "validation")
+        others = [each for make in map(load, entries("SPLIT_EVALUATORS").values()) if (each := make(rows)) is not None]
+        readers, length = [reader for each in others for reader in each.readers], loader_args.max_seq_length
+        rows = tokenize_splits(DatasetDict({split: rows}), processor.tokenizer, length, readers=readers)[split]
+        if args.output_dir:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    loaders = make_loaders(loader_args, accelerator.device, processor, readers)
+    captions = sum(map(len, rows["captions"]))
+    logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium.kind, f"{captions:,}")
+
+    # 3. Model.
+    model = load_model(args.model_name_or_path, fusion_layers=0).eval()
+    flops = measure_flops(model, loaders.blank(1).shape[1:], loader_args.max_seq_length)
+    model = accelerator.prepare(model)
+
+    # 4. Evaluate.
+    probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
+    evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
+    loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
+    model = accelerator.unwrap_model(model)
+    metrics = in_turn(evaluator, *others)(model, loader, accelerator)
+
+    # 5. Report.
+    report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
+    for each in others:
+        if args.output_dir:
+            each.report(accelerator, rows, loaders, Path(args.output_dir))
+    report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
+    named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
+    record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)
+    accelerator.end_training()
+    return metrics
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,99 @@
+"""Measure zero-shot classification: an image, clip or sound is given the class whose text, "a photo of a {}.", is nearest.
+
+A benchmark by name, with its classes and prompts, from the Hub; or from a local folder of it:
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes cifar10
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes imagenet1k --dataset_name imagenet/
+
+A folder of images, clips or sounds per class, with the table and picture of confusions:
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
+        --classes names.txt --output_dir outputs/zero-shot
+
+Templates of your own, and the fusion head re-ranking the first 5 classes of every image:
+    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
+        --templates "a scan of a {}." "{}, seen from above" --rerank_top_k 5
+
+The figures also go into the model card of the run's folder, where the Hub reads them.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm_utils.arguments import arg, parse_args, required
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.media.medium import kind_of_processor
+from mm_utils.data.rows.columns import SPLIT_NAMES
+from mm_utils.extras.classes.labels import LabelledArguments, load_labelled
+from mm_utils.extras.classes.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
+from mm_utils.extras.measured.card import record_zero_shot
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.reports.card_results import EvaluatedData, data_names
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import make_accelerator, report_metrics, run_script
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvalZeroShotArguments:
+    """The model to evaluate, and the folder of the results."""
+
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
+    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
+    output_dir: str | None = arg(None, "Also write metrics.json, classes.csv and confusion.png to this folder.")
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path is None:
+            raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
+        if self.per_device_eval_batch_size < 1:
+            raise ValueError(f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; it counts from 1.")
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    groups = (EvalZeroShotArguments, LabelledArguments, ZeroShotArguments, LoaderArguments)
+    given = parse_args(*groups, argv=argv, doc=__doc__)
+    args, data_args = given[EvalZeroShotArguments], given[LabelledArguments]
+    zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
+    check_model(args.model_name_or_path)
+    accelerator = make_accelerator()
+
+    # 2. Data: the main process fills the cache first, the others read it.
+    processor = load_processor_of(args.model_name_or_path)
+    with accelerator.main_process_first():
+        images = load_labelled(data_args, kind_of_processor(processor))
+        if args.output_dir:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    loaders = make_loaders(loader_args, accelerator.device, processor)
+    counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"
+    logger.info("%s: %s %ss, %s classes", images.split, *counts)
+    if SPLIT_NAMES.get(images.split.lower()) == "train":
+        logger.warning(
+            "The split is %s; of a model that was trained on these %ss, the accuracy says nothing about others. Set --split, or "
+            "name other data, if it was.",
+            *(images.split, loaders.medium.kind),
+        )
+
+    # 3. Model.
+    model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
+
+    # 4. Evaluate.
+    evaluator = ZeroShotEvaluator(images, processor.tokenizer, loader_args.max_seq_length, zero_shot_args)
+    loader = loaders.evaluation(images.rows, args.per_device_eval_batch_size)
+    metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
+
+    # 5. Report.
+    report_classes(accelerator, evaluator, args.output_dir)
+    report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
+    names = data_names({"dataset_name": data_args.dataset_name or data_args.classes}, "")
+    sizes = {f"{loaders.medium.kind}s": len(images.rows), "classes": len(images.classes)}
+    data = EvaluatedData(*names, images.split, sizes, loaders.medium.kind)
+    record_zero_shot(accelerator, args.model_name_or_path, data, metrics)
+    accelerator.end_training()
+    return metrics
+
+
+if __name__ == "__main__":
+    run_script(main)

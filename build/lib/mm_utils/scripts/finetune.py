@@ -1,0 +1,119 @@
+"""Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers), of media, or of texts.
+
+On a laptop, from the model that scripts/pretrain.py trained: the colour of the things in a picture
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour
+
+The same from both embeddings side by side, for comparison:
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour \\
+        --classifier_inputs pair
+
+Questions about your own images, answered by one of the 1,000 most frequent answers:
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
+        --text_column question --label_column answers --num_answers 1000
+
+Sounds of a prepared set, whose captions tell the classes; a folder per class, or a file with a column of labels, goes as well:
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/sounds --dataset_name data/sounds
+
+A folder of images per class; adapters in a vision transformer, lower layers slower, weights between start and end:
+    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\
+        --lora_rank 8 --lora_towers vision --layerwise_lr_decay 0.9 --wise_ft
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from transformers import TrainerCallback
+
+from mm_utils.arguments import parse_args
+from mm_utils.checkpointing.files import find_checkpoint
+from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.evaluation.retrieval import Evaluate
+from mm_utils.extras.classes.classifier import ClassifierArguments, build_classifier
+from mm_utils.extras.classes.evaluator import ClassificationEvaluator
+from mm_utils.extras.classes.finish import finish_finetuning
+from mm_utils.extras.classes.labels import TaskArguments, open_task
+from mm_utils.extras.classes.objective import ClassificationObjective, weigh_classes
+from mm_utils.model.adapt import LoraArguments
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.callbacks import default_callbacks
+from mm_utils.run.doors import Doors, RunContext
+from mm_utils.run.flags import check_flags
+from mm_utils.run.start import RunArguments, run_script, start_run
+from mm_utils.training.arguments import FinetuningArguments
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+FLAGS = (
+    *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments, FinetuningArguments),
+    RunArguments,
+)
+
+
+def main(
+    argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = (), evaluators: Sequence[Evaluate] = ()
+) -> dict[str, float]:
+    """Run the script and return its metrics; the arguments are those of scripts/pretrain.py's."""
+    # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
+    doors = Doors("finetune", callbacks)
+    given = parse_args(*FLAGS, *doors.arguments, argv=argv, doc=__doc__)
+    classifier_args, args = given[ClassifierArguments], given[FinetuningArguments]
+    check_flags(given)
+    doors.open(given)
+    if (forecast := doors.first("instead", "finetune", main, argv)) is not None:
+        return forecast
+    run = start_run("finetune", given)
+
+    # 2. Data: labelled rows, read with the processor of the model to start from.
+    processor = load_processor_of(classifier_args.model_name_or_path)
+    task, data = open_task(run.accelerator, given[TaskArguments], given[LoaderArguments], args, processor)
+    rows, classes = data.splits["train"], len(task.classes)
+    logger.info("%s classes", f"{classes:,}")
+
+    # 3. Model, objective, optimizer.
+    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    model = build_classifier(
+        classifier_args,
+        given[LoraArguments],
+        task.classes,
+        has_images=task.has_images,
+        has_texts=task.has_texts,
+    )
+    labels = torch.tensor(rows["label"][:])
+    weights = weigh_classes(labels, classes, classifier_args.class_weights)
+    objective = ClassificationObjective(model, labels, weights)
+    optimizer_args = given[OptimizerArguments]
+    optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
+
+    # 4. Train.
+    evaluator = ClassificationEvaluator(data.splits["validation"], classes)
+    context = RunContext(run, given, data, model, objective, optimizer, [evaluator, *evaluators], resume_from)
+    doors.start(context)
+    trainer = Trainer(
+        args,
+        optimizer_args,
+        run.accelerator,
+        objective,
+        optimizer,
+        data,
+        context.evaluators,
+        [*default_callbacks(run, objective, data), *doors.callbacks],
+    )
+    context.metrics = trainer.train(resume_from, context.evaluates_start)
+
+    # 5. Finish, with the saved model: what callbacks save, the test split, pictures, model card, push.
+    doors.finish(context)
+    saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
+    if "test" in data.splits:
+        evaluator = ClassificationEvaluator(data.splits["test"], classes)
+        found = evaluator(saved, data.evaluation("test"), run.accelerator)
+        context.metrics |= {f"test_{name}": value for name, value in found.items()}
+    finish_finetuning(doors, context, saved, task, evaluator, argv)
+    return context.metrics
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,48 @@
+"""Train on a Ray cluster: Ray starts the workers of a training script, restarts lost ones, and adds or removes some.
+
+Two workers on this machine; the words after the script are its own (pip install "ray[train,tune]"):
+    python scripts/launch_ray.py --num_workers 2 scripts/pretrain.py --config recipes/tiny.yaml --output_dir outputs/mine
+
+A cluster that runs, one GPU a worker; the folders are on a drive that all machines share:
+    ray job submit --working-dir . -- python scripts/launch_ray.py --num_workers 16 --mixed_precision bf16 \\
+        --storage_path /shared/ray scripts/pretrain.py --dataset_name /shared/data --output_dir /shared/mine
+
+Machines that come and go; after a change, training goes on from the newest checkpoint:
+    python scripts/launch_ray.py --address auto --min_workers 2 --max_workers 8 --max_failures 20 \\
+        scripts/pretrain.py --dataset_name /shared/data --output_dir /shared/mine --save_minutes 5
+
+A sweep; every trial has a folder in --output_dir, and a table names the best:
+    python scripts/launch_ray.py --tune "learning_rate=3e-4,1e-3;seed=1,2" scripts/pretrain.py --output_dir outputs/sweep
+"""
+
+import sys
+from collections.abc import Sequence
+
+from mm_utils.arguments import parse_args
+from mm_utils.extras.launch.arguments import LaunchArguments, read_command, split_words
+from mm_utils.run.start import run_script, set_up_logging
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Launch the script and return its metrics, those of the best trial of a sweep."""
+    # 1. Arguments: the launcher's, the script, the script's.
+    own, script, words = split_words(sys.argv[1:] if argv is None else argv)
+    args = parse_args(LaunchArguments, argv=own, doc=__doc__)[LaunchArguments]
+    command = read_command(args, script, words)
+    set_up_logging()
+
+    # 2. Ray: a cluster that runs, or a small one on this machine.
+    from mm_utils.extras.launch.cluster import connect, fit, launch_name
+    from mm_utils.extras.launch.sweep import sweep
+
+    with connect(args) as resources:
+        name = launch_name(command)
+
+        # 3. Train.
+        if args.tune is not None:
+            return sweep(args, command, resources, name)[0].metrics
+        return fit(args, command, resources, name)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,104 @@
+"""Find captions that a trained model takes for those of other images, as hard negatives to train on.
+
+The prepared data set again, with the column `negatives`; negatives.json says how many were found, and left out, and why:
+    accelerate launch scripts/mine_negatives.py --model_name_or_path outputs/mine --dataset_name data/mine \\
+        --output_dir data/mined
+
+A model that has not seen the pairs finds better ones than one that was trained on them, such as a stock CLIP:
+    accelerate launch scripts/mine_negatives.py --model_name_or_path openai/clip-vit-base-patch32 \\
+        --dataset_name data/mine --output_dir data/mined
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm_utils.arguments import arg, launch_command, parse_args, required, to_dict
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.on_disk import is_prepared
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.extras.mining.mined_set import write_mined
+from mm_utils.extras.mining.negatives import MiningArguments, mine
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.checks import check_model
+from mm_utils.run.start import make_accelerator, run_script
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class MineArguments:
+    """The model, the pairs, and where they go."""
+
+    model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
+    dataset_name: str = required("A folder that scripts/prepare_data.py wrote; only its train split is mined.")
+    output_dir: str = required("The new data set goes here; --dataset_name of a training script reads it.")
+    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
+    dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
+    max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
+    dry_run: bool = arg(False, "Mine the first rows, say how long all would take, and write nothing.")
+
+    def __post_init__(self) -> None:
+        for name in ("model_name_or_path", "dataset_name", "output_dir"):
+            if getattr(self, name) is None:
+                raise ValueError(f"--{name} is missing; give a folder.")
+        if self.per_device_eval_batch_size < 1:
+            raise ValueError(
+                f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; give at least 1 image."
+            )
+
+
+def main(argv: list[str] | None = None) -> dict[str, int]:
+    """Run the script and return how many negatives were found; `argv` lets tests and notebooks call it."""
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    given = parse_args(MineArguments, MiningArguments, argv=argv, doc=__doc__)
+    args, mining = given[MineArguments], given[MiningArguments]
+    if not is_prepared(args.dataset_name):
+        raise ValueError(
+            f"--dataset_name is {args.dataset_name}; it was not prepared. Give it to scripts/prepare_data.py."
+        )
+    if Path(args.output_dir).exists():
+        raise ValueError(f"--output_dir is {args.output_dir}; it exists. Give a new folder.")
+    check_model(args.model_name_or_path)
+    accelerator = make_accelerator()
+
+    # 2. Data: what training would hold out of train for validation is held out here, too.
+    processor = load_processor_of(args.model_name_or_path)
+    with accelerator.main_process_first():
+        pairs = load_pairs(DataArguments(dataset_name=args.dataset_name))
+        rows = tokenize_captions(pairs["train"], processor.tokenizer, args.max_seq_length)
+    total, sample = len(rows), 4 * args.per_device_eval_batch_size * accelerator.num_processes
+    rows = rows.select(range(min(total, sample))) if args.dry_run else rows
+    loader_args = LoaderArguments(args.max_seq_length, dataloader_num_workers=args.dataloader_num_workers)
+    loaders = make_loaders(loader_args, accelerator.device, processor)
+
+    # 3. Model.
+    model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
+
+    # 4. Mine.
+    begin = time.monotonic()
+    loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
+    mined = mine(accelerator.unwrap_model(model), rows, loader, mining, accelerator)
+    seconds = time.monotonic() - begin
+    found = {"images": len(rows), "negatives": sum(map(len, mined.negatives))}
+    if args.dry_run:
+        logger.info(
+            "Nothing was written. %d of %s images were mined, among their own captions alone: %s negatives, left out %s. All would "
+            "take %.0f s, and the new folder as much room as the old.",
+            len(rows), f"{total:,}", f"{found['negatives']:,}", mined.left_out, seconds / len(rows) * total,
+        )  # fmt: skip
+        return found
+
+    # 5. Write the data set, and the report.
+    write_mined(accelerator, pairs, mined, args.dataset_name, Path(args.output_dir), to_dict(args, mining))
+    logger.info("Train on it: %s", launch_command("pretrain", ["--dataset_name", args.output_dir]))
+    accelerator.end_training()
+    return found
+
+
+if __name__ == "__main__":
+    run_script(main)

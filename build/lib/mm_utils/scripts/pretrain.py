@@ -1,0 +1,118 @@
+"""Train an image encoder and a text encoder together, from pairs of images and captions.
+
+On a laptop, with the embedded data set, in about four minutes:
+    accelerate launch scripts/pretrain.py
+
+Your own pairs, from pretrained encoders, on every GPU that `accelerate config` has set up:
+    accelerate launch scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine \\
+        --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
+
+The time, memory and disk that it will take, tried in a minute:
+    accelerate launch scripts/pretrain.py --train_file pairs.jsonl --dry_run
+
+Parquet or tar shards, read while training goes on:
+    accelerate launch scripts/pretrain.py --streaming --train_file "shards/web-{0000..0999}.tar" --max_steps 20000
+
+Continue after an interruption, on any number of GPUs:
+    accelerate launch scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from transformers import TrainerCallback
+
+from mm_utils.arguments import parse_args
+from mm_utils.checkpointing.files import find_checkpoint
+from mm_utils.data.training_data import open_data
+from mm_utils.evaluation.retrieval import Evaluate
+from mm_utils.evaluation.train_recall import train_recall, validation_evaluator
+from mm_utils.model.build import build_model
+from mm_utils.model.processor import load_processor
+from mm_utils.objectives import build_objective
+from mm_utils.run import flags
+from mm_utils.run.callbacks import default_callbacks
+from mm_utils.run.doors import Doors, RunContext
+from mm_utils.run.finish import finish_run
+from mm_utils.run.start import run_script, start_run
+from mm_utils.training.optim import build_optimizer
+from mm_utils.training.trainer import Trainer
+
+
+def main(
+    argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = (), evaluators: Sequence[Evaluate] = ()
+) -> dict[str, float]:
+    """Run the script and return its metrics; the arguments let notebooks and launchers call it.
+
+    Args:
+        argv: the command line; None for that of the process.
+        callbacks: called at the events of `mm_utils.training.trainer` and `mm_utils.run.doors`.
+        evaluators: called with (model, loader, accelerator) at every evaluation; their metrics are logged.
+    """
+    # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
+    doors = Doors("pretrain", callbacks)
+    given = parse_args(*flags.PRETRAINING, *doors.arguments, argv=argv, doc=__doc__)
+    model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
+    args = given[flags.TrainingArguments]
+    flags.check_flags(given)
+    doors.open(given)
+    if (forecast := doors.first("instead", "pretrain", main, argv)) is not None:
+        return forecast
+    run = start_run("pretrain", given)
+
+    # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
+    opening = (args, partial(load_processor, model_args), objective_args.readers)
+    data = doors.first("open_data", run.accelerator, given, *opening) or open_data(
+        run.accelerator, given[flags.DataArguments], given[flags.LoaderArguments], *opening
+    )
+
+    # 3. Model, objective, optimizer.
+    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    model = doors.first("build_model", given, data, resume_from) or build_model(
+        model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium, resume_from
+    )
+    objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, data.training_rows)
+    has_baseline = doors.has_baseline(given, data)
+    optimizer = build_optimizer(
+        model,
+        given[flags.OptimizerArguments],
+        pretrained=model_args.pretrained,
+        device=run.accelerator.device,
+        has_baseline=has_baseline,
+    )
+
+    # 4. Train.
+    of_terms = objective.evaluators(data.medium)
+    others = [*of_terms, *evaluators]
+    if (measured := doors.first("evaluators", given, data, others)) is None:
+        held_out = validation_evaluator(given[flags.EvaluationArguments], data)
+        measured = {data.medium: held_out}, [held_out, *others, *train_recall(data, args.seed)]
+    retrieval, measures = measured
+    context = RunContext(
+        run, given, data, model, objective, optimizer, measures, resume_from, has_baseline, retrieval=retrieval
+    )
+    watchers = default_callbacks(run, objective, data, objective_args.highest_scale(model))
+    doors.start(context)
+    args.settle_eval_steps(args.total_steps(data.num_rows), has_baseline)
+    trainer = Trainer(
+        args,
+        given[flags.OptimizerArguments],
+        run.accelerator,
+        objective,
+        optimizer,
+        data,
+        context.evaluators,
+        [*watchers, *doors.callbacks],
+    )
+    context.metrics = trainer.train(resume_from, context.evaluates_start)
+
+    # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
+    doors.finish(context)
+    for evaluator in of_terms:
+        evaluator.report(run.accelerator, data.splits["validation"], data.loaders, run.output_dir)
+    finish_run(doors, context, argv)
+    return context.metrics
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,110 @@
+"""Search the images, clips or sounds of an index that scripts/embed.py made: by text, by a file, or on a local page.
+
+A ranked table of the best hits:
+    python scripts/search.py --index_dir outputs/index "a red door"
+    python scripts/search.py --index_dir outputs/index --image query.jpg --top_k 5
+
+A page and a JSON API on this machine (pip install starlette uvicorn):
+    python scripts/search.py --index_dir outputs/index --serve
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+
+from mm_utils.arguments import arg, parse_args, required
+from mm_utils.extras.search.searcher import Searcher
+from mm_utils.files import read_regular_file
+from mm_utils.run.script import run_script, set_up_logging
+from mm_utils.text import printable, shortened
+
+
+@dataclass
+class SearchArguments:
+    """The index, the query, and the form of the answer."""
+
+    index_dir: str = required("The folder that scripts/embed.py wrote.")
+    query: str | None = arg(None, "The text to search for; it may also stand alone, without this flag.")
+    image: str | None = arg(
+        None, "Search for what is similar to this file: an image or, in an index of sounds, a WAV file."
+    )
+    top_k: int = arg(10, "Hits to show.")
+    rerank_top_k: int = arg(
+        10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
+    )
+    index_factory: str | None = arg(
+        None,
+        "For a million images and more, a coarse first pass, whose best are scored exactly: int8, binary, or a string of "
+        "FAISS's index factory such as IVF4096,PQ64 or HNSW32. Default: exact search.",
+    )
+    model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
+    json: bool = arg(False, "Print one JSON object per hit.")
+    serve: bool = arg(False, "Serve a page and a JSON API instead.")
+    host: str = arg("127.0.0.1", "The address to serve on; beyond this machine, --token is needed.")
+    port: int = arg(8000, "The port to serve on.")
+    token: str | None = arg(
+        None,
+        "A secret of 16 or more letters that the page and the API ask for; @FILE reads it from a file. Other users of the machine "
+        "see the command line, so that a file or the variable TANDEM_SEARCH_TOKEN is better.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.index_dir is None:
+            raise ValueError("--index_dir is missing; give the folder that scripts/embed.py wrote.")
+        self.token = self.token or os.environ.get("TANDEM_SEARCH_TOKEN") or None
+        if self.token and self.token.startswith("@"):
+            try:
+                self.token = read_regular_file(self.token[1:], 1 << 16).decode().strip()
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"--token is {self.token}; the file cannot be read: {error}. Check the path."
+                ) from error
+        if self.top_k < 1 or self.rerank_top_k < 0:
+            raise ValueError(
+                f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
+            )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the script; `argv` lets tests and notebooks call it."""
+    # 1. Arguments.
+    args = parse_args(SearchArguments, argv=argv, doc=__doc__, rest="query")[SearchArguments]
+    set_up_logging()
+    given = [name for name in ("query", "image", "serve") if getattr(args, name)]
+    if len(given) != 1:
+        raise ValueError(
+            f'There are {len(given)} of a text, --image and --serve; give one, e.g. --index_dir {args.index_dir} "a red door".'
+        )
+
+    # 2. The index and its model.
+    searcher = Searcher(
+        str(args.index_dir), args.model_name_or_path, args.rerank_top_k, index_factory=args.index_factory
+    )
+
+    # 3. Serve, or answer one query.
+    if args.serve:
+        from mm_utils.extras.search.server import serve  # its packages are optional
+
+        serve(searcher, args.host, args.port, args.token)
+        return
+    if args.image:
+        hits = searcher.search_file(args.image, args.top_k)
+    else:
+        hits = searcher.search_text(args.query or "", args.top_k)
+
+    # 4. Print.
+    if args.json:
+        lines = [json.dumps(vars(hit)) for hit in hits]
+    else:
+        lines = [f"rank   score{'  re-ranked' if searcher.reranks else ''}  {searcher.info.medium}"]
+        for hit in hits:
+            again = "" if not searcher.reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
+            caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
+            lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
+
+
+if __name__ == "__main__":
+    run_script(main)

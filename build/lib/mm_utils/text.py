@@ -1,0 +1,211 @@
+"""Remove secrets from text, and signs that a terminal, Markdown or a spreadsheet obeys."""
+
+import html
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+# Quantifiers before something else are bounded: the text may come from a data file, and the search stays linear in it.
+_SECRET_NAME = (
+    r"[\w-]{0,100}?(?:(?<![a-z])(?:token|secret|password|passwd|passphrase|signature|credential|"
+    r"(?:api|access|account|private|shared[ _-]?access)[ _-]?key)(?![a-z])[\w-]{0,100}"
+    r"|[_-](?:key|pat|pw|pwd|pass)(?![\w-]))"
+)
+_VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|\S)+"""
+_REDACTIONS = [
+    (re.compile(pattern, re.IGNORECASE | re.MULTILINE), replacement)
+    for pattern, replacement in (
+        # '--password=two words', as shlex.join quotes a whole word; a quote inside is '"'"'
+        (rf"""'(--?{_SECRET_NAME}=)(?:'"'"'|[^'])*'""", r"'\1***'"),
+        # --hub_token VALUE, also over a line continued with a backslash; not --use_token --next_flag
+        (rf"(?<![\w-])(--?{_SECRET_NAME}(?:=|(?:\s|\\\n){{1,100}}))(?!--){_VALUE}", r"\1***"),
+        # YAML: hub_token: VALUE WITH SPACES
+        (rf"^([ \t]{{0,100}}{_SECRET_NAME}:[ \t]{{1,100}})\S.*$", r"\1***"),
+        # Authorization: Basic VALUE
+        (r"""(authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?)[^\r\n"']+""", r"\1***"),
+        # WANDB_API_KEY=VALUE and "token": "VALUE"
+        (rf"""(?<![\w-])(["']?{_SECRET_NAME}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}}){_VALUE}""", r"\1***"),
+        (r"([?&](?:sig|key)=)[^&\s]+", r"\1***"),
+        (r"(bearer\s{1,9})\S+", r"\1***"),
+        (r"(cookie:[ \t]{0,9})\S.*$", r"\1***"),
+        # CF_API_TOKEN VALUE, and a line of .netrc
+        (
+            r"(?<![\w-])((?-i:[A-Z][A-Z0-9]{0,40}(?:_[A-Z0-9]{1,40}){0,9}_(?:TOKEN|SECRET|PASSWORD|KEY)) )[\w./+=-]{12,}",
+            r"\1***",
+        ),
+        (r"(login\s{1,9}\S{1,200}\s{1,9}password\s{1,9})\S+", r"\1***"),
+        (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:(?!-----)[\s\S])*(?:-----END [A-Z ]{0,40}-----)?", "***"),
+        # mysql://user:p@ss/word@host, but not host:port/path
+        (r"([a-z][a-z0-9+]{1,20}://)[^\s/:@]{1,64}:(?!\d{1,5}(?:/|\s|$))\S{1,300}@(?=[a-z0-9])", r"\1***@"),
+        # https://user:password@host, and https:/user:password@host, which pathlib makes of it
+        (r"(:/{1,2})[^\s/]*@", r"\1***@"),
+        # user:password@host without a scheme
+        (r"(?<![\w.+:@/-])([\w.+-]{1,64}:)[^\s@/]{1,128}@(?=[a-z0-9])", r"\1***@"),
+        (r"(?<![a-z0-9])hf_(?:(?:oauth|jwt|app)_[\w.-]+|[a-z0-9]{10,})", "***"),
+        # tokens of GitHub, GitLab, OpenAI and Anthropic, Stripe, Slack, AWS, Google
+        (r"(?<![a-z0-9])(?:gh[pousr]_[a-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|rt|dt|cbt)-[\w-]{16,})", "***"),
+        (
+            r"(?<![a-z0-9])(?:sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{10,}|whsec_\w{16,}|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,})",
+            "***",
+        ),
+        (r"(?<![a-z0-9])(?-i:(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|GOCSPX-[\w-]{10,})", "***"),
+        # tokens of Google's OAuth, organisations of the Hub, npm, PyPI, Docker, SendGrid, webhooks of Slack and Discord
+        (
+            r"(?<![a-z0-9])(?:ya29\.[\w-]{10,}|api_org_\w{16,}|npm_\w{20,}|pypi-[\w-]{16,}|dckr_[a-z]{2,4}_[\w-]{16,})",
+            "***",
+        ),
+        (r"(?<![a-z0-9])(?-i:SG\.)[\w-]{10,}\.[\w-]{10,}", "***"),
+        (r"((?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s\"'<>]+", r"\1***"),
+        # a JSON Web Token
+        (r"(?<![\w-])(?-i:eyJ)[\w-]{8,}\.[\w.-]+", "***"),
+    )
+]
+# Every secret that a redaction finds has one of these beside it; most messages have none, and cost one search.
+_SUSPICIOUS = re.compile(
+    "token|secret|pass|key|signature|credential|sig=|bearer|authorization|@|hf_|[_-]p(?:at|wd?)|gh[pousr]_|gl(?:pat|rt|dt|cbt)-|whsec|xapp-|gocspx|sk[-_]|rk_|xox|"
+    "a[ks]ia|aiza|eyj|cookie|ya29|api_org|npm_|pypi-|dckr_|sg\\.|hooks\\.slack|webhooks",
+    re.IGNORECASE,
+)
+_SECRET_VARIABLE = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY)$|_(?:KEY|PAT|PW|PWD|PASS)$", re.IGNORECASE
+)
+# The folders of an absolute path, at least one; not what follows in an address, such as https://host/a/b.
+_ABSOLUTE = re.compile(r"(?<![\w:/.~…*-])(?:file://)?/(?:[^\s/:;,\"'`<>|()\[\]{}]{1,255}/)+(?=[^\s/\"'`])")
+_CLONE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LONGEST_LINE = 4000  # characters of a logged line, whatever a message quotes
+# Characters that move the cursor, change the direction of writing or cannot be encoded; not line feed and tab.
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def redact(text: str) -> str:
+    """Replace everything that looks like a secret by ``***``, so that `text` can be published.
+
+    Covered are tokens of the Hub and of common services; values of flags, variables and YAML or JSON keys named after a
+    token, secret, password or key; credentials and signatures in URLs; headers of authorization; and the current values of
+    such environment variables. The time is linear in the length of `text`.
+    """
+    for name in filter(_SECRET_VARIABLE.search, list(os.environ)):
+        value = os.environ.get(name, "").strip()
+        if len(value) >= 8:
+            text = text.replace(value, "***")
+    if _SUSPICIOUS.search(text):
+        for pattern, replacement in _REDACTIONS:
+            text = pattern.sub(replacement, text)
+    return text
+
+
+def without_secrets(values: Mapping[str, Any], clean: Callable[[str], str] = redact) -> dict[str, Any]:
+    """Clean every text in a mapping, nested ones too, and hide each value whose name says that it is a secret."""
+    return {
+        name: "***" if _is_value(value) and redact(f"{name}=x") != f"{name}=x" else _clean_inside(value, clean)
+        for name, value in values.items()
+    }
+
+
+def _is_value(value: Any) -> bool:
+    return value is not None and not isinstance(value, (int, float, Mapping))
+
+
+def _clean_inside(value: Any, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        return without_secrets(value, clean)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_clean_inside(each, clean) for each in value)
+    return value
+
+
+def publishable(text: str) -> str:
+    """Redact a text, and name files of this machine without the folders that they are in.
+
+    Paths in the current folder, and scripts of this project, become relative. Lone surrogates, such as bytes of old file names, are escaped.
+    """
+    text = redact(text.encode("utf-8", "backslashreplace").decode())
+    for known, shown in ((os.getcwd(), ""), (_CLONE, ""), (os.path.expanduser("~"), "~/")):
+        if known.count("/") > 1 or known == "/root":
+            text = text.replace(f"{known}/", shown)
+    return _ABSOLUTE.sub("…/", text)
+
+
+def printable(text: str) -> str:
+    r"""Spell out control characters, such as ``\x1b``; line feeds and tabs stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """Cut a name from a data file to at most `limit` characters, for a message.
+
+    Secrets are redacted before: of half a secret none would be recognised.
+    """
+    if len(text) > limit:
+        text = redact(text)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+class SafeFormatter(logging.Formatter):
+    """Format log records without secrets and control characters, lines cut to 4,000 characters.
+
+    Lines after the first are indented, so that a file name or caption with a line feed cannot imitate another message.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format one record."""
+        lines = printable(redact(super().format(record))).split("\n")
+        return "\n  ".join(shortened(line, _LONGEST_LINE) for line in lines)
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Format an error as one line of at most `limit` characters without secrets."""
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    text = printable(redact(" ".join(f"{type(error).__name__}: {error}".split())))
+    return shortened(text, limit).rstrip(".")
+
+
+def no_formula(value: Any) -> Any:
+    """Quote a cell of a CSV file that a spreadsheet would run as a formula."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in ("=", "+", "-", "@") else value
+
+
+def byte_size(number: float) -> str:
+    """Format a number of bytes in MiB or GiB."""
+    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
+
+
+def markdown_text(value: object, limit: int = 300) -> str:
+    """Format a value as one line, cut to `limit` characters, that Markdown shows literally."""
+    text = " ".join("".join(letter if letter.isprintable() else " " for letter in str(value)).split())
+    text = html.escape(shortened(text, limit), quote=False)
+    # An underscore inside a word is not markup, and names stay readable without a backslash.
+    text = re.sub(r"([\\`*\[\]|~#$])|(?<![^\W_])_|_(?![^\W_])", lambda found: "\\" + found[0], text)
+    # GitHub turns bare addresses into links.
+    return re.sub(r"(?<=[a-z]):(?=//)|(?<=www)\.", lambda found: "\\" + found[0], text, flags=re.IGNORECASE)
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Format a Markdown table; floats get three significant digits, None becomes an empty cell.
+
+    Cells may hold Markdown: pass foreign text through `markdown_text` first.
+    """
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in rows:
+        cells = ["" if cell is None else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def duration(hours: float) -> str:
+    """Return a time in its largest unit: `3.2 days`, `2.0 h`, `5.1 min` or `7.0 s`."""
+    for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
+        if hours >= 2 * size:
+            return f"{hours / size:.1f} {unit}"
+    return f"{3600 * hours:.1f} s"
+
+
+def with_half_width(figure: Mapping[str, float | None], sign: str = "") -> str:
+    """Format a figure's `value` with its `half_width_95`, if it has one."""
+    half = figure["half_width_95"]
+    return f"{figure['value']:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")

@@ -1,0 +1,156 @@
+"""The flags of the training loop, named as in `transformers.TrainingArguments`."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from mm_utils.arguments import arg, in_notebook, launch_command, launcher
+from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
+from mm_utils.data.batches.order import BatchSizes
+
+# In the output folder:
+METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
+NONFINITE_FILE = "nonfinite_steps.jsonl"  # step, figures and image ids
+
+
+@dataclass
+class TrainingArguments:
+    """Training: batch size, length, evaluation, checkpoints."""
+
+    output_dir: str | None = arg(None, "The folder of the run; default: a new outputs/<script>-N.")
+    overwrite_output_dir: bool = arg(False, "Replace the run in --output_dir.")
+    resume_from_checkpoint: str | None = arg(
+        None, "A checkpoint-N folder, or 'latest': the newest that is undamaged (a first start if there is none)."
+    )
+    global_batch_size: int = arg(64, "Pairs per step, over all processes. It decides what is learnt.")
+    batch_size_schedule: str | None = arg(
+        None, "Grow the batch: step:size,step:size, e.g. 0:256,2000:512; replaces --global_batch_size."
+    )
+    micro_batch_size: str | None = arg(
+        None,
+        "Pairs per process whose activations are held at a time, or 'auto', when memory is short. It does not change what is "
+        "learnt, and is halved when memory runs out.",
+    )
+    per_device_eval_batch_size: int = arg(
+        64, "Rows per process and forward pass in evaluation. It does not change the metrics."
+    )
+    num_train_epochs: float = arg(12.0, "Passes over the training rows.")
+    max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
+    logging_steps: int = arg(10, "Log every N steps.")
+    eval_steps: int = arg(
+        -1,
+        "Evaluate every N steps; 0 = only at the end; -1 = before the first step and five times, if the run starts from "
+        "a closed form or a whole model, else only at the end.",
+    )
+    save_steps: int = arg(500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.")
+    save_minutes: float = arg(0.0, "Save one every N minutes too; 0 = by steps alone.")
+    save_total_limit: int | None = arg(2, "Keep this many checkpoints, in addition to the best ones.")
+    save_best_limit: int = arg(0, "Save after an evaluation that is among the best N so far, and keep those N.")
+    metric_for_best_model: str = arg("mean_recall", "The metric of early stopping and of the best checkpoint.")
+    greater_is_better: bool = arg(True, "A higher value of that metric is better.", rare=True)
+    peak_tflops: float | None = arg(
+        None,
+        "Peak of one device at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
+        rare=True,
+    )
+    load_best_model_at_end: bool = arg(
+        True,
+        "Keep the best evaluated weights instead of the last, if there are evaluations and checkpoints on the way.",
+    )
+    max_nonfinite_steps: int = arg(
+        10,
+        "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing.",
+        rare=True,
+    )
+    early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
+    ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
+    max_corrupt_share: float = arg(
+        0.01,
+        "Stop once more than this share of the training rows cannot be read; each is replaced by another.",
+        rare=True,
+    )
+    ddp_timeout: float = arg(
+        300.0,
+        "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
+    )
+    allow_changed_run: bool = arg(
+        False, "Resume although data, seed or flags that decide what is learnt have changed, and log them."
+    )
+    seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
+    # No flags:
+    script = "pretrain"  # `start_run` sets the name of the script that runs
+    choice = ""  # which weights are saved, and what chose them; the trainer sets it
+    has_unequal_shares = False  # a callback sets it that may give a process more of a batch than its equal share
+
+    def __post_init__(self) -> None:
+        self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it
+        self.settings: dict[str, Any] = {}  # no flag: `start_run` sets all flags by name
+        if self.max_steps <= 0 and self.num_train_epochs <= 0:
+            raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
+        size = self.micro_batch_size
+        if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
+            raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
+        self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
+        if self.max_nonfinite_steps < 1:
+            raise ValueError(f"--set max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
+        if min(self.save_steps, self.save_minutes) < 0:
+            raise ValueError(
+                f"--save_steps is {self.save_steps}, --save_minutes {self.save_minutes:g}; give 0 (never) or more."
+            )
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise ValueError(
+                f"--save_total_limit is {self.save_total_limit}; the newest checkpoint is always kept. Give at least 1."
+            )
+        if not 0 <= self.max_corrupt_share <= 1:
+            raise ValueError(f"--set max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
+        if self.ddp_timeout <= 0:
+            raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
+        if (self.early_stopping_patience or self.save_best_limit) and self.eval_steps <= 0:
+            raise ValueError("--early_stopping_patience and --save_best_limit need evaluations: set --eval_steps.")
+
+    @property
+    def resume_command(self) -> str:
+        """The command that resumes this run, to be pasted in the working folder."""
+        words = ["--config", f"{self.output_dir}/{CONFIG_FILE}", "--resume_from_checkpoint", "latest"]
+        if in_notebook():
+            return launch_command(self.script, words)
+        return f"{launcher()} {shlex.join([sys.argv[0], *words])}"
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size as a function of the step."""
+        if self.batch_size_schedule is not None:
+            return BatchSizes.parse(self.batch_size_schedule)
+        return BatchSizes((0,), (self.global_batch_size,))
+
+    @property
+    def keeps_best(self) -> bool:
+        """True if the best evaluated weights are saved on the way, and kept."""
+        return self.load_best_model_at_end and self.eval_steps > 0 and bool(self.save_steps or self.save_minutes)
+
+    def settle_eval_steps(self, steps: int, has_baseline: bool) -> None:
+        """Replace an `eval_steps` of -1, for a run of `steps`."""
+        if self.eval_steps < 0:
+            self.eval_steps = -(-steps // 5) if has_baseline else 0
+            self.eval_strategy = "steps" if has_baseline else "no"
+
+    def total_steps(self, num_rows: int) -> int:
+        """Return the number of steps of the whole run, for a training split of `num_rows`."""
+        if self.max_steps > 0:
+            return self.max_steps
+        pairs = round(self.num_train_epochs * num_rows)
+        step = self.batch_sizes.step_of(
+            pairs
+        )  # the step with the first pair too many; it is taken if half of its batch is wanted
+        return max(1, step + (2 * (pairs - self.batch_sizes.before(step)) > self.batch_sizes.at(step)))
+
+
+@dataclass
+class FinetuningArguments(TrainingArguments):
+    """Training: as for pre-training, with other defaults."""
+
+    num_train_epochs: float = arg(3.0, "Passes over the training rows.")
+    metric_for_best_model: str = arg("accuracy", "The metric of early stopping, of the best checkpoint and of alpha.")

@@ -1,0 +1,244 @@
+"""Run a training loop's callbacks; the bar and the temperature's bound are two of them."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from mm_utils import distributed
+from mm_utils.arguments import Parsed
+from mm_utils.copies import HostCopy
+from mm_utils.data.training_data import TrainingData
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop")
+
+
+class CallbackRunner:
+    """Call the events of `TrainerCallback`s; keep their control flags equal on all ranks.
+
+    Args:
+        callbacks: the callbacks, in the order in which they are called.
+        context: returns the positional arguments (args, state) and the keyword arguments of every event.
+        device: the device of this rank's collectives.
+
+    Attributes:
+        control: the flags that callbacks set.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[TrainerCallback],
+        context: Callable[[], tuple[Any, TrainerState, dict[str, Any]]],
+        device: torch.device,
+    ):
+        self.callbacks, self._context, self._device = list(callbacks), context, device
+        self.control = TrainerControl()
+        self._open: HostCopy | None = None
+
+    def call(self, event: str, **values: Any) -> None:
+        """Call an event on every callback that has it."""
+        args, state, shared = self._context()
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                self.control = method(args, state, self.control, **shared, **values) or self.control
+
+    def sync(self, *numbers: int) -> list[int]:
+        """Set on all ranks the flags set on any, as a callback may act on one; return maxima."""
+        wanted = [*(getattr(self.control, name) for name in _FLAGS), *numbers]
+        found = distributed.max_over_ranks(wanted, self._device)
+        for name, flag in zip(_FLAGS, found, strict=False):
+            setattr(self.control, name, bool(flag))
+        return found[len(_FLAGS) :]
+
+    def agree(self, *numbers: int, later: bool = False) -> list[list[int]]:
+        """Like `sync`, or begin it and end it at the next call (`later`): no host then waits.
+
+        Returns the largest numbers of the call before, if that was left open and anything was set then, and those of this
+        call, unless it is left open. Flags that are left open are not set on any rank until then.
+        """
+        earlier = self._open.tolist() if self._open is not None else []
+        self._open = None
+        if later and distributed.world_size() > 1 and not any(earlier):
+            wanted = [*(getattr(self.control, name) for name in _FLAGS), *numbers]
+            self._open = HostCopy(distributed.start_max_over_ranks(wanted, self._device))
+            for name in _FLAGS:
+                setattr(self.control, name, False)
+            return []
+        for name, flag in zip(_FLAGS, earlier, strict=False):
+            setattr(self.control, name, getattr(self.control, name) or bool(flag))
+        return [*([earlier[len(_FLAGS) :]] if any(earlier) else []), self.sync(*numbers)]
+
+    def exported(self) -> dict[str, Any]:
+        """Return the state of the callbacks that are stored in checkpoints, by class name."""
+        stored = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
+        return {type(callback).__name__: callback.state() for callback in stored}
+
+    def restore(self, exported: dict[str, Any]) -> None:
+        """Set the attributes that `exported` returned; a run that had stopped early stops again."""
+        for callback in self.callbacks:
+            for name, value in exported.get(type(callback).__name__, {}).get("attributes", {}).items():
+                setattr(callback, name, value)
+        if patience := self.exhausted():
+            self.control.should_training_stop = True
+            logger.info(
+                "The run had stopped early, after %d evaluations without a better metric; to go on, give more than "
+                "that as --early_stopping_patience", patience,
+            )  # fmt: skip
+
+    def exhausted(self) -> int:
+        """Return after how many evaluations without a better metric early stopping has ended a part of the run; 0 if not."""
+        return max((own.early_stopping_patience_counter for own in self._early_stops() if _has_waited(own)), default=0)
+
+    def wait_anew(self) -> None:
+        """Let early stopping count from 0 again."""
+        for callback in self._early_stops():
+            callback.early_stopping_patience_counter = 0
+
+    def _early_stops(self) -> list[EarlyStoppingCallback]:
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStoppingCallback)]
+
+
+def _has_waited(callback: EarlyStoppingCallback) -> bool:
+    return callback.early_stopping_patience_counter >= callback.early_stopping_patience
+
+
+class RunCallback(TrainerCallback):
+    """A callback that also takes part in a run outside of its training loop.
+
+    Extras name theirs in `CALLBACKS` of their `door.py`; a user names them by `--callbacks` or to `main`. Any other callback
+    may have these methods too.
+
+    Attributes:
+        scripts: the scripts that it is for.
+        flag: the flag without which it is not asked for; None if `attach` decides.
+        arguments: the dataclass of its flags, if it has any.
+    """
+
+    scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")
+    flag: ClassVar[str | None] = None
+    arguments: ClassVar[type | None] = None
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "RunCallback | None":
+        """Return the callback of a run; None if its flags do not ask for one.
+
+        Raises:
+            ValueError: if the flags contradict each other.
+        """
+        return cls()
+
+    def instead(self, script: str, main: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, float] | None:
+        """Run something in place of this run, such as a trial of it, and return its metrics; None to let it run."""
+        return None
+
+    def open_data(self, accelerator: Accelerator, given: Parsed, *more: Any) -> TrainingData | None:
+        """Open the run's data, in place of `mm_utils.data.training_data.open_data`; None to leave that to it.
+
+        Args:
+            accelerator: the run's accelerator.
+            given: all flags.
+            more: `schedule`, `make_processor` and `readers`, as `open_data` takes them.
+        """
+        return None
+
+    def build_model(self, given: Parsed, data: TrainingData, resume_from: Path | None) -> Any:
+        """Build the run's model, in place of `mm_utils.model.build.build_model`; None to leave that to it."""
+        return None
+
+    def evaluators(self, given: Parsed, data: TrainingData, others: Sequence[Any]) -> Any:
+        """Return what evaluates the run: retrieval by medium, and the list that includes it and `others`; None as above."""
+        return None
+
+    def has_baseline(self, data: TrainingData) -> bool:
+        """Return whether `on_start` makes a model of the weights, so that training is compared with its start."""
+        return False
+
+    def on_start(self, run: Any) -> None:
+        """Change what a `mm_utils.run.doors.RunContext` has, before anything is prepared, resumed or trained.
+
+        Called on all ranks, as `on_finish` is.
+        """
+
+    def prepare(self, *given: Any) -> Any:
+        """Return the `Prepared` of a run that is not prepared by accelerate alone; None to leave that to it.
+
+        Called with the arguments of `mm_utils.training.fsdp_deepspeed.prepare`.
+        """
+        return None
+
+    def on_finish(self, run: Any) -> None:
+        """Change or add to what is saved in the output folder; `run.metrics` are those of the saved model."""
+
+    def on_publish(self, run: Any) -> None:
+        """Publish the output folder, which is complete, or end what was open during the run; called on all ranks."""
+
+
+class ProgressBar(TrainerCallback):
+    """A bar over the steps: loss, pairs a second, share of time spent waiting for data."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start at the step where the run starts or resumes."""
+        self.bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            desc="Training",
+            unit="step",
+            disable=not state.is_world_process_zero,
+            dynamic_ncols=True,
+        )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Advance to the step."""
+        self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show training figures behind the bar, and evaluations as lines above it."""
+        logs = logs or {}
+        if "loss" in logs:
+            shown = [f"loss {logs['loss']:.3f}"]
+            if "pairs_per_second" in logs:
+                shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
+            if "comm_seconds" in logs:
+                shown.append(f"{logs['comm_seconds']:.2g} s for other processes")
+            if "utilisation" in logs:
+                shown.append(f"{logs['utilisation']:.0%} of peak")
+            self.bar.set_postfix_str(", ".join(shown))
+        recalls = {
+            name: value for name, value in logs.items() if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))
+        }
+        if recalls and state.is_world_process_zero:
+            line = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {v:.3f}" for name, v in recalls.items())
+            self.bar.write(f"step {state.global_step}: {line}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave the finished bar on the screen."""
+        self.bar.close()
+
+
+class TemperatureClamp(TrainerCallback):
+    """Keep the inverse temperature in 1 to `maximum` (100 in CLIP, arXiv 2103.00020)."""
+
+    def __init__(self, maximum: float):
+        self.maximum = math.log(maximum)
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Clamp the parameter in place."""
+        kwargs["model"].logit_scale.clamp_(0.0, self.maximum)

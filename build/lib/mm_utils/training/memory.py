@@ -1,0 +1,61 @@
+"""Memory of a process: its peak, what is free, and what a rehearsed step must leave as it was."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from mm_utils import distributed
+
+
+@contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module, running statistics too, after a rehearsed step."""
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(module.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that this process could use at its peak."""
+    if device.type == "cuda":
+        return free_bytes(device)
+    return free_bytes(device) // distributed.processes_here() + peak_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak of memory in bytes: of tensors on a GPU, else of this process alone.
+
+    On Linux, `ru_maxrss` starts at the parent's value; `VmHWM` starts at 0.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, StopIteration), open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Reset `peak_bytes` to the present memory, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory in bytes, including the allocator's cache."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available

@@ -1,0 +1,198 @@
+"""Build the optimizer's parameter groups; compute the learning rate of a step."""
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mm_utils.arguments import arg
+
+logger = logging.getLogger(__name__)
+
+LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
+"""The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
+(arXiv 2205.10287)."""
+TOWERS = ("vision_model.", "text_model.")
+_MEDIUM = re.compile(r"media\.\w+\.")  # a further medium, with a tower of its own
+_JOINTS = ("visual_projection", "text_projection", "logit_scale", "logit_bias")
+
+# Class, mask and register tokens, and positions: position_embeddings (BERT, ViT), absolute_pos_embed, wpe (GPT), and tables
+# of relative positions (relative_position_bias_table, relative_attention_bias).
+_LEARNED_TOKENS = re.compile(
+    r"position(?:al)?_(?:embedding|bias_table)|(?:embed|emb)_?positions?|(?:^|[._])pos_?emb|(?:^|\.)wpe\.|relative_attention_bias"
+    r"|(?:cls|class|dist\w*|mask|register)_(?:token|embedding)s?$"
+)
+# A block is the first numbered module in a parameter's name. Stages have two numbers, of the stage and of the block in it: stages.1.layers.0 (ResNet, ConvNeXt), layers.1.blocks.0 (Swin), block.1.0 (PoolFormer).
+_NUMBERED = re.compile(r"(?:[a-z]\w*\.)*?\w+\.\d+(?=\.)")
+_STAGED = re.compile(r"((?:[a-z]\w*\.)*?\w+\.\d+)\.(?:(?:layers|blocks)\.)?\d+(?=\.)")
+
+
+@dataclass
+class OptimizerArguments:
+    """Optimizer: AdamW and its schedule."""
+
+    learning_rate: float = arg(1e-3, "Peak learning rate of newly initialised parameters.")
+    backbone_learning_rate: float | None = arg(
+        None,
+        "Peak learning rate of the two backbones, and of projections that are not new; default: a tenth of --learning_rate if "
+        "pretrained, else equal.",
+    )
+    head_share: float = arg(
+        0.5,
+        "Share of the run, its last part, in which the terms of the fusion head are trained, on backbones that stay as they are; "
+        "before it, the other terms alone. 0 = all at once. It plays no part without a term of the head.",
+    )
+    layerwise_lr_decay: float = arg(
+        1.0, "Each block of a backbone has this share of the learning rate of the block above it; 1 = all equal."
+    )
+    weight_decay: float = arg(
+        0.1, "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions."
+    )
+    adam_beta1: float = arg(0.9, "AdamW's decay of the first moment.", rare=True)
+    adam_beta2: float = arg(0.98, "AdamW's decay of the second moment.", rare=True)
+    adam_epsilon: float = arg(1e-6, "AdamW's epsilon.", rare=True)
+    lr_scheduler_type: str = arg(
+        "cosine", "'cosine' to zero, or 'constant_with_cooldown' (linear to zero at the end)."
+    )
+    warmup_ratio: float = arg(0.05, "Share of the steps in which the rate rises linearly from zero.")
+    cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.", rare=True)
+    batch_size_lr_rule: str = arg(
+        "sqrt",
+        "With --batch_size_schedule, growth of the rate with the batch: 'constant' (none), 'linear' or 'sqrt'.",
+        rare=True,
+    )
+    max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type not in ("cosine", "constant_with_cooldown"):
+            raise ValueError(
+                f"--lr_scheduler_type is {self.lr_scheduler_type!r}; choose cosine or constant_with_cooldown."
+            )
+        if self.batch_size_lr_rule not in LR_RULES:
+            raise ValueError(
+                f"--set batch_size_lr_rule is {self.batch_size_lr_rule!r}; choose one of {', '.join(LR_RULES)}."
+            )
+        if not (self.warmup_ratio >= 0 and self.cooldown_ratio >= 0 and self.warmup_ratio + self.cooldown_ratio <= 1):
+            raise ValueError("--warmup_ratio and --set cooldown_ratio are shares of the run; together at most 1.")
+        if self.learning_rate < 0:
+            raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
+        if not 0 <= self.head_share < 1:
+            raise ValueError(f"--head_share is {self.head_share}; give a share of the run in [0, 1), e.g. 0.5.")
+        if not 0 < self.layerwise_lr_decay <= 1:
+            raise ValueError(f"--layerwise_lr_decay is {self.layerwise_lr_decay}; give a share in (0, 1], e.g. 0.9.")
+
+
+def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
+    """Return the learning rate of a step, counted from 0, as a share of its peak."""
+    warmup = args.warmup_ratio * max_steps
+    if step + 1 < warmup:
+        return (step + 1) / warmup
+    if args.lr_scheduler_type == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup))) if step > warmup else 1.0
+    cooldown = args.cooldown_ratio * max_steps
+    return min(1.0, (max_steps - step) / cooldown) if cooldown else 1.0
+
+
+def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
+    """Return each backbone parameter's depth from the top, as in BEiT (arXiv 2106.08254).
+
+    Norms and poolers behind the last block have depth 0, the last block 1, the first one the number of blocks, and stem and
+    embeddings one more. A stage's parameters outside its blocks have the depth of the nearest block.
+
+    Args:
+        names: the names of all parameters, in the order of `named_parameters`, which is that of the forward pass.
+    """
+    names = list(names)
+    stages = {found[1] for name in names if (found := _STAGED.match(name))}
+    blocks: dict[str, int] = {}
+    begun: set[str] = set()
+    place_of: dict[str, int | None] = {}
+    for name in names:
+        block, numbered = _STAGED.match(name), _NUMBERED.match(name)
+        if numbered is None or "embed" in name.partition(".")[0]:
+            place_of[name] = None if blocks else 0
+        elif block is None and numbered[0] in stages:
+            place_of[name] = len(blocks) + (numbered[0] not in begun)
+        else:
+            begun.add(numbered[0])
+            place_of[name] = blocks.setdefault((block or numbered)[0], len(blocks) + 1)
+    return {name: 0 if place is None else len(blocks) + 1 - place for name, place in place_of.items()}
+
+
+def build_optimizer(
+    model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device, has_baseline: bool = False
+) -> torch.optim.AdamW:
+    """Build AdamW: matrices decay, backbones and their lower blocks have their own rates.
+
+    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
+    `backbone`, whether it is frozen in the head's part of the run; the trainer sets `lr` from them and `schedule`.
+
+    Args:
+        model: the model.
+        args: the optimizer's arguments.
+        pretrained: True if the backbones are pretrained, which lowers their default rate.
+        device: the device of the parameters.
+        has_baseline: True if projections and temperature are not new parameters either, and learn at the backbones' rate.
+    """
+    rates = _peak_rates(model, args, pretrained)
+    if has_baseline:
+        rates |= {name: backbone_rate(args, pretrained) for name in rates if name.split(".")[0] in _JOINTS}
+    groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        backbone = any(f".{tower}" in f".{name}" for tower in TOWERS)
+        rate, decays = rates[name], _decays(name, parameter)
+        group = groups.setdefault(
+            (backbone, rate, decays),
+            {
+                "params": [],
+                "lr": rate,
+                "peak_lr": rate,
+                "backbone": backbone,
+                "weight_decay": args.weight_decay if decays else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+    if not groups:
+        raise ValueError("no parameter is left to train; drop --freeze_vision or --freeze_text")
+    every, trained = (
+        sum(each.numel() for each in model.parameters() if each.requires_grad >= only) for only in (0, 1)
+    )
+    logger.info("%s parameters, %s of them trained", f"{every:,}", f"{trained:,}")
+    betas = (args.adam_beta1, args.adam_beta2)
+    return torch.optim.AdamW(list(groups.values()), betas=betas, eps=args.adam_epsilon, fused=device.type == "cuda")
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix of weights, and no learned token or position."""
+    return sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
+
+
+def backbone_rate(args: OptimizerArguments, pretrained: bool) -> float:
+    """Return the peak rate of the backbones."""
+    if args.backbone_learning_rate is not None:
+        return args.backbone_learning_rate
+    return args.learning_rate * (0.1 if pretrained else 1.0)
+
+
+def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool) -> dict[str, float]:
+    """Return the peak rate of every parameter, by name."""
+    rates = {name: args.learning_rate for name, _ in model.named_parameters()}
+    media = sorted({found[0] for name in rates if (found := _MEDIUM.match(name))})
+    for part, tower in ((part, tower) for part in (None, *media) for tower in TOWERS):
+        inside = {
+            name: name.rpartition(f".{tower}")[2].removeprefix(tower)
+            for name in rates
+            if f".{tower}" in f".{name}" and (name.startswith(part) if part else not _MEDIUM.match(name))
+        }
+        depths = depths_below_the_top(inside.values())
+        for name, short in inside.items():
+            if ".lora_" not in name:
+                rates[name] = backbone_rate(args, pretrained) * args.layerwise_lr_decay ** depths[short]
+    return rates

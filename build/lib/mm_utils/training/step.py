@@ -1,0 +1,176 @@
+"""One optimizer step: learning rate, gradient of the global batch, clipping, update.
+
+A step whose loss or gradient is not finite changes nothing and is written down. On a GPU the device decides that, and the host
+reads the figures while it launches the next step. Our own random numbers are functions of seed, step and row
+(`mm_utils.model.row_noise`). Those of a backbone's own dropout, if it is kept, are functions of seed, step and rank: a resumed run
+repeats the uninterrupted one without stored random states, on the same number of processes.
+"""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mm_utils import distributed
+from mm_utils.doors import entry
+from mm_utils.model.adapt import WeightAverage
+from mm_utils.model.row_noise import seed_all
+from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
+from mm_utils.reliability.nonfinite_steps import NonfiniteSteps
+from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
+from mm_utils.training.memory import restored_buffers
+from mm_utils.training.optim import LR_RULES, OptimizerArguments
+from mm_utils.training.phases import Phases
+
+logger = logging.getLogger(__name__)
+
+_MIN_LOSS_SCALE = 2.0**-14
+
+
+class TrainStep:
+    """The optimizer step of a run.
+
+    Args:
+        args, optimizer_args: the run's arguments.
+        accelerator: the accelerator that prepared objective and optimizer.
+        objective, optimizer: the prepared objective and optimizer; the optimizer's groups have a `peak_lr`.
+        max_steps: the number of steps of the whole run.
+        max_seq_length: the longest possible caption in tokens, for `--micro_batch_size auto`.
+
+    Attributes:
+        average: the moving average of the weights, with `--ema_decay`.
+        micro_batch: the number of pairs that this rank holds at a time.
+        phases: what each step trains.
+        nonfinite: the steps that changed nothing because they were not finite; complete after `settle`.
+        reads_late: True if the device decides whether a step moves the weights, and its figures are read in the next step.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        optimizer_args: OptimizerArguments,
+        accelerator: Accelerator,
+        objective: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_steps: int,
+        max_seq_length: int,
+    ):
+        self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
+        self.objective, self.optimizer = objective, optimizer
+        self.unwrapped = unwrapped = accelerator.unwrap_model(objective)
+        unwrapped.is_wrapped = unwrapped is not objective
+        self.phases = Phases(unwrapped, args, optimizer_args, max_steps)
+        self.average = WeightAverage(unwrapped.model, args.ema_decay) if args.ema_decay else None
+        self.max_seq_length, self.sizes = max_seq_length, args.batch_sizes
+        size = args.micro_batch_size
+        self.micro_batch = MicroBatch(None if size in (None, "auto") else int(size))
+        path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
+        self.nonfinite = NonfiniteSteps(path, args.max_nonfinite_steps, scaler is not None)
+        self._moved, self._is_first = False, True
+        self.reads_late = (
+            accelerator.device.type == "cuda"
+            and bool(optimizer.defaults.get("fused"))
+            and scaler is None
+            and accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+            and not unwrapped.needs_teacher  # of whom the next step begins to learn at once
+        )
+
+    def run(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
+        """Take a step with one global batch; return the objective's report and the gradient norm.
+
+        A step whose loss or gradient is not finite, or whose gradient is 0, changes nothing. Call `finish` after it.
+
+        Raises:
+            ValueError: if not even one pair fits into memory.
+            FloatingPointError: if too many steps were not finite; on a GPU, up to the step before.
+        """
+        if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
+            self.objective.train()
+        growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
+        self.phases.set_rates(self.optimizer.param_groups, step, growth)
+        if self._is_first:
+            self._is_first = False
+            self._prepare(batch, step)
+        report = self._backward(batch, step)
+        self.settle()  # the step before, while the device computes this one
+        for weight in self.unwrapped.idle_weights():
+            weight.grad = None  # with one of 0, momentum and weight decay would still move it
+        norm = self.unwrapped.clip_gradients(self.accelerator, self.optimizer_args.max_grad_norm or math.inf)
+        report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
+        self.nonfinite.take(step, report["loss"], report["grad_norm"], batch["image_ids"])
+        if self.reads_late:
+            fused: Any = self.optimizer
+            fused.optimizer.found_inf = self.nonfinite.standstill()  # with 1, fused AdamW does nothing
+        else:
+            self._moved = self.nonfinite.read()
+            self._check_loss_scale(step)
+        if self.reads_late or self._moved:
+            self.optimizer.step()
+        elif self.accelerator.scaler is not None:  # lower or raise the scale, by what unscaling has found
+            self.accelerator.scaler.update()
+        self.optimizer.zero_grad()
+        return report
+
+    def finish(self) -> None:
+        """End a step after callbacks: move the average, or begin to read whether it may move."""
+        if self.reads_late:
+            self.nonfinite.send()
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make `nonfinite` and the average those after the latest step; called on all ranks.
+
+        Raises:
+            FloatingPointError: if too many steps were not finite.
+        """
+        if (self._moved or self.nonfinite.read()) and self.average is not None:
+            self.average.update()
+        self._moved = False
+
+    def _prepare(self, batch: dict[str, Any], step: int) -> None:
+        """Find the micro-batch size, or settle DDP's order, before this start's first step."""
+        if self.args.micro_batch_size == "auto":
+            largest = -(-self.sizes.sizes[-1] // (1 if self.args.has_unequal_shares else distributed.world_size()))
+            self.micro_batch.size = entry("MICRO_BATCHES", "auto", "--micro_batch_size is auto")(
+                self.accelerator,
+                self.objective,
+                batch,
+                largest,
+                self.max_seq_length,
+                {0, self.phases.head_from} if self.phases.is_split else {0},
+            )
+            logger.info(
+                "--micro_batch_size auto: %d of %d pairs per process at a time", self.micro_batch.size, largest
+            )
+        # DDP packs gradients anew after the first step of every start. Three and more numbers are added up in an order that
+        # depends on where they lie, so the step after a resumption would differ in the last digits: run it once for nothing.
+        wrapped = isinstance(self.objective, DistributedDataParallel)
+        if self.micro_batch.size is None and wrapped and distributed.world_size() >= 3:
+            with restored_buffers(self.objective):
+                self._backward(batch, 0)  # of one part of the run at every start
+            self.optimizer.zero_grad()
+
+    def _backward(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
+        def restart() -> None:
+            self.optimizer.zero_grad()
+            place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
+            seed_all(place % 2**32)
+
+        batch = self.unwrapped.deal(batch)
+        return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
+
+    def _check_loss_scale(self, step: int) -> None:
+        """Raise once the loss scaler has fallen so far that it will not find a finite gradient."""
+        scaler = self.accelerator.scaler
+        if scaler is not None and scaler.get_scale() < _MIN_LOSS_SCALE:
+            raise FloatingPointError(
+                f"the gradients of fp16 training are not finite at any scale, up to step {step + 1}. Lower --learning_rate, or "
+                "train in bf16."
+            )

@@ -1,0 +1,523 @@
+"""The one training loop: steps, evaluation, checkpoints, callbacks.
+
+Names follow `transformers.Trainer` wherever the meaning is the same, and its callbacks run here unchanged. One thing differs:
+the unit of a step is the global batch, whose rows depend on (data, seed, step) alone, so a run that is resumed with another
+number of processes continues with the same batches.
+
+Callbacks get the stock events, with further keyword arguments:
+    on_step_begin: batch, data_wait (seconds). on_step_end: report, batch, data_wait, micro_batch_size.
+    on_prediction_step: before every evaluation batch. on_log: logs, to which a callback may add values.
+    on_evaluate: metrics, to which a callback may add values: they are logged, too.
+    on_save: checkpoint, the folder, once it is complete; training is steps ahead of it then.
+And two events of ours, called on callbacks that have them: on_evaluate_begin, on_save_begin. A callback that is a context
+manager is entered around training, and one that is `ExportableState` is stored in checkpoints and restored.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from transformers import TrainerCallback, TrainerState
+
+from mm_utils import distributed
+from mm_utils.checkpointing.files import step_of
+from mm_utils.checkpointing.state import TrainingState, learnt_flags
+from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
+from mm_utils.data.batches.workers import CheckedLoader
+from mm_utils.data.training_data import TrainingData
+from mm_utils.files import append_rows, truncate_rows
+from mm_utils.objectives import Objective
+from mm_utils.reliability.signals import Interrupted, Interruption
+from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
+from mm_utils.training.callbacks import CallbackRunner
+from mm_utils.training.fsdp_deepspeed import prepare, unsharded
+from mm_utils.training.optim import OptimizerArguments
+from mm_utils.training.phases import same_head
+from mm_utils.training.step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Train an objective on global batches. It is built from parts, in the open.
+
+    Args:
+        args, optimizer_args: the run's arguments.
+        accelerator: the accelerator, from `mm_utils.run.start.start_run`.
+        objective: the loss; called with (batch, step), it returns the value to optimise and the values to log.
+        optimizer: an optimizer whose groups have a `peak_lr`.
+        data: the training batches, and the batches to evaluate on.
+        evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
+        callbacks: any `transformers.TrainerCallback`.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        optimizer_args: OptimizerArguments,
+        accelerator: Accelerator,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        data: TrainingData,
+        evaluators: Sequence[Callable[..., dict[str, float]]] = (),
+        callbacks: Sequence[TrainerCallback] = (),
+    ):
+        self.args, self.accelerator, self.data = args, accelerator, data
+        self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
+        prepared = prepare(args, accelerator, objective, optimizer, data, callbacks)
+        objective, self.objective, self.optimizer = prepared.unwrapped, prepared.objective, prepared.optimizer
+        self.model = objective.model
+        self.evaluators = evaluators
+        self.state = TrainerState(
+            max_steps=args.total_steps(data.num_rows),
+            is_world_process_zero=accelerator.is_main_process,
+            is_local_process_zero=accelerator.is_local_main_process,
+        )
+        self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // data.num_rows)
+        self.step = TrainStep(
+            args,
+            optimizer_args,
+            accelerator,
+            self.objective,
+            self.optimizer,
+            self.state.max_steps,
+            data.max_seq_length,
+        )
+        self.phases, self.average = self.step.phases, self.step.average
+        objective.teacher = self.average
+        self.callbacks = CallbackRunner(prepared.callbacks, self._context, accelerator.device)
+        self.signals = Interruption()
+        objective.seed = args.seed
+        self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
+        self.flags = learnt_flags(args.settings)
+        self.captured = TrainingState(
+            accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
+        )
+        self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
+        self._evaluated_step, self._saved_step, self._saved_at = -1, 0, time.monotonic()
+        self._resumed_from: Path | None = None
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from: Path | None = None, evaluate_start: bool = False) -> dict[str, float]:
+        """Train to the end or a callback's stop; save; return the metrics of what is saved.
+
+        With `evaluate_start`, the first weights are evaluated too, and kept if no later ones are better.
+
+        Raises:
+            Interrupted: if a signal stopped the run (`mm_utils.reliability.signals`); the checkpoint is written then.
+            distributed.RunError: if checkpoints cannot be written any more.
+        """
+        with ExitStack() as stack:
+            self.signals = stack.enter_context(Interruption())
+            for callback in self.callbacks.callbacks:
+                if isinstance(callback, AbstractContextManager):
+                    stack.enter_context(callback)
+            try:
+                self._begin(resume_from)
+                metrics = self._evaluate_if_due(evaluate_start)
+                if not self.callbacks.control.should_training_stop:
+                    metrics = self._take_steps() or metrics
+                if self._goes_on_with_head():
+                    metrics = self._take_steps() or metrics
+                self.step.settle()
+                if self.evaluators and self._evaluated_step != self.state.global_step:
+                    metrics = self.evaluate()
+                if self.saves and self._saved_step != self.state.global_step:
+                    self.save_checkpoint()
+                complete = self._finish_writing()
+                metrics = self._choose(metrics)
+            except _StopRequested as stop:
+                self._save_and_exit(stop.signal)
+        self.callbacks.call("on_train_end")
+        self.captured.save_model()
+        if not complete:
+            self._fail_after_save_errors()
+        return metrics
+
+    def _take_steps(self) -> dict[str, float]:
+        """Take all steps, or stop where a callback or a signal says so; return the last metrics."""
+        metrics: dict[str, float] = {}
+        loader = self.data.train_batches(self.state.global_step, self.state.max_steps)
+        for batch in loader:
+            if self.state.global_step == self.phases.head_from:
+                self._begin_head()
+            self.callbacks.call("on_step_begin", batch=batch, data_wait=loader.wait)
+            report = self.step.run(batch, self.state.global_step)
+            self.state.global_step += 1
+            self.state.epoch = self.sizes.before(self.state.global_step) / self.data.num_rows
+            self._schedule_actions()
+            size = self.step.micro_batch.size
+            self.callbacks.call(
+                "on_step_end", report=report, batch=batch, data_wait=loader.wait, micro_batch_size=size
+            )
+            signal = self._sync_ranks()
+            self.step.finish()
+            metrics = self._run_due_actions(report) or metrics
+            if signal:
+                raise _StopRequested(signal)
+            if self.callbacks.control.should_training_stop:
+                return metrics
+        if self.state.global_step < self.state.max_steps:
+            raise distributed.RunError(  # on this process, maybe alone: the others would wait for it in their next step
+                f"the training data of process {distributed.rank()} ended after step {self.state.global_step} of "
+                f"{self.state.max_steps}. Give all processes the same data, and as much as at the start."
+            )
+        return metrics
+
+    def _begin(self, resume_from: Path | None) -> None:
+        """Check all that can be checked before the first step; load the checkpoint."""
+        distributed.check_equal_on_all_ranks({"what decides the batches": self.identity})
+        if self.accelerator.is_main_process:
+            self.writer.clean_up()
+        if resume_from is not None:
+            self._resume(resume_from)
+        if self.accelerator.is_main_process:
+            for name in (METRICS_FILE, NONFINITE_FILE):
+                truncate_rows(self.output_dir / name, self.state.global_step)
+        if self.saves:
+            limit = self.args.save_total_limit
+            kept = (
+                None
+                if limit is None
+                else limit + max(self.args.save_best_limit, self.args.keeps_best) + self.phases.keeps_encoders
+            )
+            check_room(self.output_dir, self.captured.nbytes, kept)
+        self.callbacks.call("on_train_begin")
+
+    def _schedule_actions(self) -> None:
+        """Set the actions that are due after this step; callbacks may change them."""
+        step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
+        self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
+        self.callbacks.control.should_evaluate = bool(self.evaluators) and (last or self.phases.evaluates(step))
+        waited = time.monotonic() - self._saved_at
+        self.callbacks.control.should_save = (
+            _due(step, self.args.save_steps) or 0 < 60 * self.args.save_minutes <= waited
+        )
+
+    def _sync_ranks(self) -> int:
+        """Let all ranks do what is due on any: signals, clocks and disks differ.
+
+        Returns the number of the signal that asks the run to stop, or 0. Such a step is logged; its other actions are left
+        to `_save_and_exit` and to the resumed run. On GPUs, ranks agree a step later, unless they wait for this one anyway.
+        """
+        signal, step = 0, self.state.global_step
+        waits = step >= self.state.max_steps or self.phases.evaluates(step)
+        waits = waits or _due(step, self.args.logging_steps) or _due(step, self.args.save_steps)
+        flags = (self.signals.number, self.writer.saved(), self.writer.failures)
+        for asked, saved, failures in self.callbacks.agree(*flags, later=self.step.reads_late and not waits):
+            signal = signal or asked
+            if saved:
+                self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
+                self.callbacks.sync()
+            if failures >= MOST_FAILURES:
+                self._fail_after_save_errors()
+        if signal:
+            self.callbacks.control.should_evaluate = self.callbacks.control.should_save = False
+        return signal
+
+    def _run_due_actions(self, report: dict[str, Tensor]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self.callbacks.control.should_log:
+            self.step.settle()
+            values = {name: value.item() for name, value in report.items()}
+            values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+            if self.step.nonfinite.count:
+                values["nonfinite_steps"] = self.step.nonfinite.count
+            self.log(values)
+            self.callbacks.sync()
+        if self.callbacks.control.should_evaluate:
+            metrics = self.evaluate()
+            self.callbacks.sync()
+        if self.callbacks.control.should_save:
+            self.save_checkpoint()
+        return metrics
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate now, log, and call the callbacks; return the metrics.
+
+        With a weight average, which is what will be saved, `eval_*` are its metrics, and `eval_raw_*` those of the current
+        weights.
+        """
+        self.step.settle()
+        self.callbacks.call("on_evaluate_begin")
+        # The saved weights come last: evaluators keep their last findings, for the pictures.
+        raw = self.measure() if self.average is not None else {}
+        found = self._measure_saved()
+        metrics = {f"eval_{name}": value for name, value in found.items()}
+        metrics |= {f"eval_raw_{name}": value for name, value in raw.items()}
+        self._evaluated_step = self.state.global_step
+        if self._is_evaluated():  # before a kill: evaluators need their findings again, the log and callbacks do not
+            return metrics
+        # Callbacks may add metrics, which are logged; they compare with the best so far, so it changes after them.
+        self.callbacks.call("on_evaluate", metrics=metrics)
+        self.log(metrics)
+        step, history = self.state.global_step, self.state.log_history
+        value = metrics.get(f"eval_{self.phases.metric(step)}")
+        if value is None and self.phases.needs_metric(step):
+            raise ValueError(
+                f"--metric_for_best_model is {self.args.metric_for_best_model}; measured were {', '.join(found)}."
+            )
+        if self.phases.best_of_part(history, step) == step:
+            self.state.best_metric, self.state.best_global_step = value, step
+        self.callbacks.control.should_save |= step in self.phases.kept(history)
+        return metrics
+
+    def measure(self) -> dict[str, float]:
+        """Evaluate the current weights, without logging."""
+        if not self.evaluators or self.data.eval_loader is None:
+            raise ValueError(
+                "this Trainer was given nothing to evaluate; pass data with an eval_loader, and evaluators"
+            )
+        self.objective.eval()
+        with unsharded(self.objective):
+            loader = CheckedLoader(self.data.eval_loader, self._check_stop_signal)
+            found = [evaluate(self.model, loader, self.accelerator) for evaluate in self.evaluators]
+        return {name: value for metrics in found for name, value in metrics.items()}
+
+    def _measure_saved(self) -> dict[str, float]:
+        """Evaluate the weights that would be saved, without logging."""
+        with self.average.applied() if self.average is not None else nullcontext():
+            return self.measure()
+
+    def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
+        """Do the evaluation due before the first step, or when a resumed run was stopped."""
+        step = self.state.global_step
+        due = bool(self.evaluators) and self.phases.evaluates(step) and (at_start or step > 0)
+        if not due or self._is_evaluated():
+            return {}
+        metrics = self.evaluate()
+        if self.callbacks.control.should_save:
+            self.save_checkpoint()
+        return metrics
+
+    def _is_evaluated(self) -> bool:
+        """Return whether the log has the evaluation of the present weights."""
+        step = self.state.global_step
+        return any(row["step"] == step and "loss" not in row for row in self.state.log_history)
+
+    def _goes_on_with_head(self) -> bool:
+        """Return whether early stopping has ended the encoders' part alone; the next step is then the first of the head's."""
+        step, first, control = self.state.global_step, self.phases.head_from, self.callbacks.control
+        waited = self.callbacks.exhausted() if control.should_training_stop else 0
+        if not (self.phases.is_split and step <= first < self.state.max_steps and waited):
+            return False
+        logger.info(
+            "The encoders' part ends early, at step %d, after %d evaluations without a better metric; the head's part begins, with "
+            "step %d", step, waited, first,
+        )  # fmt: skip
+        control.should_training_stop, self.state.global_step = False, first
+        self.state.epoch = self.sizes.before(first) / self.data.num_rows
+        return True
+
+    def _begin_head(self) -> None:
+        """Begin the head's part of the run, with the best encoders of the part before it, and their optimizer's state."""
+        state, best = self.state, self.phases.best_encoders(self.state.log_history)
+        if self.phases.is_split and self.args.keeps_best and best and best[0] != state.global_step:
+            self._finish_writing()
+            if (path := self._folder_of(best[0])) is not None:
+                self.captured.load_training(path)
+                logger.info("The head's part begins with the encoders of step %d, the best of theirs", best[0])
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        self.callbacks.wait_anew()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> bool:
+        """True if checkpoints are written during training."""
+        return bool(self.args.save_steps or self.args.save_minutes)
+
+    def save_checkpoint(self) -> None:
+        """Start writing all that a resumed run needs, in a folder for `from_pretrained`."""
+        self.step.settle()
+        self.callbacks.call("on_save_begin")
+        self.state.stateful_callbacks = self.callbacks.exported()  # type: ignore[assignment]
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(self.writer.path(self.state.global_step))
+        self.writer.wait()  # the next capture reuses the memory that it reads
+        run = {"identity": self.identity, "flags": self.flags, "nonfinite_steps": self.step.nonfinite.count}
+        snapshot = self.captured.capture(self.state, run)
+        if self.accelerator.is_main_process:
+            self.writer.start(self.state.global_step, snapshot, self.phases.kept(self.state.log_history))
+        self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
+
+    def load_checkpoint(self, path: Path) -> TrainerState:
+        """Load a checkpoint's weights, optimizer and counters on all ranks; return its state.
+
+        Raises:
+            ValueError: if the checkpoint is of another model, of other data or of other flags.
+        """
+        state, run = self.captured.restore(path, self.identity, self.flags, self.args.allow_changed_run)
+        self.step.nonfinite.count = run["nonfinite_steps"]
+        self._forget_other_metric(path, state, run.get("flags") or {})
+        return state
+
+    def _resume(self, path: Path) -> None:
+        if (step := step_of(path.resolve())) > self.state.max_steps:
+            raise ValueError(
+                f"--resume_from_checkpoint is {path}, of step {step}; the run has {self.state.max_steps} steps. Raise --max_steps "
+                "or --num_train_epochs."
+            )
+        state, self._resumed_from = self.load_checkpoint(path), path.absolute()
+        state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
+        state.is_world_process_zero = self.state.is_world_process_zero
+        state.is_local_process_zero = self.state.is_local_process_zero
+        self.state, self._saved_step = state, state.global_step
+        self.callbacks.restore(state.stateful_callbacks or {})  # type: ignore[arg-type]
+        if self.accelerator.is_main_process:
+            self.writer.set_newer_aside(state.global_step)
+            logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
+
+    def _forget_other_metric(self, path: Path, state: TrainerState, flags: Mapping[str, Any]) -> None:
+        """Let the best be sought from the resumed step on if another metric has chosen it so far."""
+        if all(flags.get(name, now) == now for name, now in self.flags.items() if name in _CHOOSING):
+            return
+        step, metric = state.global_step, f"eval_{self.phases.metric(state.global_step)}"
+        state.log_history = [row for row in state.log_history if "loss" in row or row["step"] == step]
+        values = [row[metric] for row in state.log_history if "loss" not in row and metric in row]
+        state.best_metric, state.best_global_step, state.best_model_checkpoint = (
+            (values[0], step, str(path)) if values else (None, None, None)
+        )
+
+    def _finish_writing(self) -> bool:
+        """Wait for the last checkpoint and call the callbacks; return whether it could be written."""
+        self.callbacks.call("on_save_begin")
+        self.writer.wait()
+        while True:
+            flags = [self.writer.saved(), self.writer.failures]
+            saved, failures = distributed.max_over_ranks(flags, self.accelerator.device)
+            if not saved:
+                break
+            self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
+        if self.accelerator.is_main_process:
+            self.writer.remove_old(self.phases.kept(self.state.log_history))
+        return not failures
+
+    def _choose(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Load the best weights, where they are kept, and note what chose them; return the metrics of what is saved."""
+        step, first = self.state.global_step, self.phases.head_from
+        if self.args.keeps_best and (best := self.phases.best(self.state.log_history)):
+            metrics = self._load_best(best, metrics)
+        if self.phases.has_head and self.phases.is_new and step <= first:
+            self.model.config.rerank_weights = {}
+            self.args.choice += (
+                f" No head was trained: the run ended at step {step}, and its head learns from step {first} on."
+            )
+        self.args.choice = self.args.choice.strip()
+        if self.args.choice and self.accelerator.is_main_process:
+            logger.info("%s", self.args.choice)
+        return metrics
+
+    def _load_best(self, best: list[int], metrics: dict[str, float]) -> dict[str, float]:
+        """Load the best checkpoint's weights; return the metrics of its evaluation."""
+        history = self.state.log_history
+        step, path = next(((step, path) for step in best if (path := self._folder_of(step))), (best[0], None))
+        if path is None:
+            lost = self.writer.path(step)
+            logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
+            return metrics
+        self.captured.load_weights(path)
+        choice = self.phases.choice(history, step)
+        row = {
+            "step": self.state.global_step,
+            "saved_step": step,
+            "saved_part": choice.part,
+            "saved_by": choice.figure,
+        }
+        self.args.choice = str(choice)
+        reranks = any((self.model.config.rerank_weights or {}).values())
+        earlier = self.phases.lost_recall(history, step, reranks)
+        if earlier is not None and (path := self._folder_of(earlier)) is not None:
+            with same_head(self.model, self.average):
+                self.captured.load_weights(path)
+            metrics = {f"eval_{name}": value for name, value in self._measure_saved().items()}
+            self.args.choice += (
+                f" Its projections are those of step {earlier}: later ones cost more recall than the head adds."
+            )
+            row["saved_projections_step"] = earlier
+        else:
+            if step != self._evaluated_step:
+                self._measure_saved()  # the pictures are of what is saved
+            found = next(row for row in history if row["step"] == step and "loss" not in row)
+            metrics = {name: value for name, value in found.items() if name.startswith("eval_")}
+        if self.accelerator.is_main_process:
+            append_rows(self.output_dir / METRICS_FILE, [row])
+        return metrics
+
+    def _folder_of(self, step: int) -> Path | None:
+        """Return the checkpoint of a step, maybe in the folder that the run was begun in; None if it is lost."""
+        stored = self.state.best_model_checkpoint
+        earlier = (
+            {self._resumed_from.parent, *([Path(stored).parent] if stored else [])} if self._resumed_from else set()
+        )
+        places = [self.writer.path(step), *(folder / self.writer.path(step).name for folder in earlier)]
+        return next((path for path in places if path.is_dir()), None)
+
+    def _save_and_exit(self, signal: int) -> NoReturn:
+        """Save and stop, as a signal asked."""
+        step = self.state.global_step
+        if self._saved_step != step:
+            self.save_checkpoint()
+        if not self._finish_writing():
+            self._fail_after_save_errors()
+        self.callbacks.call("on_train_end")
+        if self.accelerator.is_main_process:
+            logger.warning("Stopped by a signal after step %d. Resume: %s", step, self.args.resume_command)
+        raise Interrupted(signal)
+
+    def _fail_after_save_errors(self) -> NoReturn:
+        [problem] = broadcast_object_list([self.writer.problem])
+        raise distributed.RunError(f"{problem}. Then resume: {self.args.resume_command}")
+
+    # -- small parts ------------------------------------------------------------------------------------------------
+
+    def log(self, values: dict[str, float]) -> None:
+        """Add a row to the log: callbacks may add values, then it is written to `metrics.jsonl`."""
+        row = {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4), **values}
+        self.state.log_history.append(row)
+        self.callbacks.call("on_log", logs=row)
+        if self.accelerator.is_main_process:
+            append_rows(self.output_dir / METRICS_FILE, [row])
+
+    def _check_stop_signal(self) -> None:
+        """Stop, on all ranks at once, if a signal asked any of them to."""
+        self.callbacks.call("on_prediction_step")
+        [signal] = distributed.max_over_ranks([self.signals.number], self.accelerator.device)
+        if signal:
+            raise _StopRequested(signal)
+
+    def _context(self) -> tuple[TrainingArguments, TrainerState, dict[str, Any]]:
+        """Return the arguments of every event."""
+        shared = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
+        shared |= {"processing_class": self.data.processor, "eval_dataloader": self.data.eval_loader}
+        args, judge = self.args, self.phases.metric(self.state.global_step)
+        if judge != args.metric_for_best_model:  # early stopping reads it
+            args = copy.copy(args)
+            args.metric_for_best_model = judge
+        return args, self.state, shared
+
+
+class _StopRequested(Exception):
+    """A signal asked the run to stop; raised on all ranks at once."""
+
+    def __init__(self, signal: int):
+        super().__init__(signal)
+        self.signal = signal
+
+
+_CHOOSING = ("metric_for_best_model", "greater_is_better")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -16,6 +16,7 @@ unpacked to disk. Columns, captions and archives follow the rules of `mm_utils.d
 JPEG frames: training has no codec, and cuts nothing out at `start` and `end`.
 """
 
+import logging
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -48,6 +49,8 @@ from mm_utils.extras.tars.webdataset import (
     medium_of_samples,
     read_samples,
 )
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any] | str
 """A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""
@@ -117,11 +120,11 @@ def check_columns(url: str, source: Source) -> str:
         medium = next((record.medium for record in records), "image")
     elif shard_kind(url) == "arrow":
         schema = datasets.Dataset.from_file(url).data.schema
-        medium = find_table_columns(schema, source.title, source.columns).medium
+        medium = _medium_of_table(schema, source)
     else:
         with open_shard(url) as file:
             if shard_kind(url) == "parquet":
-                medium = find_table_columns(pq.read_schema(file), source.title, source.columns).medium
+                medium = _medium_of_table(pq.read_schema(file), source)
             else:
                 with tarfile.open(fileobj=file, mode="r:*", tarinfo=BoundedHeader) as archive:
                     medium = medium_of_samples(read_samples(archive, url), source)
@@ -133,6 +136,15 @@ def check_columns(url: str, source: Source) -> str:
                 + ("Check the shards." if medium == "image" else _PREPARE)
             )
     return medium
+
+
+def _medium_of_table(schema: Any, source: Source) -> str:
+    if "split" in schema.names:
+        logger.warning(
+            "%s; its column split is not read, so rows of all splits are trained on. Write a file for each split, or prepare the set",
+            source.title,
+        )
+    return find_table_columns(schema, source.title, source.columns).medium
 
 
 def _open_rows(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:

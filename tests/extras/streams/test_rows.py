@@ -78,6 +78,13 @@ def test_columns_are_found_by_their_names_or_their_type(tmp_path: Path) -> None:
         check_columns(str(tmp_path / "s.parquet"), Source("shards", caption_column="word"))
 
 
+@pytest.mark.parametrize("split", [{}, {"split": "test"}])
+def test_a_column_of_splits_is_named(split: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows_of(tmp_path, {**GOOD, **split})
+    assert check_columns(str(tmp_path / "s.parquet"), Source("shards")) == "image"
+    assert ("rows of all splits are trained on" in caplog.text) is bool(split)
+
+
 def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path) -> None:
     described = {"image_id": 5, "caption": ["of json", "zweite"], "languages": ["en", "de"]}
     members = {

@@ -147,6 +147,11 @@ class Searcher:
             found = self._best(self._vectors.take([row])[0], top_k + 1)
         return self._hits([hit for hit in found if hit[0] != row][:top_k])
 
+    def id_of(self, row: int) -> str:
+        """Return the id of an image of the index; raise IndexError if there is no such row."""
+        self._check(row)
+        return self._texts[row]["id"]
+
     def thumbnail(self, row: int) -> bytes:
         """Return the JPEG of an image of the index; raise IndexError if there is no such row."""
         self._check(row)

@@ -4,7 +4,7 @@
 GET /                 the page, which loads nothing from elsewhere
 GET /search           hits of a text: q, and optionally k, offset and rerank (0 or 1)
 POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset
-GET /similar/ROW      hits of an image of the index: k, offset
+GET /similar/ROW      hits of an image of the index: k, offset; with id, 404 if the row is another image by now
 GET /image/ROW        its thumbnail
 GET /content/ROW      a sound as a WAV file, or a clip as an animated WebP
 GET /icon.svg         the page's icon
@@ -216,7 +216,10 @@ class _Api:
             body.cancel()
 
     def similar(self, request: Request) -> Response:
-        return self._page(request, self.searcher.similar(_row(request), MOST_HITS))
+        row, wanted = _row(request), request.query_params.get("id")
+        if wanted is not None and self.searcher.id_of(row) != wanted:
+            raise HTTPException(404, "The index has changed since this address was made. Search again.")
+        return self._page(request, self.searcher.similar(row, MOST_HITS))
 
     def thumbnail(self, request: Request) -> Response:
         return Response(self.searcher.thumbnail(_row(request)), media_type="image/jpeg")

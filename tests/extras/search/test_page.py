@@ -60,6 +60,9 @@ class ColourSearcher:
     def similar(self, row: int, top_k: int) -> list[Hit]:
         return self._hits([each for each in self._order(self.kinds[row][0]) if each[0] != row][:top_k])
 
+    def id_of(self, row: int) -> str:
+        return self.ids[row]
+
     def thumbnail(self, row: int) -> bytes:
         return encoded(*self.kinds[row], "JPEG")
 

@@ -73,7 +73,7 @@ def test_an_image_and_its_neighbours(page: Served) -> None:
     content = Path(own.path).read_bytes()
     found = page.ask("/search?k=3", "POST", content, origin=f"http://127.0.0.1:{page.port}")
     assert found.hits[0]["row"] == own.row
-    near = page.ask(f"/similar/{own.row}?k=3").hits
+    near = page.ask(f"/similar/{own.row}?k=3&id={own.id}").hits
     assert [hit["row"] for hit in near] == [hit.row for hit in page.searcher.similar(own.row, 3)]
     thumbnail = page.ask(f"/image/{own.row}")
     assert thumbnail.headers["content-type"] == "image/jpeg"
@@ -108,6 +108,7 @@ def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:
         ("/search?q=x&offset=99999999999999999999", 400),
         ("/search?q=x&k=%D9%A3", 400),
         ("/similar/40", 404),
+        ("/similar/3?id=another", 404),
         ("/image/99999999999999999999", 404),
         ("/image/" + "9" * 5000, 404),
         ("/similar/-1", 404),

@@ -244,7 +244,7 @@ def test_help_of_a_negative_flag_says_what_it_does(capsys: pytest.CaptureFixture
 def test_words_are_parsed_back_to_the_same_values() -> None:
     parsed = parse("--learning_rate", "0.25", "--name", "two words", "--no_shuffle")
     assert to_words(First, to_dict(*parsed)) == [
-        *("--learning_rate", "0.25", "--name", "two words", "--shuffle", "False"),
+        *("--learning_rate", "0.25", "--name", "two words", "--shuffle", "False")
     ]
     assert parse(*to_words(First, to_dict(*parsed))) == parsed
     assert to_words(First, to_dict(*parsed), leave_out=["name", "shuffle", "learning_rate"]) == []

@@ -108,11 +108,7 @@ def test_a_run_leaves_no_secret_in_any_byte(
 
 @pytest.mark.parametrize("flag", ["--train_file", "--dataset_name", "--validation_file"])
 def test_an_unreadable_address_is_named_without_its_password(
-    canaries: None,
-    tiny_flags: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flag: str,
+    canaries: None, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     monkeypatch.delenv("DB_PASSWORD")
     address = f"https://someone:{PASSWORD}@example.org/x.jsonl"

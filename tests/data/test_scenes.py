@@ -13,14 +13,7 @@ import pytest
 from PIL import Image
 
 from mm_utils.data import scenes as scenes_module
-from mm_utils.data.scenes import (
-    COLOURS,
-    SHAPES,
-    SIZES,
-    TEXTURES,
-    load_scenes,
-    order_pairs,
-)
+from mm_utils.data.scenes import COLOURS, SHAPES, SIZES, TEXTURES, load_scenes, order_pairs
 
 SMALL = {"num_train": 300, "num_eval": 60}
 TINY = {"num_train": 12, "num_eval": 2}
@@ -330,12 +323,6 @@ def test_second_load_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first["train"].to_list() == second["train"].to_list()
     assert len(caplog.records) == 1
     assert not list(tmp_path.rglob("*.tmp-*"))
-
-
-def test_default_cache_is_that_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    load_scenes(**TINY)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["tandem_scenes"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("image_size", 32), ("num_train", 0), ("num_eval", -1)])

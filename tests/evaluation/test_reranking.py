@@ -31,11 +31,7 @@ def evaluator(top_k: int, **others: Any) -> RetrievalEvaluator:
 
 
 @given(
-    st.integers(1, 40),
-    st.integers(0, 2**20),
-    st.sampled_from([0.5, 1.0, 3.0]),
-    st.integers(1, 60),
-    st.integers(1, 30),
+    st.integers(1, 40), st.integers(0, 2**20), st.sampled_from([0.5, 1.0, 3.0]), st.integers(1, 60), st.integers(1, 30)
 )
 @settings(max_examples=25)
 def test_every_number_of_candidates_equals_the_definition(

@@ -359,11 +359,7 @@ def test_accuracy_of_probes_equals_a_loop(unreadable: tuple[int, ...]) -> None:
     cosine = model.logit_scale.exp() * model.image @ model.text.T
     readable = [image for image in range(IMAGES) if image not in unreadable]
     blind = (model.image[readable].mean(0) @ model.text.T).expand(IMAGES, -1)
-    for name, scores in (
-        ("{}_accuracy", cosine),
-        ("rerank_{}_accuracy", cosine + model.logits),
-        ("{}_blind", blind),
-    ):
+    for name, scores in (("{}_accuracy", cosine), ("rerank_{}_accuracy", cosine + model.logits), ("{}_blind", blind)):
         for kind in ("order", "swap"):
             right = []
             for image in readable:

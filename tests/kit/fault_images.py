@@ -12,6 +12,7 @@ from PIL import Image, ImageOps, features
 
 AVIF = "avif" in features.modules and features.check("avif")
 Make = Callable[[Image.Image], bytes]
+Change = Callable[[Image.Image], Image.Image]
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -40,7 +41,7 @@ class Odd(NamedTuple):
     notes: tuple[str, ...]
     suffix: str
     make: Make
-    shows: Callable[[Image.Image], Image.Image] = lambda picture: picture
+    shows: Change = lambda picture: picture
 
 
 def draw(number: int, size: tuple[int, int] = (64, 48)) -> Image.Image:
@@ -56,8 +57,12 @@ def save(picture: Image.Image, form: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
+def saved(form: str, change: Change = lambda picture: picture, **options: object) -> Make:
+    """Makes files of a format, of the picture or of what `change` makes of it."""
+    return lambda picture: save(change(picture), form, **options)
+
+
 def png(picture: Image.Image) -> bytes:
-    """Without loss."""
     return save(picture, "PNG")
 
 
@@ -129,8 +134,15 @@ def _with_exif(picture: Image.Image, orientation: int) -> bytes:
     return save(stored, "JPEG", quality=95, subsampling=0, exif=exif)
 
 
-def _frames(picture: Image.Image) -> dict[str, object]:
-    return {"save_all": True, "append_images": [ImageOps.invert(picture), ImageOps.mirror(picture)]}
+def animated(form: str, **options: object) -> Make:
+    """Makes files of the picture, its negative and its mirror image."""
+    return lambda picture: save(
+        picture, form, save_all=True, append_images=[ImageOps.invert(picture), ImageOps.mirror(picture)], **options
+    )
+
+
+def _converted(mode: str) -> Change:
+    return lambda picture: picture.convert(mode)
 
 
 def _faded(picture: Image.Image) -> Image.Image:
@@ -204,13 +216,13 @@ BROKEN = [
     Broken("plain text", "image_unknown_format", ".png", _exactly(b"there is no image here\n" * 9)),
     Broken("an SVG", "image_unknown_format", ".svg", _exactly(b'<svg xmlns="http://www.w3.org/2000/svg"/>')),
     Broken("a HEIC", "image_unknown_format", ".heic", _exactly(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))),
-    Broken("a PDF", "image_unknown_format", ".pdf", lambda picture: save(picture, "PDF")),
-    Broken("an EPS", "image_unknown_format", ".eps", lambda picture: save(picture, "EPS")),
+    Broken("a PDF", "image_unknown_format", ".pdf", saved("PDF")),
+    Broken("an EPS", "image_unknown_format", ".eps", saved("EPS")),
     Broken("a video", "image_unknown_format", ".jpg", _exactly(b"\0\0\0\x18ftypmp42" + bytes(99))),
     Broken("a ZIP archive", "image_unknown_format", ".png", _exactly(b"PK\x03\x04" + bytes(99))),
     Broken("a JPEG 2000", "image_unknown_format", ".jp2", _exactly(b"\0\0\0\x0cjP  \r\n\x87\n")),
-    Broken("a PCX", "image_unknown_format", ".pcx", lambda picture: save(picture, "PCX")),
-    Broken("an icon", "image_unknown_format", ".ico", lambda picture: save(picture, "ICO")),
+    Broken("a PCX", "image_unknown_format", ".pcx", saved("PCX")),
+    Broken("an icon", "image_unknown_format", ".ico", saved("ICO")),
     # cut short
     *(
         Broken(f"a JPEG cut at {share:.0%}", "image_truncated", ".jpg", _cut("JPEG", share))
@@ -298,11 +310,11 @@ BROKEN = [
 
 ODD = [
     Odd("a baseline JPEG", (), ".jpg", jpeg),
-    Odd("a progressive JPEG", (), ".jpg", lambda picture: save(picture, "JPEG", quality=95, progressive=True)),
+    Odd("a progressive JPEG", (), ".jpg", saved("JPEG", quality=95, progressive=True)),
     Odd("a grey JPEG", (), ".jpeg", lambda picture: jpeg(_grey(picture)), _grey),
-    Odd("a BMP", (), ".bmp", lambda picture: save(picture, "BMP")),
-    Odd("a WebP", (), ".webp", lambda picture: save(picture, "WEBP", lossless=True)),
-    Odd("a TIFF", (), ".tif", lambda picture: save(picture, "TIFF")),
+    Odd("a BMP", (), ".bmp", saved("BMP")),
+    Odd("a WebP", (), ".webp", saved("WEBP", lossless=True)),
+    Odd("a TIFF", (), ".tif", saved("TIFF")),
     Odd("a photograph of 1600 x 1200", (), ".JPG", lambda picture: jpeg(picture.resize((1600, 1200)))),
     Odd("a JPEG named .png", ("wrong_extension",), ".png", jpeg),
     Odd("a PNG named .jpg", ("wrong_extension",), ".jpg", png),
@@ -318,19 +330,13 @@ ODD = [
         lambda picture: save(picture, "WEBP", quality=95) + b"rest",
     ),
     Odd("a JPEG with a thumbnail", (), ".jpg", _with_thumbnail),
-    Odd("print colours in a TIFF", ("cmyk_converted",), ".tif", lambda picture: save(picture.convert("CMYK"), "TIFF")),
-    Odd("opaque transparency", (), ".png", lambda picture: png(_opaque(picture))),
-    Odd("an MPO", ("multi_page_first",), ".jpg", lambda picture: save(picture, "MPO", quality=95, **_frames(picture))),
-    *([Odd("an AVIF", (), ".avif", lambda picture: save(picture, "AVIF", quality=95))] if AVIF else []),
+    Odd("print colours in a TIFF", ("cmyk_converted",), ".tif", saved("TIFF", _converted("CMYK"))),
+    Odd("opaque transparency", (), ".png", saved("PNG", _opaque)),
+    Odd("an MPO", ("multi_page_first",), ".jpg", animated("MPO", quality=95)),
+    *([Odd("an AVIF", (), ".avif", saved("AVIF", quality=95))] if AVIF else []),
     Odd("print colours", ("cmyk_converted",), ".jpg", lambda picture: jpeg(picture.convert("CMYK"))),
-    Odd("16 bits of grey", ("sixteen_bit_scaled",), ".png", lambda picture: png(_sixteen_bits(picture)), _grey),
-    Odd(
-        "16 bits of grey in a TIFF",
-        ("sixteen_bit_scaled",),
-        ".tif",
-        lambda picture: save(_sixteen_bits(picture), "TIFF"),
-        _grey,
-    ),
+    Odd("16 bits of grey", ("sixteen_bit_scaled",), ".png", saved("PNG", _sixteen_bits), _grey),
+    Odd("16 bits of grey in a TIFF", ("sixteen_bit_scaled",), ".tif", saved("TIFF", _sixteen_bits), _grey),
     Odd(
         "16 bits in 32",
         ("sixteen_bit_scaled",),
@@ -346,8 +352,8 @@ ODD = [
         _stretched,
     ),
     Odd("floats beyond 1", ("float_scaled",), ".tif", lambda picture: _numbers(picture, np.float32, 3, 7), _stretched),
-    Odd("floats", ("float_scaled",), ".tiff", lambda picture: save(_floats(picture), "TIFF"), _grey),
-    Odd("one bit", (), ".png", lambda picture: png(picture.convert("1")), lambda picture: picture.convert("1")),
+    Odd("floats", ("float_scaled",), ".tiff", saved("TIFF", _floats), _grey),
+    Odd("one bit", (), ".png", saved("PNG", _converted("1")), _converted("1")),
     Odd(
         "a palette",
         ("palette_converted",),
@@ -359,16 +365,10 @@ ODD = [
         "a palette with a transparent colour",
         ("palette_converted", "alpha_on_white"),
         ".png",
-        lambda picture: png(_see_through_palette(picture)),
+        saved("PNG", _see_through_palette),
         lambda picture: _on_white(_see_through_palette(picture)),
     ),
-    Odd(
-        "transparency",
-        ("alpha_on_white",),
-        ".png",
-        lambda picture: png(_faded(picture)),
-        lambda picture: _on_white(_faded(picture)),
-    ),
+    Odd("transparency", ("alpha_on_white",), ".png", saved("PNG", _faded), lambda picture: _on_white(_faded(picture))),
     Odd(
         "grey with transparency",
         ("alpha_on_white",),
@@ -380,27 +380,10 @@ ODD = [
         Odd(f"EXIF orientation {turn}", ("exif_rotated",), ".jpg", partial(_with_exif, orientation=turn))
         for turn in _TURNS
     ),
-    Odd("unreadable EXIF", (), ".jpg", lambda picture: save(picture, "JPEG", quality=95, exif=b"Exif\0\0garbage" * 3)),
-    Odd("an unreadable colour profile", (), ".png", lambda picture: save(picture, "PNG", icc_profile=b"garbage" * 9)),
-    Odd(
-        "an animated GIF",
-        ("animated_first_frame", "palette_converted"),
-        ".gif",
-        lambda picture: save(picture, "GIF", **_frames(picture)),
-    ),
-    Odd(
-        "an animated PNG", ("animated_first_frame",), ".png", lambda picture: save(picture, "PNG", **_frames(picture))
-    ),
-    Odd(
-        "an animated WebP",
-        ("animated_first_frame",),
-        ".webp",
-        lambda picture: save(picture, "WEBP", quality=95, **_frames(picture)),
-    ),
-    Odd(
-        "a TIFF of three pages",
-        ("multi_page_first",),
-        ".tif",
-        lambda picture: save(picture, "TIFF", **_frames(picture)),
-    ),
+    Odd("unreadable EXIF", (), ".jpg", saved("JPEG", quality=95, exif=b"Exif\0\0garbage" * 3)),
+    Odd("an unreadable colour profile", (), ".png", saved("PNG", icc_profile=b"garbage" * 9)),
+    Odd("an animated GIF", ("animated_first_frame", "palette_converted"), ".gif", animated("GIF")),
+    Odd("an animated PNG", ("animated_first_frame",), ".png", animated("PNG")),
+    Odd("an animated WebP", ("animated_first_frame",), ".webp", animated("WEBP", quality=95)),
+    Odd("a TIFF of three pages", ("multi_page_first",), ".tif", animated("TIFF")),
 ]

@@ -23,7 +23,6 @@ from transformers import (
     SiglipModel,
     TimmWrapperConfig,
     TimmWrapperModel,
-    VisionTextDualEncoderModel,
     VisionTextDualEncoderProcessor,
     ViTImageProcessor,
 )
@@ -280,18 +279,6 @@ def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_training_starts_from_a_stock_dual_encoder(folders, tokenizer):
-    stock = VisionTextDualEncoderModel.from_pretrained(folders["stock"]).eval()
-    model = build_model(ModelArguments(model_name_or_path=folders["stock"]), tokenizer).eval()
-    inputs = tokenizer(CAPTIONS[:2], padding=True, return_tensors="pt")
-    inputs["pixel_values"] = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        expected, actual = stock(**inputs), model(**inputs)
-    torch.testing.assert_close(actual.image_embeds, expected.image_embeds, rtol=0, atol=1e-6)
-    torch.testing.assert_close(actual.text_embeds, expected.text_embeds, rtol=0, atol=1e-6)
-    assert actual.match_logits.shape == (2,)
-
-
 # Mistakes
 
 
@@ -355,40 +342,6 @@ def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
 def test_arguments_are_checked(flags, message):
     with pytest.raises(ValueError, match=message):
         ModelArguments(**flags)
-
-
-@pytest.mark.slow
-def test_compiled_towers_compute_the_same_without_a_graph_per_length(tokenizer, tmp_path):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    args = {"vision_config": str(tmp_path / "vit.json"), "text_config": str(tmp_path / "bert.json")}
-    (tmp_path / "vit.json").write_text(json.dumps({**VIT, "image_size": 16}))
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", **TOWER, **dropout}))
-    torch.manual_seed(0)
-    plain, compiled = (
-        build_model(ModelArguments(**args, fusion_layers=0, torch_compile=compiles), tokenizer).train()
-        for compiles in (False, True)
-    )
-    compiled.load_state_dict(plain.state_dict())
-    graphs = []
-    for rows, length in ((4, 9), (4, 17), (3, 12), (4, 33), (4, 21), (3, 40)):
-        inputs = {
-            "pixel_values": torch.randn(rows, 3, 16, 16),
-            "input_ids": torch.randint(5, 50, (rows, length)),
-            "attention_mask": (torch.arange(length) < torch.arange(1, rows + 1)[:, None] * length // rows).long(),
-        }
-        found = []
-        for model in (plain, compiled):
-            model.zero_grad()
-            loss = model(**inputs, return_loss=True).loss
-            loss.backward()
-            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-        for value, right in zip(*found, strict=True):
-            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[0] == 2
-    assert graphs[-1] == graphs[2] <= 4
 
 
 @pytest.mark.parametrize("architecture", ["test_vit", "test_convnext"])

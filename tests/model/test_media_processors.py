@@ -1,7 +1,6 @@
 """Models and processors of clips and sounds by flags, and `encode` of files."""
 
 import json
-import struct
 import wave
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.medium import read_by, settle_window
-from mm_utils.data.media.riff import write_avi, write_wav
+from mm_utils.data.media.riff import write_wav
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
@@ -175,34 +173,6 @@ def test_clips_are_read_from_files(tmp_path: Path) -> None:
     torch.testing.assert_close(
         found, model.encode(clips=[Image.fromarray(frame) for frame in frames]), atol=0.03, rtol=0
     )
-
-
-def test_a_turned_video_is_read_as_preparing_reads_it(tmp_path: Path) -> None:
-    """Telephones store upright videos lying, with a note that says so; and the middle is what evaluations read."""
-    av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "a.mp4"), "w") as file:
-        stream = file.add_stream("mpeg4", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for at in range(16):
-            pixels = np.zeros((64, 64, 3), np.uint8)
-            pixels[: 4 * at] = 255
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        file.mux(stream.encode(None))
-    content = bytearray((tmp_path / "a.mp4").read_bytes())
-    matrix = content.index(b"tkhd") + 44
-    content[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # by a quarter
-    (tmp_path / "b.mp4").write_bytes(content)
-    model, processor = built("clip", image_size=32)
-    processor.image_processor.clip_frames, processor.image_processor.window_seconds = 4, 2.0
-    for name in ("a.mp4", "b.mp4"):
-        clip = read_clip((tmp_path / name).read_bytes(), 4, None)
-        timed: Any = read_by(processor, 1.0)
-        example = timed.read({"bytes": write_avi(clip.jpegs, 4, clip.size), "path": None}, None)[0]
-        with torch.no_grad():
-            pixels_1 = (example.float() / 255 - 0.5)[None] / 0.5
-            expected = model.encode_image(pixels_1, with_keys_values=False)[0]
-        torch.testing.assert_close(model.encode(clips=tmp_path / name), expected, atol=0.02, rtol=0)
-    assert model.encode(clips=tmp_path / "a.mp4") @ model.encode(clips=tmp_path / "b.mp4").T < 0.99
 
 
 @pytest.mark.parametrize(("kind", "own"), [("videomae", VideoMAEImageProcessor), ("vjepa2", VJEPA2VideoProcessor)])

@@ -120,11 +120,6 @@ def test_colours_get_the_values_that_the_backbone_wants(own: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_given_means_are_kept_to_the_last_digit() -> None:
-    ours = tokenizers._center_square_processor(PROCESSORS["given"])
-    assert [*ours.image_mean, *ours.image_std] == [*MEAN, *STD]
-
-
 @pytest.mark.parametrize(
     ("own", "message"),
     [

@@ -19,16 +19,7 @@ from mm_utils.model.processor import load_processor_of
 from mm_utils.model.stock import from_dual_encoder, stock_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.padding import encode_in_groups
-from tests.kit.stock_folders import (
-    KINDS,
-    TEXTS,
-    close,
-    noise,
-    our_logits,
-    siglip_tokenizer,
-    stock_logits,
-    write_stock,
-)
+from tests.kit.stock_folders import KINDS, TEXTS, close, noise, our_logits, siglip_tokenizer, stock_logits, write_stock
 
 Folder = Callable[[str], Path]
 
@@ -192,14 +183,6 @@ def test_clip_pools_the_end_of_the_text_with_old_configs_too(end, tmp_path):
     """Configs of 2021 say that the end is token 2, and the class then takes the highest token."""
     name = write_stock(tmp_path, "clip", **({} if end is None else {"eos_token_id": end}))
     close(our_logits(load_model(name), name), stock_logits(name))
-
-
-def test_half_precision_weights_are_trained_in_float32(folder, tmp_path):
-    AutoModel.from_pretrained(folder("clip")).half().save_pretrained(tmp_path)
-    AutoProcessor.from_pretrained(folder("clip")).save_pretrained(tmp_path)
-    model = load_model(str(tmp_path))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    close(our_logits(model, tmp_path), stock_logits(tmp_path))
 
 
 def edit_config(source: Path, target: Path, **entries: Any) -> str:

@@ -20,8 +20,6 @@ from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from scripts import pretrain
-from tests.kit.small_media import small_media
 from tests.kit.stock_folders import SIDE, TEXTS, write_clap, write_stock, write_xclip
 
 Folder = Callable[[str], str]
@@ -193,31 +191,3 @@ def test_a_tower_of_a_fused_clap_is_taken(folder: Folder) -> None:
     with torch.no_grad():
         found = model.eval().vision_features(pixels, with_taps=False)[0]
         torch.testing.assert_close(found, start.eval().vision_features(pixels, with_taps=False)[0])
-
-
-@pytest.mark.slow
-def test_a_run_from_clap_goes_on_where_it_was_stopped(folder: Folder, tmp_path: Path) -> None:
-    flags = [
-        "--dataset_name",
-        "sounds",
-        "--model_name_or_path",
-        folder("clap"),
-        "--max_steps",
-        "2",
-        "--save_steps",
-        "1",
-    ]
-    flags += ["--global_batch_size", "8", "--report_to", "none", "--dataloader_num_workers", "0"]
-    flags += ["--load_best_model_at_end", "false", "--output_dir"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    with small_media():
-        metrics = pretrain.main([*flags, str(whole)])
-        again = pretrain.main([*flags, str(resumed), "--resume_from_checkpoint", str(whole / "checkpoint-1")])
-    assert again == metrics
-    assert 'ClapModel.from_pretrained(folder, subfolder="dual_encoder")' in (whole / "README.md").read_text()
-    before, after = (load_model(str(path)).state_dict() for path in (folder("clap"), whole))
-    for name in ("visual_projection.linear1.weight", "text_projection.linear2.weight"):
-        assert not torch.equal(before[name], after[name])
-    close(
-        load_model(str(whole)).encode(**media("clap"), texts=TEXTS), stock_embeds(str(whole / "dual_encoder"), "clap")
-    )

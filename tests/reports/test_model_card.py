@@ -176,12 +176,7 @@ def test_card_shows_what_small_embeddings_keep(tmp_path: Path) -> None:
 
 def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "training.png").touch()
-    changes = {
-        "dual_encoder": "",
-        "has_fusion": False,
-        "pipeline_tag": None,
-        "base_models": ["bert-base-uncased"],
-    }
+    changes = {"dual_encoder": "", "has_fusion": False, "pipeline_tag": None, "base_models": ["bert-base-uncased"]}
     path = write_model_card(tmp_path, card(**changes))
     text = path.read_text(encoding="utf-8")
     assert "VisionTextDualEncoderModel" not in text

@@ -42,10 +42,7 @@ def test_flags_of_new_models_are_refused_for_a_whole_one(name: str, monkeypatch:
 
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
-    for script, own in (
-        ("pretrain", flags.PRETRAINING),
-        ("finetune", FLAGS),
-    ):
+    for script, own in (("pretrain", flags.PRETRAINING), ("finetune", FLAGS)):
         found = [field for kind in (*own, *Doors(script).arguments) for field in fields(kind)]
         assert len(found) == len({field.name for field in found})
         assert sum(not is_rare(field) for field in found) <= {"pretrain": 99, "finetune": 76}[script]

@@ -116,11 +116,7 @@ BY_HAND = {  # the first words that fit a name, and its depth below the top
         *(("embedder", 4), ("encoder.stages.0.", 3), ("encoder.stages.1.layers.0.", 2)),
         ("encoder.stages.1.layers.1.", 1),
     ],
-    "mobilenet_v2": [
-        ("conv_stem", 17),
-        *((f"layer.{block}.", 16 - block) for block in range(16)),
-        ("conv_1x1", 0),
-    ],
+    "mobilenet_v2": [("conv_stem", 17), *((f"layer.{block}.", 16 - block) for block in range(16)), ("conv_1x1", 0)],
     "swin": [
         *(("embeddings", 4), ("encoder.layers.0.", 3), ("encoder.layers.1.blocks.0.", 2)),
         *(("encoder.layers.1.blocks.1.", 1), ("layernorm", 0)),
@@ -175,12 +171,7 @@ def test_adam_gets_its_settings(model: FusionDualEncoderModel) -> None:
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.3}
 
 
-@given(
-    st.integers(1, 300),
-    st.floats(0, 1),
-    st.floats(0, 1),
-    st.sampled_from(["cosine", "constant_with_cooldown"]),
-)
+@given(st.integers(1, 300), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["cosine", "constant_with_cooldown"]))
 @settings(max_examples=80)
 def test_schedule_rises_once_and_falls_once(max_steps: int, warmup: float, cooldown: float, kind: str) -> None:
     cooldown = min(cooldown, 1 - warmup)

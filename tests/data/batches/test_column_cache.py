@@ -89,8 +89,7 @@ PICKED = {
 }
 
 
-@pytest.mark.parametrize("how", PICKED)
-@pytest.mark.parametrize("num_proc", [None, 2])
+@pytest.mark.parametrize(("how", "num_proc"), [*((how, None) for how in PICKED), ("sliced, shuffled, sliced", 2)])
 def test_picked_rows_get_their_own_tokens(
     how: str, num_proc: int | None, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

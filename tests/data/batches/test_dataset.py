@@ -3,7 +3,6 @@
 import io
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -211,20 +210,6 @@ def test_replacements_are_the_same_on_any_ranks_and_after_a_restart(
         assert sorted(name for part in parts for name in part["skipped_ids"]) == sorted(whole["skipped_ids"])
         if len(bad) < 7:  # else sixteen attempts may all fail
             assert len(together) == 6
-
-
-def test_broken_files_of_every_kind(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (tmp_path / "empty.png").touch()
-    (tmp_path / "page.jpg").write_text("<html>not found</html>")
-    values = [
-        *({"bytes": None, "path": str(tmp_path / name)} for name in ("empty.png", "page.jpg", "gone.png")),
-        *({"bytes": content, "path": None} for content in (b"", png(0)[:40])),
-    ]
-    rows = [{"id": str(place), "image": value, "captions": ["zero"]} for place, value in enumerate(values)]
-    tokens = tokenize_captions(Dataset.from_list(rows, features=FEATURES), tokenizer, 16)
-    [batch] = loaders().evaluation(tokens, 10)
-    assert [reason.split(":")[0] for reason in batch["skipped"]] == [f"image {place}" for place in range(5)]
-    assert all(name in batch["skipped"][place] for place, name in enumerate(("empty.png", "page.jpg", "gone.png")))
 
 
 def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -9,13 +9,12 @@ from datasets import disable_progress_bars
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils import distributed
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches import loaders as loaders_module
 from mm_utils.data.batches import workers as workers_module
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder, RankBatches
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from tests.kit.numbered_rows import CPU, equal, loaders, rows_of
 
@@ -58,24 +57,6 @@ def test_images_are_normalised_on_the_device() -> None:
     assert batch["skipped"] == []
     assert len(loader) == 1
     assert loader.wait >= 0
-
-
-def test_ranks_share_the_batches(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenize_captions(rows_of(), tokenizer, 16)
-    order = GlobalOrder(12, BatchSizes((0,), (7,)), seed=0)
-    whole = list(loaders().train(rows, order, 0, 4))
-    shares = []
-    for rank in range(3):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(distributed, "rank", lambda rank=rank: rank)
-            patch.setattr(distributed, "world_size", lambda: 3)
-            assert len(RankBatches(order, 0, 4)) == 4
-            shares.append(list(loaders().train(rows, order, 0, 4)))
-    for batch, parts in zip(whole, zip(*shares, strict=True), strict=True):
-        rows = torch.cat([part["rows"] for part in parts])
-        by_row, whole_by_row = rows.argsort(), batch["rows"].argsort()
-        for name in ("pixel_values", "rows", "ids"):
-            assert torch.equal(torch.cat([part[name] for part in parts])[by_row], batch[name][whole_by_row])
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------

@@ -24,13 +24,7 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from mm_utils.data.batches.tokens import (
-    caption_key,
-    encode_captions,
-    fingerprint,
-    image_key,
-    tokenize_captions,
-)
+from mm_utils.data.batches.tokens import caption_key, encode_captions, fingerprint, image_key, tokenize_captions
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, png, rows_of
 
 TEXTS = List(Value("string"))

@@ -67,11 +67,6 @@ def test_an_unknown_format_is_recognised(kind: str, named: str) -> None:
     assert named in caught.value.detail
 
 
-def test_equal_floats_are_black() -> None:
-    data = save(Image.fromarray(np.full((32, 32), 7, np.float32)), "TIFF")
-    assert not np.asarray(check_image(data, LIMITS).image).any()
-
-
 def test_a_transparent_animation_is_laid_on_white() -> None:
     frames = [Image.new("RGBA", (32, 32), (*RED, 0)), Image.new("RGBA", (32, 32), "blue")]
     checked = check_image(save(frames[0], "PNG", save_all=True, append_images=frames[1:]), LIMITS)

@@ -50,10 +50,7 @@ def row(image: int, *, near: bool = False, where: int = 0, **values: Any) -> dic
 
 
 def decide(
-    rows: list[dict[str, Any]],
-    folder: Path,
-    weights: dict[str, float | None] | None = None,
-    **arguments: Any,
+    rows: list[dict[str, Any]], folder: Path, weights: dict[str, float | None] | None = None, **arguments: Any
 ) -> Reconciled:
     """`reconcile` over rows laid out in two parts."""
     parts = []

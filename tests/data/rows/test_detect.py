@@ -9,148 +9,118 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, Image, Value, disable_progress_bars
 
-from mm_utils.data.rows.detect import detect, read_source
-from mm_utils.data.rows.records import Record
+from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.source import Source, known_formats
-from tests.kit.reading import NAMES, SAFE, content, lines, read, write
+from tests.kit.reading import NAMES, content, lines, read, write
 
 disable_progress_bars()
+TEXTS = [f"about {name}" for name in NAMES]
+PAIRS = list(zip(NAMES, TEXTS, strict=True))
+ROWS = [{"image": name, "caption": text} for name, text in PAIRS]
+COCO = {
+    "info": {},
+    "images": [{"id": at, "file_name": name} for at, name in enumerate(NAMES)],
+    "annotations": [{"id": 9 - at, "image_id": at, "caption": text} for at, text in enumerate(TEXTS)][::-1],
+}
+KARPATHY = [{"filename": name, "sentences": [{"raw": text}], "split": "train"} for name, text in PAIRS]
+FEATURES = Features({"image": Image(decode=False), "caption": Value("string")})
 
 
-# One source in every format: the same three images with the same captions
+def joined(sign: str, header: str | None = None) -> str:
+    return lines(*([header] if header else []), *(f"{name}{sign}{text}" for name, text in PAIRS))
 
 
-def jsonl(folder: Path) -> Path:
-    return write(folder / "p.jsonl", lines(*({"image": name, "caption": f"about {name}"} for name in NAMES)))
-
-
-def json_array(folder: Path) -> Path:
-    return write(folder / "p.json", json.dumps([{"image": name, "caption": [f"about {name}"]} for name in NAMES]))
-
-
-def csv_file(folder: Path) -> Path:
-    return write(folder / "p.csv", lines("image,caption", *(f"{name},about {name}" for name in NAMES)))
-
-
-def tsv_file(folder: Path) -> Path:
-    return write(folder / "p.tsv", lines("image\tcaption", *(f"{name}\tabout {name}" for name in NAMES)))
+def embedded(folder: Path) -> Dataset:
+    rows = [{"image": {"bytes": (folder / name).read_bytes()}, "caption": text} for name, text in PAIRS]
+    return Dataset.from_list(rows, features=FEATURES)
 
 
 def parquet_of_paths(folder: Path) -> Path:
-    rows = [{"image": name, "caption": f"about {name}"} for name in NAMES]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet")
+    pq.write_table(pa.Table.from_pylist(ROWS), folder / "p.parquet")
     return folder / "p.parquet"
 
 
 def parquet_folder(folder: Path) -> Path:
     (folder / "parts").mkdir()
-    for at, name in enumerate(NAMES):
-        rows = [{"image": (folder / name).read_bytes(), "caption": f"about {name}"}]
+    for at, (name, text) in enumerate(PAIRS):
+        rows = [{"image": (folder / name).read_bytes(), "caption": text}]
         pq.write_table(pa.Table.from_pylist(rows), folder / "parts" / f"train-{at}.parquet")
     return folder / "parts"
 
 
 def parquet_of_structs(folder: Path) -> Path:
-    rows = [
-        {"image": {"bytes": (folder / name).read_bytes(), "path": None}, "caption": f"about {name}"} for name in NAMES
-    ]
-    schema = pa.schema(
-        [("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("caption", pa.string())]
-    )
-    pq.write_table(pa.Table.from_pylist(rows, schema), folder / "p.parquet", row_group_size=2)
+    pq.write_table(embedded(folder).data.table, folder / "p.parquet", row_group_size=2)
     return folder / "p.parquet"
 
 
-def image_folder(folder: Path) -> Path:
-    write(folder / "metadata.csv", lines("file_name,text", *(f"{name},about {name}" for name in NAMES)))
-    return folder
-
-
 def captions_beside(folder: Path) -> Path:
-    for name in NAMES:
-        write(folder / name.replace("jpg", "txt"), f"about {name}\n")
+    for name, text in PAIRS:
+        write(folder / name.replace("jpg", "txt"), f"{text}\n")
     return folder
 
 
 def two_lists(folder: Path) -> Source:
     write(folder / "images.txt", lines(*NAMES))
-    write(folder / "captions.txt", lines(*(f"{name[0]}\tabout {name}" for name in reversed(NAMES))))
+    write(folder / "captions.txt", lines(*(f"{name[0]}\t{text}" for name, text in reversed(PAIRS))))
     return Source(str(folder / "images.txt"), captions=str(folder / "captions.txt"))
 
 
 def two_folders(folder: Path) -> Path:
-    for name in NAMES:
-        write(folder / "set" / "captions" / name.replace("jpg", "txt"), f"about {name}")
+    for name, text in PAIRS:
+        write(folder / "set" / "captions" / name.replace("jpg", "txt"), text)
         (folder / "set" / "images").mkdir(exist_ok=True)
         (folder / name).rename(folder / "set" / "images" / name)
     return folder / "set"
 
 
-def coco(folder: Path) -> Path:
-    images = [{"id": at, "file_name": name} for at, name in enumerate(NAMES)]
-    annotations = [{"id": 9 - at, "image_id": at, "caption": f"about {name}"} for at, name in enumerate(NAMES)]
-    return write(
-        folder / "captions_train2017.json",
-        json.dumps({"info": {}, "images": images, "annotations": annotations[::-1]}),
-    )
-
-
-def karpathy(folder: Path) -> Path:
-    images = [{"filename": name, "sentences": [{"raw": f"about {name}"}], "split": "train"} for name in NAMES]
-    return write(folder / "dataset_coco.json", json.dumps({"images": images, "dataset": "coco"}))
-
-
-def flickr_tokens(folder: Path) -> Path:
-    return write(folder / "results.token", lines(*(f"{name}#0\tabout {name}" for name in NAMES)))
-
-
-def flickr_commas(folder: Path) -> Path:
-    return write(folder / "captions.txt", lines("image,caption", *(f"{name},about {name}" for name in NAMES)))
-
-
-def flickr_pipes(folder: Path) -> Path:
-    header = "image_name| comment_number| comment"
-    return write(folder / "results.csv", lines(header, *(f"{name}| 0| about {name}" for name in NAMES)))
-
-
 def saved(folder: Path) -> Path:
-    rows = [{"image": {"bytes": (folder / name).read_bytes()}, "caption": f"about {name}"} for name in NAMES]
-    features = Features({"image": Image(decode=False), "caption": Value("string")})
-    Dataset.from_list(rows, features=features).save_to_disk(folder / "saved")
+    embedded(folder).save_to_disk(folder / "saved")
     return folder / "saved"
 
 
 def local_repository(folder: Path) -> Path:
-    rows = [{"image": {"bytes": (folder / name).read_bytes()}, "caption": f"about {name}"} for name in NAMES]
-    features = Features({"image": Image(decode=False), "caption": Value("string")})
-    (folder / "repo" / "data").mkdir(parents=True)
-    Dataset.from_list(rows, features=features).to_parquet(folder / "repo" / "data" / "train-00000-of-00001.parquet")
     write(folder / "repo" / "README.md", "A data set.")
+    (folder / "repo" / "data").mkdir()
+    embedded(folder).to_parquet(folder / "repo" / "data" / "train-00000-of-00001.parquet")
     return folder / "repo"
 
 
-EVERY = [
-    *((jsonl, "jsonl"), (json_array, "json"), (csv_file, "csv"), (tsv_file, "tsv"), (parquet_of_paths, "parquet")),
-    *((parquet_folder, "parquet"), (parquet_of_structs, "parquet"), (image_folder, "imagefolder")),
-    *((captions_beside, "imagefolder"), (two_lists, "parallel"), (two_folders, "parallel"), (coco, "coco")),
-    *((karpathy, "karpathy"), (flickr_tokens, "flickr"), (flickr_commas, "flickr"), (flickr_pipes, "flickr")),
+FILES = [  # their names, what is in them, and the format
+    ("p.jsonl", lines(*ROWS), "jsonl"),
+    ("p.json", json.dumps([{**row, "caption": [row["caption"]]} for row in ROWS]), "json"),
+    ("p.csv", joined(",", "image,caption"), "csv"),
+    ("p.tsv", joined("\t", "image\tcaption"), "tsv"),
+    ("metadata.csv", joined(",", "file_name,text"), "csv"),
+    ("captions_train2017.json", json.dumps(COCO), "coco"),
+    ("dataset_coco.json", json.dumps({"images": KARPATHY, "dataset": "coco"}), "karpathy"),
+    ("results.token", joined("#0\t"), "flickr"),
+    ("captions.txt", joined(",", "image,caption"), "flickr"),
+    ("results.csv", joined("| 0| ", "image_name| comment_number| comment"), "flickr"),
+]
+PLACES: list[tuple[Callable[[Path], Path | Source], str]] = [
+    *((parquet_of_paths, "parquet"), (parquet_folder, "parquet"), (parquet_of_structs, "parquet")),
+    (lambda folder: write(folder / "metadata.csv", joined(",", "file_name,text")).parent, "imagefolder"),
+    *((captions_beside, "imagefolder"), (two_lists, "parallel"), (two_folders, "parallel")),
     *((saved, "datasets"), (local_repository, "datasets")),
+]
+EVERY = [
+    *((lambda folder, name=name, text=text: write(folder / name, text), form) for name, text, form in FILES),
+    *PLACES,
 ]
 
 
-@pytest.mark.parametrize(("make", "expected"), EVERY, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(("make", "expected"), EVERY)
 def test_every_format_is_recognised_and_gives_the_same_pairs(
     folder: Path, make: Callable[[Path], Path | Source], expected: str
 ) -> None:
     made = make(folder)
     source = made if isinstance(made, Source) else Source(str(made))
     assert detect(source) == expected
-    items = list(read_source(source, SAFE))
-    records = [item for item in items if isinstance(item, Record)]
-    assert len(records) == len(items) == len(NAMES)
-    assert {content(record): record.captions for record in records} == {
-        f"bytes of {name}".encode(): [f"about {name}"] for name in NAMES
-    }
+    records, bad = read(source.path, captions=source.captions)
+    assert not bad
+    assert sorted((content(record), record.captions) for record in records) == [
+        (f"bytes of {name}".encode(), [text]) for name, text in PAIRS
+    ]
     assert len({record.where for record in records}) == len(NAMES)
     assert {record.source for record in records} == {source.name}
 
@@ -160,23 +130,29 @@ def test_the_table_of_formats_is_complete() -> None:
 
 
 def test_a_folder_of_images_beside_their_list_points_at_the_list(folder: Path) -> None:
-    (folder / "set" / "images").mkdir(parents=True)
-    (folder / "a.jpg").rename(folder / "set" / "images" / "a.jpg")
     write(folder / "set" / "README.txt", "about")
     write(folder / "set" / "captions.jsonl", lines({"image": "images/a.jpg", "caption": "a"}))
+    (folder / "set" / "images").mkdir()
+    (folder / "a.jpg").rename(folder / "set" / "images" / "a.jpg")
     with pytest.raises(ValueError, match=r"holds images and captions\.jsonl\. Give .*captions\.jsonl as the source"):
         read(folder / "set")
     assert len(read(folder / "set", format="classes")[0]) == 1
     assert len(read(folder / "set" / "captions.jsonl")[0]) == 1
 
 
-def test_a_place_that_is_not_there_or_not_known_is_an_error(folder: Path) -> None:
-    for path in (folder / "absent.jsonl", folder / "absent.tar", folder / "absent" / "folder"):
-        with pytest.raises(ValueError, match=r"there is no .*"):
-            read(path)
-    with pytest.raises(ValueError, match="there is no such file"):
-        read(folder / "absent.json", format="coco")
-    with pytest.raises(ValueError, match=r"its format is not known by '\.xlsx'"):
-        read(write(folder / "p.xlsx", "?"))
-    with pytest.raises(ValueError, match="the format of this folder is not recognised"):
-        read(folder)
+@pytest.mark.parametrize(
+    ("path", "form", "message"),
+    [
+        *((path, "", "there is no ") for path in ("absent.jsonl", "absent.tar", "absent/folder")),
+        ("absent.json", "coco", "there is no such file"),
+        ("p.xlsx", "", r"its format is not known by '\.xlsx'"),
+        (".", "", "the format of this folder is not recognised"),
+    ],
+)
+def test_a_place_that_is_not_there_or_not_known_is_an_error(
+    path: str, form: str, message: str, folder: Path, tmp_path: Path
+) -> None:
+    if path == "p.xlsx":
+        write(folder / path, "?")
+    with pytest.raises(ValueError, match=message):
+        read(folder / path, **({"format": form} if form else {}))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mm_utils.data.faults import excerpt
 from mm_utils.data.rows import text_files
-from mm_utils.data.rows.text_files import BadLine, text_records, wide_encoding
+from mm_utils.data.rows.text_files import BadLine, text_records
 
 
 def read(path: Path, content: bytes | str) -> list[tuple[int, Any]]:
@@ -22,33 +22,6 @@ def read(path: Path, content: bytes | str) -> list[tuple[int, Any]]:
 
 def faults(rows: list[tuple[int, Any]]) -> dict[int, str]:
     return {number: row.fault.reason for number, row in rows if isinstance(row, BadLine)}
-
-
-BAD_LINES = [
-    (b'{"a": 1,}', "malformed_row"),
-    (b'{"a": ' + b"9" * 5000 + b"}", "malformed_row"),
-    (b"[1, 2]", "not_an_object"),
-    (b'"text"', "not_an_object"),
-    (b"null", "not_an_object"),
-    (b'{"a": "\xff"}', "bad_encoding"),
-    (b'{"a": "\xed\xa0\xbd"}', "bad_encoding"),
-    (b'{"a": 1, "b": 2, "a": 3}', "duplicate_key"),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=lambda value: str(value)[:24])
-def test_a_bad_json_line_is_named_and_the_others_are_read(tmp_path: Path, line: bytes, reason: str) -> None:
-    rows = read(tmp_path / "p.jsonl", b'{"n": 1}\n\n' + line + b'\n{"n": 4}\n')
-    assert faults(rows) == {3: reason}
-    assert [row for _, row in rows if isinstance(row, dict)] == [{"n": 1}, {"n": 4}]
-    message = rows[1][1].describe(tmp_path / "p.jsonl", "line 3")
-    assert message.startswith(f"{tmp_path / 'p.jsonl'}, line 3 is ")
-    assert message.isprintable()
-
-
-def test_deep_nesting_is_a_fault_and_no_recursion_error(tmp_path: Path) -> None:
-    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    assert faults(read(tmp_path / "p.jsonl", deep + '\n{"n": 2}\n')) == {1: "too_nested"}
 
 
 def test_the_byte_that_is_not_utf8_is_counted(tmp_path: Path) -> None:
@@ -64,11 +37,6 @@ def test_utf16_is_one_fault_of_the_whole_file(tmp_path: Path, name: str, encodin
     assert "UTF-16" in rows[0][1].fault.detail
 
 
-def test_utf8_text_is_not_taken_for_utf16() -> None:
-    for text in ("", "a", "{}", "ảnh chụp một con mèo", "\x00a"):
-        assert not wide_encoding(text.encode())
-
-
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path, line_end: str, mark: str) -> None:
@@ -76,12 +44,6 @@ def test_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path, line_end
     assert read(tmp_path / "p.jsonl", text) == [(1, {"n": "ä"}), (4, {"n": 4})]
     table = mark + line_end.join(["n,m", "1,ä", "", "2,b", ""])
     assert read(tmp_path / "p.csv", table) == [(2, {"n": "1", "m": "ä"}), (4, {"n": "2", "m": "b"})]
-
-
-def test_a_json_array_counts_rows(tmp_path: Path) -> None:
-    rows = read(tmp_path / "p.json", '[{"n": 0}, [], {"n": 2, "n": 3}, {"n": 3}]')
-    assert faults(rows) == {1: "not_an_object", 2: "duplicate_key"}
-    assert [number for number, row in rows if isinstance(row, dict)] == [0, 3]
 
 
 @pytest.mark.parametrize("text", ['[{"n": 0},\n{]', '[{"n": "' + "[" * 5])

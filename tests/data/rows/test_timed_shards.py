@@ -135,30 +135,6 @@ def test_shards_of_clips_are_prepared_at_the_first_start(tmp_path: Path, own_cac
     assert (len(frames), fps, row["seconds"], len(pairs["train"])) == (3, 4.0, 0.75, 3)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "codec"),
-    [
-        ("mp3", "libmp3lame"),
-        pytest.param("flac", "flac", marks=pytest.mark.slow),
-        pytest.param("ogg", "libopus", marks=pytest.mark.slow),
-    ],
-)
-def test_other_sounds_take_a_codec(suffix: str, codec: str, tmp_path: Path, own_cache: Path) -> None:
-    pytest.importorskip("av")
-    from tests.kit.made_media import encoded
-    from tests.kit.made_media import tone as samples
-
-    members = [
-        each
-        for at in range(3)
-        for each in pair(str(at), suffix, encoded(samples(1.0, 16_000, pitch=300 + 200 * at), 16_000, suffix, codec))
-    ]
-    path = write_tar(tmp_path / "s.tar", members)
-    pairs = load_pairs(DataArguments(train_file=path, preprocessing_num_workers=1))
-    assert sorted(row["id"] for rows in pairs.values() for row in rows) == ["s/0", "s/1", "s/2"]
-    assert all(row["seconds"] == pytest.approx(1.0, abs=0.06) for rows in pairs.values() for row in rows)
-
-
 def test_videos_take_a_codec(tmp_path: Path, own_cache: Path) -> None:
     pytest.importorskip("av")
     from tests.kit.made_media import steady, video

@@ -1,6 +1,5 @@
 """Sources of clips and sounds in every format: what is read as what, and what is asked when it is not clear."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,16 @@ import pytest
 from datasets import Audio, Dataset, DatasetDict, Features, Value, Video
 
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.records import FramesImage, Record
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.text_files import read_cues
+from tests.kit import reading
 
 
 def read(path: Path, **values: Any) -> list[Record]:
-    items = list(read_source(Source(str(path), **values), PathArguments()))
-    bad = [item for item in items if not isinstance(item, Record)]
-    assert not bad, bad
-    return [item for item in items if isinstance(item, Record)]
+    good, bad = reading.read(path, **values)
+    assert not bad
+    return good
 
 
 def files(folder: Path, *names: str) -> None:
@@ -29,10 +27,8 @@ def files(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(name.encode())
 
 
-def jsonl(folder: Path, *rows: dict[str, Any], name: str = "rows.jsonl") -> Path:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
+    return reading.write(folder / "rows.jsonl", reading.lines(*rows))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +146,7 @@ def test_subtitles_are_moments(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("a cat\na small cat\n")
     first, second = read(tmp_path)
     assert first.captions == ["Hello there Good bye"]
-    assert first.moments == [
-        {"span": [1.0, 2.5], "phrase": "Hello there"},
-        {"span": [3.0, 4.0], "phrase": "Good bye"},
-    ]
+    assert first.moments == [{"span": [1.0, 2.5], "phrase": "Hello there"}, {"span": [3.0, 4.0], "phrase": "Good bye"}]
     assert (second.captions, second.moments) == (["a cat", "a small cat"], None)
 
 

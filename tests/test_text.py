@@ -262,14 +262,6 @@ def test_what_is_published_names_no_folder_of_this_machine(text: str, shown: str
     assert publishable(text.replace("{cwd}", os.getcwd())) == shown
 
 
-def test_redact_is_cheap() -> None:
-    text = "Step 100 was skipped: loss nan; its images are in outputs/pretrain-1/nonfinite_steps.jsonl " * 3
-    began = time.perf_counter()
-    for _ in range(1000):
-        redact(text)
-    assert time.perf_counter() - began < 5.0  # 5 ms a message would still cost nothing
-
-
 @pytest.mark.parametrize(
     "text",
     [

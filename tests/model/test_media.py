@@ -1,6 +1,5 @@
 """One model of several media: towers of their own, one text tower, one file."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -110,11 +109,6 @@ def test_what_cannot_be_joined() -> None:
         model.add_medium(single("sound", projection_dim=8))
     with pytest.raises(ValueError, match="fusion_layers=0"):
         single("image", fusion_layers=1).add_medium(single("sound"))
-
-
-def test_a_model_of_one_medium_says_nothing_of_others(tmp_path: Path) -> None:
-    single("image").save_pretrained(tmp_path)
-    assert not {"medium", "media"} & json.loads((tmp_path / "config.json").read_text()).keys()
 
 
 def test_layers_of_each_tower_have_the_rates_of_a_model_of_its_own(both: FusionDualEncoderModel) -> None:

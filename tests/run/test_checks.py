@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,57 +173,36 @@ def test_a_warning_of_several_ranks_is_given_once(tmp_path: Path) -> None:
 # -- devices ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--mixed_precision is fp16; fp16 needs a GPU. Use bf16"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8 needs a GPU"),
-        (
-            {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": "0,1"},
-            "CUDA_VISIBLE_DEVICES is 0,1; .* sees no GPU",
-        ),
-        ({"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "0"}, None),
-        ({"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, None),
-    ],
-)
-def test_precisions_that_a_machine_without_gpus_refuses(
-    variables: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name, value in ({"ACCELERATE_USE_CPU": "true"} | variables).items():
+GPU = {"ACCELERATE_USE_CPU": "false"}
+PRECISIONS: list[tuple[str, dict[str, str], tuple[int, int] | None, str | None]] = [
+    # the precision, further variables, what the GPU is capable of, and what the message says
+    ("fp16", {}, None, "--mixed_precision is fp16; fp16 needs a GPU. Use bf16"),
+    ("fp8", {}, None, "fp8 needs a GPU"),
+    ("no", {**GPU, "CUDA_VISIBLE_DEVICES": "0,1"}, None, "CUDA_VISIBLE_DEVICES is 0,1; .* sees no GPU"),
+    ("no", {"CUDA_VISIBLE_DEVICES": "0"}, None, None),
+    ("no", {**GPU, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, None, None),
+    ("bf16", {}, None, None),
+    ("bf16", GPU, (7, 5), "Old GPU computes none. Use fp16"),
+    ("fp8", GPU, (8, 0), "Old GPU computes none. Use bf16"),
+    ("bf16", GPU, (8, 0), None),
+    ("fp8", GPU, (9, 0), None),
+    ("fp16", GPU, (7, 0), None),
+]
+
+
+@pytest.mark.parametrize(("precision", "variables", "capability", "message"), PRECISIONS)
+def test_precisions_that_a_machine_refuses(
+    precision: str, variables: dict[str, str], capability: tuple[int, int] | None, message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in ({"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": precision} | variables).items():
         monkeypatch.setenv(name, value)
-    if message is None:
-        checks.check_precision()
-    else:
-        with pytest.raises(ValueError, match=message):
-            checks.check_precision()
-
-
-@pytest.mark.parametrize(
-    ("precision", "capability", "message"),
-    [
-        ("bf16", (7, 5), "Old GPU computes none. Use fp16"),
-        ("fp8", (8, 0), "Old GPU computes none. Use bf16"),
-        ("bf16", (8, 0), None),
-        ("fp8", (9, 0), None),
-        ("fp16", (7, 0), None),
-    ],
-)
-def test_precisions_that_an_old_gpu_refuses(
-    precision: str, capability: tuple[int, int], message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
-    if message is None:
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         checks.check_precision()
-    else:
-        with pytest.raises(ValueError, match=message):
-            checks.check_precision()
 
 
 def test_gpus_of_two_kinds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -146,21 +146,6 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     assert " ".join(parsed(search)[1][-1].split()) in table
 
 
-@pytest.mark.slow
-def test_the_shell_takes_the_evaluation_as_printed(trained: Finished) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        ["bash", "-c", next_commands(trained)[0].strip()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "validation: 3 images" in done.stderr
-
-
 def test_the_longer_run_trains_for_twice_as_many_steps(trained: Finished) -> None:
     paste(next_commands(trained)[1])
     lines = Path("out/my model-longer/metrics.jsonl").read_text().splitlines()

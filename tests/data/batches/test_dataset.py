@@ -21,7 +21,6 @@ from mm_utils.data.batches.dataset import MOST_CAPTIONS, Collator, TrainingTrans
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import encode
-from mm_utils.model.reading import center_square
 from tests.kit.numbered_rows import (
     FEATURES,
     SIZE,
@@ -144,13 +143,6 @@ def test_evaluation_has_every_caption_once(tokenizer: PreTrainedTokenizerFast) -
             seen.append(tokenizer.decode(ids, skip_special_tokens=True))
     assert images == list(range(12))
     assert seen == [caption for captions in rows["captions"] for caption in captions]
-
-
-def test_evaluation_images_are_the_whole_centre(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenize_captions(rows_of(), tokenizer, 16)
-    for index in range(12):
-        image = Image.open(io.BytesIO(png(index)))
-        assert torch.equal(evaluation_pairs(rows)[(index, 0)]["pixel_values"], center_square(image, SIZE))
 
 
 # -- broken images ------------------------------------------------------------------------------------------------------

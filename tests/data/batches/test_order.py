@@ -69,18 +69,6 @@ def test_uneven_shares_hold_every_row_once_and_in_proportion(weights: list[int],
         assert weight or not share
 
 
-def test_a_far_step_is_found_at_once() -> None:
-    order = in_order(1000, 64, 0)
-    assert len({row for row, _ in order.batch(10_000_000)}) == 64
-
-
-def test_seed_and_epoch_decide() -> None:
-    first = [row for row, _ in in_order(64, 32, 0).batch(0)]
-    assert first != [row for row, _ in in_order(64, 32, 1).batch(0)]
-    assert first != [row for row, _ in in_order(64, 32, 0).batch(2)]
-    assert first != sorted(first)
-
-
 def test_seeds_share_no_epoch() -> None:
     """Seed 7 has no epoch of seed 8: neither the order, the captions nor the replacement rows."""
     ones, keys = np.ones(3000, np.int64), np.random.default_rng(3).integers(0, 2**63 - 1, 3000)

@@ -109,21 +109,6 @@ def test_a_hopeless_source_is_refused_and_leaves_nothing(
     assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
 
 
-def test_a_damaged_result_is_prepared_anew(folder: Path, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    load(folder)
-    [shard] = (own_cache / "tandem_pairs").rglob("*.arrow")
-    shard.write_bytes(shard.read_bytes()[:100])
-    assert len(ids(folder)) == 6
-    assert "made anew. Check the disk" in caplog.text
-
-
-def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "file").write_text("")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "file")
-    with pytest.raises(ValueError, match=r"file.* cannot be written: .* set HF_DATASETS_CACHE"):
-        load(folder)
-
-
 def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(70):
         draw(number, (16, 12)).save(folder / f"{number}.png")
@@ -141,29 +126,6 @@ def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypa
             load(folder)
     assert {path: path.stat().st_mtime_ns for path in (partial / "parts").iterdir()} == done
     assert len(ids(folder)) == 70
-    assert len(results(own_cache)) == 1
-
-
-def test_two_at_once_wait_for_each_other(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = cache._prepare
-
-    def slowly(*arguments: object) -> None:
-        (folder / f"prepared by {os.getpid()}").touch()
-        prepare(*arguments)  # type: ignore[arg-type]
-        time.sleep(0.3)
-
-    monkeypatch.setattr(cache, "_prepare", slowly)
-    children = []
-    for _ in range(3):
-        children.append(os.fork())
-        if children[-1] == 0:
-            try:
-                signal.alarm(60)
-                os._exit(0 if len(ids(folder)) == 6 else 1)
-            finally:
-                os._exit(2)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
-    assert len(list(folder.glob("prepared by *"))) == 1
     assert len(results(own_cache)) == 1
 
 

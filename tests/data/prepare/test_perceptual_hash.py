@@ -246,15 +246,6 @@ def test_splits_have_their_shares_and_no_group_crosses_them() -> None:
     assert not (assign_splits(group, KEYS, (0, 1, 0)) != 1).any()
 
 
-def test_added_rows_move_no_row_to_another_split() -> None:
-    rng = np.random.default_rng(0)
-    before = rng.integers(0, 3000, (800, 2))
-    late = np.stack([rng.integers(0, 3000, 500), rng.permutation(np.arange(3000, 5000))[:500]], axis=1)
-    few = assign_splits(groups(3000, before), KEYS[:3000], SHARES)
-    many = assign_splits(groups(5000, np.concatenate([before, late])), KEYS, SHARES)
-    assert (many[:3000] == few).all()
-
-
 def test_the_key_and_the_salt_decide_the_split() -> None:
     alone = np.arange(200)
     splits = assign_splits(alone, KEYS[:200], SHARES)

@@ -314,25 +314,6 @@ def test_recipes_are_flat_and_typed(recipe: Path) -> None:
     assert all(isinstance(value, (str, int, float, bool, type(None))) for value in values.values())
 
 
-def test_wrong_values_of_the_real_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (
-        ["--lr_scheduler_type", "linear"],
-        ["--warmup_ratio", "0.9"],
-        ["--learning_rate", "-1"],
-        ["--max_seq_length", "2"],
-        ["--min_crop_area", "0"],
-        ["--min_crop_area", "1.1"],
-        ["--vision_pooling", "max"],
-        ["--text_config", "nowhere.json"],
-        ["--objectives", "matching:1"],
-        ["--max_train_samples", "0"],
-    ):
-        with pytest.raises(SystemExit):
-            parse_args(*ALL, argv=flags)
-        line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert flags[0] in line
-
-
 def test_words_beside_the_flags_fill_the_one_that_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
     given = parse_args(First, Second, argv=["a", "--limit", "2", "--verbose", "b c"], rest="name")
     first, second = given[First], given[Second]

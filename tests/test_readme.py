@@ -65,8 +65,6 @@ REMOVED = {
 
 
 # -- reading pages ------------------------------------------------------------------------------------------------------
-
-
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
     """Yield the fenced blocks and the commands in code spans, in order, each with its language."""
     text = page.read_text(encoding="utf-8")
@@ -164,8 +162,6 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # -- every page ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", [*PAGES, *CONFIGS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_parses_as_written(path, places, monkeypatch, capsys):
     for line in commands_of(path):
@@ -279,8 +275,6 @@ def test_the_readme_is_one_page():
 
 
 # -- the README, run ----------------------------------------------------------------------------------------------------
-
-
 def write_inputs(folder: Path, count: int = 72) -> None:
     """Write what the README's commands read: photographs, captions in each format, shards, classes, questions."""
     for name in ("photos", "train2017", *(f"scans/{colour}" for colour in COLOURS)):

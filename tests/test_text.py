@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from hypothesis import strategies as st
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.faults import Fault, excerpt
 from mm_utils.extras.classes.finish import report_predictions
-from mm_utils.reports.model_card import CardInfo, write_model_card
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import (
     markdown_table,
@@ -179,37 +177,6 @@ def test_foreign_text_cannot_imitate_a_log_message_or_move_the_cursor() -> None:
     assert "\x1b" not in shown
     assert r"\x1b[2J" in shown
     assert r"\u202e" in shown
-
-
-HOSTILE = "<script>alert(1)</script> [x](javascript:alert(1)) | `b` \x1b[31m \u202e\n# heading"
-
-
-def test_the_model_card_shows_foreign_text_literally(tmp_path: Path) -> None:
-    texts = ("name", "model", "vision_model", "text_model", "dataset_name", "command", "hardware", "precision")
-    given: dict[str, Any] = dict.fromkeys(texts, HOSTILE)
-    card = CardInfo(
-        **given,
-        num_parameters=1,
-        dataset_rows={HOSTILE: 3},
-        dataset_fingerprint=HOSTILE,
-        table=([HOSTILE, HOSTILE], [[HOSTILE, HOSTILE]]),
-        metrics={HOSTILE: 0.5},
-        hyperparameters={"train_file": HOSTILE, HOSTILE: 1},
-        num_processes=1,
-        summary=HOSTILE,
-        base_models=[HOSTILE],
-    )
-    text = write_model_card(tmp_path, card).read_text(encoding="utf-8")
-    assert "\x1b" not in text
-    assert "\u202e" not in text
-    body = text.split("---\n", 2)[2]
-    body = re.sub(r"^(`{3,}).*?^\1$", "", body, flags=re.MULTILINE | re.DOTALL)  # a block of code is shown as it is
-    body = re.sub(r"(`+) .*? \1|`[^`]+`", "", body)
-    assert not re.search(r"(?<!\\)<script", body)
-    assert not re.search(r"(?<!\\)\]\(javascript", body)
-    assert "\n# heading" not in body
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} <= {3, 4}
 
 
 @pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", " =1"])

@@ -35,7 +35,6 @@ def steps_in(output_dir: Path) -> list[int]:
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
-
 _recorder: list[tuple[str, str, str]] | None = None
 
 
@@ -164,8 +163,6 @@ def test_leftovers_of_a_killed_run_are_removed_and_a_replaced_checkpoint_is_rest
 
 
 # -- finding ------------------------------------------------------------------------------------------------------------
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
@@ -241,8 +238,6 @@ def test_a_given_checkpoint_must_be_undamaged(tmp_path: Path) -> None:
 
 
 # -- removing -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
     [

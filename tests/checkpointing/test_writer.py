@@ -187,8 +187,6 @@ def test_weights_that_are_not_finite_are_not_saved(value: float, writer: Checkpo
 
 
 # -- room ---------------------------------------------------------------------------------------------------------------
-
-
 def free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """Let every disk have n bytes free."""
     monkeypatch.setattr(

@@ -36,8 +36,6 @@ def photo(width: int, height: int) -> Image.Image:
 
 
 # -- modes --------------------------------------------------------------------------------------------------------------
-
-
 def test_transparency_is_white() -> None:
     image = Image.new("RGBA", (4, 1), (*RED, 255))
     image.putpixel((1, 0), (*RED, 0))
@@ -69,7 +67,6 @@ def test_png_with_a_transparent_colour(kind: str) -> None:
 
 
 # -- broken images ------------------------------------------------------------------------------------------------------
-
 JPEG = stored(photo(80, 60), "JPEG")["bytes"]
 PNG = stored(photo(80, 60), "PNG")["bytes"]
 _HEADER = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
@@ -118,8 +115,6 @@ def test_no_other_program_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- reduced decoding ---------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(1, 300))
 @settings(max_examples=60)
 def test_reduced_decode_is_never_too_small(width: int, height: int, min_side: int) -> None:
@@ -138,8 +133,6 @@ def test_reduced_decode_happens() -> None:
 
 
 # -- storage ------------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 300))
 @settings(max_examples=60)
 def test_shrinking_keeps_the_shape_and_never_enlarges(width: int, height: int, side: int) -> None:
@@ -198,7 +191,6 @@ def test_psnr_is_that_of_the_definition() -> None:
 
 
 # -- arrays of pixels ---------------------------------------------------------------------------------------------------
-
 needs_simplejpeg = pytest.mark.skipif(images.simplejpeg is None, reason="simplejpeg is not installed")
 
 

@@ -183,7 +183,6 @@ def test_negatives_of_the_rows_of_an_image_are_joined(folder: Path) -> None:
 
 
 # Prepared data sets
-
 PREPARED = Features(
     {
         **{"id": Value("string"), "image": Image(decode=False), "captions": List(Value("string"))},
@@ -235,8 +234,6 @@ def test_a_prepared_data_set_that_is_damaged_or_too_small_is_named(tmp_path: Pat
 
 
 # Rows of one image
-
-
 def test_rows_of_one_image_are_merged_in_order(folder: Path) -> None:
     rows = [
         {"id": 1, "image_id": 7, "image": "0.png", "caption": "b"},
@@ -305,8 +302,6 @@ def test_each_image_keeps_exactly_its_captions(
 
 
 # Splits
-
-
 def test_the_holdout_depends_on_the_ids_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         first = load_pairs(DataArguments(train_file=write(folder / "p.jsonl", rows_of())))
@@ -367,7 +362,6 @@ def test_evaluation_needs_no_train_split(folder: Path) -> None:
 
 
 # Places that do not exist
-
 BAD_PLACES = [
     ({"train_file": "absent.jsonl"}, r"--train_file is absent\.jsonl; there is no such file"),
     ({"train_file": "absent"}, r"--train_file is absent; there is no such file"),

@@ -108,8 +108,6 @@ def test_addresses_are_no_paths() -> None:
 
 
 # Reading
-
-
 def test_a_file_or_a_part_of_it_is_read(root: Path) -> None:
     path = str(root / "inside.png")
     assert read_file(path, Limits()) == b"inside.png"

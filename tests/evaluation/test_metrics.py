@@ -67,8 +67,6 @@ def test_equal_values_have_the_interval_of_the_rule_of_three() -> None:
 
 
 # -- health of the embeddings -------------------------------------------------------------------------------------------
-
-
 def random_split(images: int, captions: int, width: int, same_image: bool = False) -> Embeddings:
     """Unit embeddings of uneven variance; with `same_image`, the split holds one image twice."""
     generator = torch.Generator().manual_seed(images)

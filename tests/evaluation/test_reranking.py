@@ -28,8 +28,6 @@ def evaluator(top_k: int, **others: Any) -> RetrievalEvaluator:
 
 
 # -- against the definition ---------------------------------------------------------------------------------------------
-
-
 @given(
     st.integers(1, 40), st.integers(0, 2**20), st.sampled_from([0.5, 1.0, 3.0]), st.integers(1, 60), st.integers(1, 30)
 )
@@ -89,8 +87,6 @@ def test_nan_counts_against_the_head(spoiled: str) -> None:
 
 
 # -- heads that know something, and heads that do not -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("truth", "top_k"), [(1000.0, 1000), (-1000.0, 10), (0.0, 4)])
 def test_a_head_that_is_right_or_wrong_or_undecided(truth: float, top_k: int) -> None:
     model: Any = TruthfulModel(truth=truth)
@@ -139,8 +135,6 @@ def test_a_model_without_a_head_is_not_reranked() -> None:
 
 
 # -- memory and cost ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("image_bytes", "batches_held"), [(1, 1), (10, 2), (11, 3), (1000, 5)])
 def test_keys_and_values_that_do_not_fit_are_computed_again(image_bytes: int, batches_held: int) -> None:
     """Five batches of 8 bytes per image: the scores stay, and each further image is encoded exactly once more."""
@@ -181,8 +175,6 @@ def test_a_pair_costs_what_cached_keys_and_values_allow(hierarchy: bool) -> None
 
 
 # -- caption scores -----------------------------------------------------------------------------------------------------
-
-
 class Writer(TruthfulModel):
     """The log probability of caption t given image i is `log_probs[i, t]`."""
 
@@ -218,7 +210,6 @@ def test_weights_need_a_model_that_was_trained_for_them() -> None:
 
 
 # -- number of processes ------------------------------------------------------------------------------------------------
-
 CASES: list[dict[str, Any]] = [
     {"images": 23, "batch_size": 5},
     {"images": 23, "batch_size": 2, "cache": 40e-9},  # five images fit

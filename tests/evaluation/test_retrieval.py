@@ -70,8 +70,6 @@ def random_split(images: int, most_captions: int, width: int, seed: int, levels:
 
 
 # -- ranks by cosine ----------------------------------------------------------------------------------------------------
-
-
 @given(
     st.integers(1, 25),
     st.integers(1, 4),
@@ -240,8 +238,6 @@ def test_the_evaluate_metric_agrees() -> None:
 
 
 # -- by language --------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**20), st.sampled_from([None, 1]), st.data())
 @settings(max_examples=60)
 def test_a_language_is_measured_as_a_split_of_its_own(
@@ -279,8 +275,6 @@ def test_language_names_suit_every_tracker() -> None:
 
 
 # -- through a loader ---------------------------------------------------------------------------------------------------
-
-
 def test_the_evaluator_embeds_what_the_loader_yields() -> None:
     model: Any = TruthfulModel()
     evaluator = RetrievalEvaluator()
@@ -331,7 +325,6 @@ def test_impossible_flags_are_refused(flag: str, value: Any) -> None:
 
 
 # -- word order ---------------------------------------------------------------------------------------------------------
-
 IMAGES = 23
 
 

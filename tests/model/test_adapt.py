@@ -138,7 +138,6 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- towers in training -------------------------------------------------------------------------------------------------
-
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 IMAGE = {"image_size": 32, "patch_size": 8}
 

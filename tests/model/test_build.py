@@ -82,8 +82,6 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 # Presets and backbones
-
-
 @pytest.mark.usefixtures("_cache")
 def test_tiny_preset_is_the_default_and_takes_a_training_step():
     args = ModelArguments()
@@ -193,8 +191,6 @@ def test_patch_dropout_needs_patches(tokenizer):
 
 
 # Images
-
-
 SIZES = [(64, 64), (65, 64), (100, 75), (75, 100), (640, 480), (333, 500), (31, 47), (300, 70), (64, 256), (129, 131)]
 
 
@@ -231,8 +227,6 @@ def test_other_processors_become_center_squares(folders):
 
 
 # The tokenizer
-
-
 def test_tokenizer_without_padding_pads_with_its_end(tokenizer, tmp_path):
     bare = copy.deepcopy(tokenizer)
     bare.pad_token = None
@@ -242,8 +236,6 @@ def test_tokenizer_without_padding_pads_with_its_end(tokenizer, tmp_path):
 
 
 # Whole models
-
-
 @pytest.mark.usefixtures("_cache")
 def test_model_and_processor_share_a_folder(tmp_path):
     args = ModelArguments(image_size=32)
@@ -280,8 +272,6 @@ def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
 
 
 # Mistakes
-
-
 @pytest.mark.parametrize("kind", ["empty", "missing", "broken", "backbone"])
 def test_a_folder_without_a_model_is_named(kind, folders, tmp_path):
     folder = {"missing": str(tmp_path / "nowhere"), "backbone": folders["text"]}.get(kind, str(tmp_path))

@@ -72,8 +72,6 @@ def attention_of(model: torch.nn.Module) -> list[str | None]:
 
 
 # Saving and loading
-
-
 @pytest.mark.parametrize(("vision", "text"), PAIRS)
 def test_saved_and_loaded_bit_for_bit(vision, text, tmp_path):
     model = build(vision, text)
@@ -148,8 +146,6 @@ def test_modelling_file_needs_torch_and_transformers_alone():
 
 
 # The stock class
-
-
 def export(model: FusionDualEncoderModel, folder: Path, **options) -> VisionTextDualEncoderModel:
     model.to_dual_encoder().save_pretrained(folder)
     return VisionTextDualEncoderModel.from_pretrained(folder, **options).eval()
@@ -267,8 +263,6 @@ def test_a_stock_model_is_converted_and_back(fusion_layers):
 
 
 # Masks
-
-
 def padding_error(model: FusionDualEncoderModel) -> dict[str, float]:
     """Largest difference between a pair in a padded batch and the same pair alone, per output."""
     batch = batch_for(model)
@@ -303,8 +297,6 @@ def test_fusion_head_honours_the_mask_by_itself():
 
 
 # The fusion head
-
-
 @pytest.mark.parametrize("vision", ["vit", "convnext"])
 def test_an_images_keys_and_values_serve_every_text(vision):
     model = build(vision)
@@ -531,8 +523,6 @@ def test_text_poolings(text):
 
 
 # Configuration
-
-
 @pytest.mark.parametrize(
     ("width", "projection_dim", "fusion_dim"),
     [(32, 24, 32), (128, 96, 64), (312, 234, 128), (768, 256, 384), (2048, 256, 512)],
@@ -588,8 +578,6 @@ def test_measuring_leaves_the_backbones_in_their_mode():
 
 
 # Training
-
-
 def train_step(model: FusionDualEncoderModel) -> FusionDualEncoderModel:
     output = model(**batch_for(model), return_loss=True)
     (output.loss + F.binary_cross_entropy_with_logits(output.match_logits, torch.tensor([1.0, 0, 1, 0]))).backward()

@@ -82,8 +82,6 @@ def test_two_languages_are_tokenised(tokenizer):
 
 
 # Images
-
-
 MEAN, STD = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
 PROCESSORS = {
     "given": CLIPImageProcessor(image_mean=MEAN, image_std=STD),

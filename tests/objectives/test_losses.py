@@ -62,8 +62,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 # -- InfoNCE, one process -----------------------------------------------------------------------------------------------
-
-
 @given(BATCHES, SCALES, TILES)
 @settings(max_examples=120)
 def test_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None) -> None:
@@ -230,8 +228,6 @@ def test_default_tiles_do_not_depend_on_the_batch() -> None:
 
 
 # -- sigmoid, one process -----------------------------------------------------------------------------------------------
-
-
 def tiled_sigmoid(
     image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor, tile: Tile | None = None
 ) -> Tensor:
@@ -271,8 +267,6 @@ def test_losses_leave_the_precision_of_products_as_it_was(precision: str) -> Non
 
 
 # -- towards a teacher, one process -------------------------------------------------------------------------------------
-
-
 def dense_distilled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
     """The definition, with every matrix in memory."""
     other_positives = other_positives_of(ids)
@@ -299,8 +293,6 @@ def test_distillation_equals_the_definition(batch: Batch, scale: Tensor, tile: T
 
 
 # -- hard negatives, one process ----------------------------------------------------------------------------------------
-
-
 @given(
     count=st.integers(1, 20),
     images=st.integers(1, 12),
@@ -399,8 +391,6 @@ def test_draws_are_the_same_under_autocast() -> None:
 
 
 # -- between processes --------------------------------------------------------------------------------------------------
-
-
 def towers(features: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     image_weight, text_weight, log_scale = weights
     image, text = normalize(features[:, 0] @ image_weight, dim=1), normalize(features[:, 1] @ text_weight, dim=1)

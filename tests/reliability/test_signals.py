@@ -87,8 +87,6 @@ def test_the_exit_status_is_128_plus_the_signal() -> None:
 
 
 # -- in processes of their own ------------------------------------------------------------------------------------------
-
-
 def raised(number: int) -> None:
     raise Interrupted(number)
 

@@ -198,8 +198,6 @@ def test_laggards_are_the_ranks_that_the_others_wait_for(answers: list[Status | 
 
 
 # -- stragglers ---------------------------------------------------------------------------------------------------------
-
-
 class Tower(nn.Module):
     def forward(self, seconds: float) -> float:
         time.sleep(seconds)

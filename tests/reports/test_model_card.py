@@ -190,28 +190,37 @@ def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
     assert ModelCard.load(path).data.base_model == ["bert-base-uncased"]
 
 
-def test_card_survives_any_text(tmp_path: Path) -> None:
-    hostile = 'a | b\n---\n# <script> [x](y) `code` """ ``` {{ }} $x$ * _ ! \\'
-    hyperparameters = {"caption": hostile, "empty": "", "none": None}
-    path = write_model_card(
-        tmp_path,
-        card(
-            name=hostile,
-            dataset_name=hostile,
-            command=f"run {hostile}",
-            hyperparameters=hyperparameters,
-            model=hostile,
-            results=retrieval_results(FIGURES, EvaluatedData(hostile, hostile, "test", {})),
-        ),
+def test_card_shows_any_text_literally(tmp_path: Path) -> None:
+    hostile = 'a | b\n---\n# <script> [x](javascript:y) `code` """ ``` {{ }} $x$ * _ ! \\ \x1b[31m \u202e'
+    texts = (
+        "name",
+        "model",
+        "vision_model",
+        "text_model",
+        "dataset_name",
+        "dataset_fingerprint",
+        "hardware",
+        "precision",
     )
+    given: dict[str, object] = dict.fromkeys((*texts, "summary"), hostile)
+    given |= {"dataset_rows": {hostile: 3}, "metrics": {hostile: 0.5}, "base_models": [hostile]}
+    hyperparameters = {"caption": hostile, hostile: 1, "empty": "", "none": None}
+    results = retrieval_results(FIGURES, EvaluatedData(hostile, hostile, "test", {}))
+    table = ([hostile, hostile], [[hostile, hostile]])
+    made = card(command=f"run {hostile}", hyperparameters=hyperparameters, results=results, table=table, **given)
+    path = write_model_card(tmp_path, made)
     text = path.read_text(encoding="utf-8")
+    assert not {"\x1b", "\u202e"} & set(text)
     assert ModelCard.load(path).data.library_name == "transformers"
-    assert ModelCard.load(path).data.eval_results[0].dataset_name == " ".join(hostile.split())
+    assert ModelCard.load(path).data.eval_results[0].dataset_name.startswith("a | b --- # <script> [x](javascript:y)")
     title = next(line for line in text.splitlines() if line.startswith("# "))
-    assert title.startswith(r"# a \| b --- \# &lt;script&gt; \[x\](y) \`code\`")
-    row = next(line for line in text.splitlines() if line.startswith("| `caption`"))
-    assert row.replace(r"\|", "").count("|") == 3
+    assert title.startswith(r"# a \| b --- \# &lt;script&gt; \[x\](javascript:y) \`code\`")
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} <= {3, 4}
     assert "````bash\nrun a | b\n---" in text, "the fence must be longer than the backticks inside"
+    body = re.sub(r"^(`{3,}).*?^\1$", "", text.split("---\n", 2)[2], flags=re.MULTILINE | re.DOTALL)
+    body = re.sub(r"(`+) .*? \1|`[^`]+`", "", body)  # code is shown as it is
+    assert not re.search(r"(?<!\\)<script|(?<!\\)\]\(javascript", body)
 
 
 def test_card_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

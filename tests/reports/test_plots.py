@@ -84,12 +84,24 @@ def test_mean_recall_of_training_images_is_drawn_beside_that_of_unseen_ones(
     assert drawn == {"unseen images": [0.4] * 3, "training images": [0.0, 0.5, 1.0]}
 
 
-def test_panels_of_single_points_are_left_out_beside_others(tmp_path: Path, figures: list[Figure]) -> None:
-    rows = [{"step": 10, **TRAINING, **EVALUATION}, *({"step": step, "eval_mean_recall": 0.4} for step in (0, 10))]
-    assert plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png") == [
-        "Recall",
-        "Mean recall",
-    ]
+PANELS: list[tuple[list[object], list[str]]] = [
+    ([{"step": 1, "loss": 1.0, "logit_scale": 14.3, "grad_norm": None}], ["Loss", "Logit scale"]),  # without values
+    ([{"step": 1, "epoch": 0.5}], []),
+    (
+        ['{"step": 1, "loss": NaN, "grad_norm": Infinity, "pairs_per_second": 0.0, "learning_rate": 0.0}'],
+        ["Learning rate", "Pairs per second"],
+    ),
+    (  # single points, beside others
+        [{"step": 10, **TRAINING, **EVALUATION}, *({"step": step, "eval_mean_recall": 0.4} for step in (0, 10))],
+        ["Recall", "Mean recall"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "panels"), PANELS)
+def test_panels_that_would_show_nothing_are_left_out(rows: list[object], panels: list[str], tmp_path: Path) -> None:
+    assert plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png") == panels
+    assert (tmp_path / "training.png").exists() == bool(panels)
 
 
 def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,22 +130,6 @@ def test_a_constant_has_short_labels(tmp_path: Path, figures: list[Figure], valu
     for label in labels:
         digits = label.partition("e")[0].lstrip("-0.,").rstrip("0").replace(".", "").replace(",", "")
         assert len(digits) <= 3, label
-
-
-def test_panels_without_values_are_left_out(tmp_path: Path) -> None:
-    metrics = write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0, "logit_scale": 14.3, "grad_norm": None})
-    assert plot_training(metrics, tmp_path / "training.png") == ["Loss", "Logit scale"]
-    nothing = write_lines(tmp_path / "empty.jsonl", {"step": 1, "epoch": 0.5})
-    assert plot_training(nothing, tmp_path / "none.png") == []
-    assert not (tmp_path / "none.png").exists()
-
-
-def test_infinite_and_zero_values_are_no_obstacle(tmp_path: Path) -> None:
-    metrics = write_lines(
-        tmp_path / "metrics.jsonl",
-        '{"step": 1, "loss": NaN, "grad_norm": Infinity, "pairs_per_second": 0.0, "learning_rate": 0.0}',
-    )
-    assert plot_training(metrics, tmp_path / "training.png") == ["Learning rate", "Pairs per second"]
 
 
 def test_the_later_of_two_lines_counts_and_broken_lines_are_skipped(tmp_path: Path, figures: list[Figure]) -> None:

@@ -30,8 +30,6 @@ ROOT = Path(__file__).parents[2]
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["HOROVOD_RANK", "HOROVOD_SIZE"])
 def test_horovod_is_refused_with_what_to_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_launcher()
@@ -98,8 +96,6 @@ def test_an_elastic_launch_that_would_end_is_reported(
 
 
 # -- ranks that differ --------------------------------------------------------------------------------------------------
-
-
 def join_ranks() -> None:
     let_accelerate_find_ranks()
     PartialState(cpu=True)
@@ -171,8 +167,6 @@ def test_a_warning_of_several_ranks_is_given_once(tmp_path: Path) -> None:
 
 
 # -- devices ------------------------------------------------------------------------------------------------------------
-
-
 GPU = {"ACCELERATE_USE_CPU": "false"}
 PRECISIONS: list[tuple[str, dict[str, str], tuple[int, int] | None, str | None]] = [
     # the precision, further variables, what the GPU is capable of, and what the message says
@@ -225,8 +219,6 @@ def test_processes_that_wait_within_passes_cannot_be_balanced(backend: Distribut
 
 
 # -- launchers that end -------------------------------------------------------------------------------------------------
-
-
 @LINUX
 def test_a_child_ends_with_its_parent(children: list[int]) -> None:
     def parent(report: Callable[[str], Any]) -> None:
@@ -315,8 +307,6 @@ def test_a_launched_process_ends_with_the_launcher(
 
 
 # -- the model that is named --------------------------------------------------------------------------------------------
-
-
 def write_config(folder: Path, **values: object) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(values))
@@ -360,7 +350,6 @@ def test_a_whole_model_is_accepted(kind: str, tmp_path: Path) -> None:
 
 
 # -- a machine with a GPU, and a run on its CPUs -------------------------------------------------------------------------
-
 PRETENDED_GPU = """
 import runpy, sys, torch
 

@@ -104,7 +104,6 @@ def test_every_rule_has_its_row() -> None:
 
 
 # -- observed, for every kind of start -----------------------------------------------------------------------------------
-
 STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "media", "finetune")
 _CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt_flags"}
 OTHERS = {

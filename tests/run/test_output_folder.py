@@ -90,7 +90,6 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # -- whose files they are -----------------------------------------------------------------------------------------------
-
 RUNS_OWN = ("metrics.jsonl", "model.safetensors", "README.md", "config.yaml", "retrieval.png", "tokenizer.json",
             "dual_encoder/config.json", "checkpoint-4/run.json", "checkpoint-2.damaged/run.json")  # fmt: skip
 FOREIGN = ("thesis.txt", "checkpoint-notes/thesis.txt", "checkpoint-4b", "my.model", "photos/README.md")
@@ -153,8 +152,6 @@ def test_the_newest_run_is_resumed_if_no_folder_is_given(tmp_path: Path, monkeyp
 
 
 # -- what may be an output folder ---------------------------------------------------------------------------------------
-
-
 def test_folders_that_hold_other_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

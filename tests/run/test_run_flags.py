@@ -79,6 +79,9 @@ def test_no_log_ends_a_run(stderr: str, tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+ANY_FILE = "A file of this run, or of a cache"
+
+
 @pytest.mark.parametrize(
     ("error", "start"),
     [
@@ -86,14 +89,8 @@ def test_no_log_ends_a_run(stderr: str, tmp_path: Path) -> None:
             OSError(errno.ENOSPC, "No space left on device", "/data/x.arrow"),
             "/data/x.arrow: No space left on device. Free",
         ),
-        (
-            OSError(errno.EDQUOT, "Disk quota exceeded"),
-            "A file of this run, or of a cache: Disk quota exceeded. Free some",
-        ),
-        (
-            Exception("No space left on device (os error 28)"),
-            "A file of this run, or of a cache: No space left on device",
-        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), f"{ANY_FILE}: Disk quota exceeded. Free some"),
+        (Exception("No space left on device (os error 28)"), f"{ANY_FILE}: No space left on device"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/out"), "/data/out: Permission denied. Change its"),
         (FileExistsError(errno.EEXIST, "File exists", "/data/a.json"), "/data/a.json: File exists. Give a folder"),
     ],

@@ -34,7 +34,6 @@ def test_chance_is_the_loss_of_embeddings_that_are_all_alike(pairs: int) -> None
 
 
 # -- warnings -----------------------------------------------------------------------------------------------------------
-
 HEALTHY = {"loss": 2.6, "contrastive_loss": 2.0, "matching_loss": 0.6, "matching_lift": 0.0365, "temperature": 0.06}
 HEALTHY |= {"grad_norm": 5.0, "learning_rate": 1e-3}
 EVALUATED = {

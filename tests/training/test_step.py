@@ -130,8 +130,6 @@ def test_the_average_moves_as_each_of_its_weights_would(tmp_path: Path) -> None:
 
 
 # -- what ranks agree on ------------------------------------------------------------------------------------------------
-
-
 def stopped(folder: Path, only: int) -> tuple[int, int]:
     strike = Signalled("forward", 5, signal.SIGTERM, only=only)
     trainer = trainer_of(TinyRun(folder, strike=strike, dropout=0.0, arguments=QUIET), True)

@@ -117,8 +117,6 @@ def test_captions_of_rows_that_were_not_picked_are_not_tokenised(
 
 
 # -- reading rows ------------------------------------------------------------------------------------------------------
-
-
 def stored_images() -> Dataset:
     """Images without bytes, without a path, or missing altogether, with a column beside them."""
     images: list[Any] = [

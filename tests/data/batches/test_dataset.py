@@ -41,8 +41,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # -- examples -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_example_depends_on_seed_epoch_and_id_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(), tokenizer, 16)
     pairs, again = (training_pairs(rows, min_crop_area=0.3, seed=1) for _ in range(2))
@@ -114,8 +112,6 @@ def test_colours_vary_with_epoch_and_strength(tokenizer: PreTrainedTokenizerFast
 
 
 # -- pairing ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of().shuffle(seed=4), tokenizer, 16)
     order = GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
@@ -146,8 +142,6 @@ def test_evaluation_has_every_caption_once(tokenizer: PreTrainedTokenizerFast) -
 
 
 # -- broken images ------------------------------------------------------------------------------------------------------
-
-
 def test_a_broken_image_is_named_and_left_out_of_evaluation(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(12, broken=[2, 7]), tokenizer, 16)
     found = list(loaders().evaluation(rows, 4))
@@ -223,8 +217,6 @@ def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> N
 
 
 # -- collator -----------------------------------------------------------------------------------------------------------
-
-
 def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
     return {
         "row": row,

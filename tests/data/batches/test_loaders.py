@@ -60,8 +60,6 @@ def test_images_are_normalised_on_the_device() -> None:
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------
-
-
 def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 8)
     assert LoaderArguments(dataloader_num_workers="3").num_workers == 3

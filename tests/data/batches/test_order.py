@@ -145,8 +145,6 @@ def test_errors_name_the_flag() -> None:
 
 
 # -- permutations -------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(2, 5000), st.integers(0, 2**32), st.integers(0, 1000))
 @settings(max_examples=60)
 def test_permutations_hold_every_row_once(count: int, seed: int, epoch: int) -> None:
@@ -188,7 +186,6 @@ def test_memory_does_not_grow_with_the_rows() -> None:
 
 
 # -- schedules ----------------------------------------------------------------------------------------------------------
-
 schedules = st.tuples(
     st.integers(2, 24), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=0, max_size=3)
 ).map(
@@ -248,8 +245,6 @@ def test_invalid_schedules_are_refused(text: str, message: str) -> None:
 
 
 # -- captions -----------------------------------------------------------------------------------------------------------
-
-
 def test_captions_are_chosen_evenly_and_independently() -> None:
     keys, counts = np.random.default_rng(0).integers(0, 2**63, 3000), np.full(3000, 5)
     chosen = [choose_captions(7, np.full(3000, epoch), keys, counts) for epoch in range(4)]

@@ -137,8 +137,6 @@ def test_single_keys_and_tokens_equal_those_of_the_columns(tokenizer: PreTrained
 
 
 # -- languages ----------------------------------------------------------------------------------------------------------
-
-
 def two_languages(*languages: str | None) -> Dataset:
     features = Features({**FEATURES, "languages": datasets.Sequence(Value("string"))})
     row = {"id": "a", "image": {"bytes": png(0), "path": None}, "captions": ["one two", "three"]}
@@ -168,7 +166,6 @@ def test_each_caption_needs_a_language_if_any_has_one(tokenizer: PreTrainedToken
 
 
 # -- the fingerprint ----------------------------------------------------------------------------------------------------
-
 KEYS = st.lists(st.tuples(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**63 - 1), max_size=3)), max_size=8)
 
 

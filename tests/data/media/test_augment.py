@@ -106,8 +106,6 @@ def test_resizing_differs_from_pillow_by_two_at_most(width: int, height: int) ->
 
 
 # -- colours ------------------------------------------------------------------------------------------------------------
-
-
 def blend(one: np.ndarray, other: np.ndarray, share: float) -> np.ndarray:
     return share * one + (1 - share) * other
 

@@ -128,8 +128,6 @@ def write_classes(corpus: Corpus) -> None:
 
 
 # -- annotations --------------------------------------------------------------------------------------------------------
-
-
 def write_coco(corpus: Corpus) -> None:
     path = corpus.add("coco", "captions.json")
     images: list[Any] = []
@@ -198,7 +196,6 @@ def write_karpathy(corpus: Corpus) -> None:
 
 
 # -- archives -----------------------------------------------------------------------------------------------------------
-
 Member = tuple[str, bytes | bytearray | None]  # a name with `{key}`, and its content; None stands for the picture
 _IMAGE, _TEXT = ("{key}.png", None), ("{key}.txt", b"{caption}")
 SAMPLES: list[tuple[str, str, list[Member]]] = [

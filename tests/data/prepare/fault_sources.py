@@ -53,8 +53,6 @@ def good_rows(folder: Path, count: int) -> Corpus:
 
 
 # -- text files ---------------------------------------------------------------------------------------------------------
-
-
 def _text_tables(corpus: Corpus) -> None:
     good, mark = line(), b"\xef\xbb\xbf"  # a byte order mark, as Windows writes it
     table = corpus.add("lines", "pairs.jsonl")
@@ -152,7 +150,6 @@ def _array(corpus: Corpus) -> None:
 
 
 # -- cells that hold images ---------------------------------------------------------------------------------------------
-
 Cell = tuple[str, str, Callable[[Image.Image], bytes | None], Any]
 _CAPTION = object()
 CELLS: list[Cell] = [
@@ -200,8 +197,6 @@ def _saved(corpus: Corpus) -> None:
 
 
 # -- between rows -------------------------------------------------------------------------------------------------------
-
-
 def _relatives(corpus: Corpus) -> None:
     """Rows that are good alone: the same picture in one split is joined, in two it leaks."""
     path = corpus.add("relatives", "pairs.jsonl")

@@ -101,8 +101,6 @@ def test_all_orientations_stand_upright(orientation: int, form: str, min_side: i
 
 
 # -- limits -------------------------------------------------------------------------------------------------------------
-
-
 def test_large_files_and_large_images_are_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = save(Image.new("1", (9_000, 9_000)), "PNG")
     assert len(bomb) < 100_000
@@ -168,7 +166,6 @@ def test_a_wrong_extension_is_noted(name: str, content: bytes, noted: bool) -> N
 
 
 # -- damage -------------------------------------------------------------------------------------------------------------
-
 DAMAGED = [case.make(draw(0)) for case in ODD]
 
 
@@ -232,8 +229,6 @@ def test_errors_of_decoders_without_a_message_are_faults(monkeypatch: pytest.Mon
 
 
 # -- captions -----------------------------------------------------------------------------------------------------------
-
-
 FILE_NAMES = (
     *("IMG_1234.jpg", "IMG_1234", "img-20200101-WA0001", "DSC00012", "DSCN0001 (2)", "P1010001", "photo.png"),
     *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),

@@ -45,12 +45,11 @@ WEIGHTS = {"contrastive": 1.0, "matching": 0.7}
 
 def steps_on_this_rank(splits: list[tuple[int, ...]]) -> list[dict[str, Any]]:
     found = []
-    for kind in KINDS:
-        objective = tiny_objective(kind)
-        for number, sizes in enumerate(splits):
-            low = sum(sizes[: distributed.rank()])
-            mine = share_of(global_batch(kind), low, low + sizes[distributed.rank()])
-            found.append({"kind": kind, "step": number} | step(objective, mine, number))
+    for number, kind in enumerate(KINDS):
+        sizes = splits[number % len(splits)]
+        low = sum(sizes[: distributed.rank()])
+        mine = share_of(global_batch(kind), low, low + sizes[distributed.rank()])
+        found.append({"kind": kind, "step": number} | step(tiny_objective(kind), mine, number))
     return found
 
 

@@ -30,6 +30,11 @@ def _caption(kind: str, value: Any, reasons: str = "", *kept: str, notes: tuple[
     return Row(f"a caption {kind}", line(caption=value), reasons, kept, notes)
 
 
+def _kept(kind: str, value: str, *notes: str, kept: str | None = None) -> Row:
+    """A caption that stays, as it is or as `kept`."""
+    return _caption(kind, value, "", kept or value, notes=notes)
+
+
 def _path(kind: str, value: Any, reason: str) -> Row:
     return Row(f"a path {kind}", line(image=value), reason)
 
@@ -118,41 +123,26 @@ CAPTIONS = [
     _caption("list of which some are left", ["{caption}", None, 7], "caption_null caption_not_text", "{caption}"),
     _caption("list with a file name", ["a.jpg", "{caption}"], "caption_is_file_name", "{caption}"),
     _caption("given twice", ["{caption}", " {caption}"], "", "{caption}", notes=("caption_repeated",)),
-    _caption(
-        "with control characters",
-        "{caption}\x00 \x1b[31mred\x1b[0m",
-        "",
-        "{caption} red",
-        notes=("caption_controls_removed",),
+    _kept(
+        "with control characters", "{caption}\x00 \x1b[31mred\x1b[0m", "caption_controls_removed", kept="{caption} red"
     ),
-    _caption(
-        "with half a character", "{caption} \ud83d", "", "{caption} \ufffd", notes=("caption_surrogate_replaced",)
-    ),
-    _caption(
+    _kept("with half a character", "{caption} \ud83d", "caption_surrogate_replaced", kept="{caption} \ufffd"),
+    _kept(
         "with line breaks and tabs",
         "\ufeff{caption}\r\n\tnow",
-        "",
-        "{caption} now",
-        notes=("caption_controls_removed", "caption_spaces_joined"),
+        "caption_controls_removed",
+        "caption_spaces_joined",
+        kept="{caption} now",
     ),
-    _caption(
-        "with a special token", "{caption} [PAD] </s>", "", "{caption} [PAD] </s>", notes=("caption_special_token",)
-    ),
-    _caption("with a template's marks", "{caption} {} %s ${x}", "", "{caption} {} %s ${x}"),
-    _caption(
-        "with markup", "{caption} <b>&amp;</b> | [x](javascript:1)", "", "{caption} <b>&amp;</b> | [x](javascript:1)"
-    ),
-    _caption("like a formula", "=cmd|' /C calc'!A0 {caption}", "", "=cmd|' /C calc'!A0 {caption}"),
-    _caption("in decomposed letters", "{caption} cafe\u0301", "", "{caption} caf\u00e9", notes=("caption_composed",)),
-    _caption("from right to left", "{caption} \u202e\u05d0\u05d1\u202c", "", "{caption} \u202e\u05d0\u05d1\u202c"),
-    _caption(
-        "of a family",
-        "{caption} \U0001f468\u200d\U0001f469\u200d\U0001f467",
-        "",
-        "{caption} \U0001f468\u200d\U0001f469\u200d\U0001f467",
-    ),
-    _caption("of 12 MB", "{caption}" + " word" * 2_400_000, "", "{caption}{words}", notes=("caption_cut",)),
-    _caption("that is one word of 5 MB", "{caption}" + "x" * _WIDE, "", "{caption}{xs}", notes=("caption_cut",)),
+    _kept("with a special token", "{caption} [PAD] </s>", "caption_special_token"),
+    _kept("with a template's marks", "{caption} {} %s ${x}"),
+    _kept("with markup", "{caption} <b>&amp;</b> | [x](javascript:1)"),
+    _kept("like a formula", "=cmd|' /C calc'!A0 {caption}"),
+    _kept("in decomposed letters", "{caption} cafe\u0301", "caption_composed", kept="{caption} caf\u00e9"),
+    _kept("from right to left", "{caption} \u202e\u05d0\u05d1\u202c"),
+    _kept("of a family", "{caption} \U0001f468\u200d\U0001f469\u200d\U0001f467"),
+    _kept("of 12 MB", "{caption}" + " word" * 2_400_000, "caption_cut", kept="{caption}{words}"),
+    _kept("that is one word of 5 MB", "{caption}" + "x" * _WIDE, "caption_cut", kept="{caption}{xs}"),
     Row(
         "a language for each caption",
         line(caption=["{caption}", "ein Hund"], languages=["en", "de"]),

@@ -1,17 +1,23 @@
 """Read a source as tests do: its records and its bad rows."""
 
 import json
+import os
 import pickle
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from tests.data.prepare.fault_layouts import add_member
+from tests.kit.fault_images import grey
 
 SAFE = PathArguments()
 Member = tuple[str, bytes]
@@ -46,3 +52,72 @@ def write_tar(path: Path, members: Sequence[Member], kind: int = tarfile.PAX_FOR
         for name, content in members:
             add_member(archive, name, content)
     return str(path)
+
+
+Build = Callable[[Path], None]
+
+
+def put(*names: str) -> Build:
+    """Write files of these names: pictures, captions, tables and archives of one row each."""
+
+    def build(root: Path) -> None:
+        for at, name in enumerate(names):
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith(".parquet"):
+                pq.write_table(pa.table({"image": [grey(at)], "caption": ["a"], "id": [name]}), path)
+            elif name.endswith(".tar"):
+                write_tar(path, [("a.png", grey(at)), ("a.txt", b"a")])
+            else:
+                path.write_bytes(b"a caption" if name.lower().endswith(".txt") else grey(at))
+
+    return build
+
+
+def check_closed(build: Build, kind: str, root: Path, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
+    """Each folder `dog`, which nobody can list, is a bad row, and the row beside it is read."""
+    scan = os.scandir
+
+    def refuse(path: Any = ".") -> Any:
+        if Path(path).name == "dog":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    build(root)
+    good, found = read(root, format=kind)
+    assert (len(good), reasons(found)) == (1, [("folder dog", "permission_denied")] * count)
+
+
+def check_linked(build: Build, kind: str, root: Path, count: int = 1, entered: bool = False) -> None:
+    """Each folder `dog` that is a link is a bad row, or entered as where it leads to is."""
+    build(root / "set")
+    for at, folder in enumerate(sorted((root / "set").rglob("dog"))):
+        target = root / "set/elsewhere" / str(at) if entered else root / f"elsewhere {at}"
+        target.parent.mkdir(exist_ok=True)
+        folder.rename(target)
+        folder.symlink_to(target)
+    good, found = read(root / "set", format=kind)
+    assert len({record.image.name for record in good}) == (3 if entered else 1)
+    assert reasons(found) == ([] if entered else [("folder dog", "linked_folder")] * count)
+
+
+TEXTS = [f"about {name}" for name in NAMES]
+PAIRS = list(zip(NAMES, TEXTS, strict=True))
+
+
+def joined(sign: str, header: str | None = None) -> str:
+    return lines(*([header] if header else []), *(f"{name}{sign}{text}" for name, text in PAIRS))
+
+
+def check_format(folder: Path, made: Path | Source, expected: str) -> None:
+    """A source of NAMES is recognised, and its records are PAIRS."""
+    source = made if isinstance(made, Source) else Source(str(made))
+    assert detect(source) == expected
+    records, bad = read(source.path, captions=source.captions)
+    assert not bad
+    assert sorted((content(record), record.captions) for record in records) == [
+        (f"bytes of {name}".encode(), [text]) for name, text in PAIRS
+    ]
+    assert len({record.where for record in records}) == len(NAMES)
+    assert {record.source for record in records} == {source.name}

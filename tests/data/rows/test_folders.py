@@ -2,14 +2,11 @@
 
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.kit.reading import NAMES, content, lines, read, reasons, write
+from tests.kit.reading import NAMES, content, read, reasons, write
 
 
 def test_captions_beside_images_are_joined_by_name(folder: Path) -> None:
@@ -58,35 +55,3 @@ def test_classes_get_captions_from_templates(folder: Path) -> None:
         read(folder / "set", format="classes")
     imagenet = write(folder / "index.json", json.dumps({"0": ["n02123045", "tiger_cat"]}))
     assert read(folder / "set", classes=str(imagenet))[0][1].captions[0] == "a photo of a tiger cat."
-
-
-KEYS = st.lists(st.text("abcdef0123._-", min_size=1, max_size=6), unique=True, max_size=8)
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(images=KEYS, captions=KEYS, repeat=st.integers(1, 2), seed=st.integers(0, 2**16))
-def test_parallel_lists_are_joined_by_key_whatever_their_order(
-    folder: Path, images: list[str], captions: list[str], repeat: int, seed: int
-) -> None:
-    shuffle = random.Random(seed).shuffle
-    shuffle(images)
-    said = [(key, f"{number} of {key}") for key in captions for number in range(repeat)]
-    shuffle(said)
-    write(folder / "i.txt", lines(*(f"{key}\ta.jpg" for key in images)))
-    write(folder / "c.txt", lines(*(f"{key}\t{text}" for key, text in said)))
-    good, bad = read(folder / "i.txt", captions=str(folder / "c.txt"))
-    joined = [[text for key, text in said if key == image] for image in images if image in captions]
-    assert [record.captions for record in good] == joined
-    counts = {
-        reason: sum(row.fault.reason == reason for row in bad) for reason in ("unmatched_image", "unmatched_caption")
-    }
-    assert counts["unmatched_image"] == len(set(images) - set(captions))
-    assert counts["unmatched_caption"] == repeat * len(set(captions) - set(images))
-    assert len(good) + len(bad) == len(images) + counts["unmatched_caption"]
-
-
-def test_a_parallel_source_needs_both_sides(folder: Path) -> None:
-    with pytest.raises(ValueError, match="where are its captions"):
-        read(folder, format="parallel")
-    with pytest.raises(ValueError, match=r"there is no file or folder .*absent"):
-        read(folder, captions=str(folder / "absent"))

@@ -1,8 +1,7 @@
 """Nothing readable vanishes without a line, and one bad row, cell or column stops nothing; each rule has a table."""
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,81 +10,28 @@ import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.paths import MOST_FILES, expand_braces
-from mm_utils.extras.streams.rows import read_rows
 from tests.kit.fault_images import grey
-from tests.kit.reading import Source, content, lines, read, reasons, write, write_tar
+from tests.kit.reading import Build, check_closed, check_linked, content, lines, put, read, reasons, write
 
 Texts = list[tuple[str, str]]
-
-
-def put(*names: str) -> Callable[[Path], None]:
-    """Write files of these names: pictures, captions, tables and archives of one row each."""
-
-    def build(root: Path) -> None:
-        for at, name in enumerate(names):
-            path = root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if name.endswith(".parquet"):
-                pq.write_table(pa.table({"image": [grey(at)], "caption": ["a"], "id": [name]}), path)
-            elif name.endswith(".tar"):
-                write_tar(path, [("a.png", grey(at)), ("a.txt", b"a")])
-            else:
-                path.write_bytes(b"a caption" if name.lower().endswith(".txt") else grey(at))
-
-    return build
 
 
 CLASSES = put("cat/0.png", "dog/0.png")
 CAPTIONED = put("0.png", "0.txt", "dog/1.png", "dog/1.txt")
 TABLES = put("0.parquet", "dog/1.parquet")
-SHARDS = put("0.tar", "dog/1.tar")
-LISTS = put("images/0.png", "images/dog/1.png", "captions/0.txt", "captions/dog/1.txt")
+FOLDERS = [(CLASSES, "classes"), (CAPTIONED, "imagefolder"), (TABLES, "parquet")]
 
 
-@pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder `dog` cannot be listed, for anybody."""
-    scan = os.scandir
-
-    def refuse(path: Any = ".") -> Any:
-        if Path(path).name == "dog":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-
-
-FOLDERS = [  # how many folders are named dog, and whether a link in the place of one is entered
-    (CLASSES, "classes", 1, False),
-    (CAPTIONED, "imagefolder", 1, False),
-    (TABLES, "parquet", 1, False),
-    (SHARDS, "webdataset", 1, True),
-    (LISTS, "parallel", 2, False),
-]
-
-
-@pytest.mark.parametrize(("build", "kind", "count", "_"), FOLDERS)
+@pytest.mark.parametrize(("build", "kind"), FOLDERS)
 def test_a_folder_that_cannot_be_listed_is_a_bad_row(
-    build: Callable[[Path], None], kind: str, count: int, _: bool, tmp_path: Path, closed: None
+    build: Build, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(tmp_path)
-    good, found = read(tmp_path, format=kind)
-    assert (len(good), reasons(found)) == (1, [("folder dog", "permission_denied")] * count)
+    check_closed(build, kind, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(("build", "kind", "count", "entered"), FOLDERS)
-def test_a_linked_folder_is_read_or_a_bad_row(
-    build: Callable[[Path], None], kind: str, count: int, entered: bool, tmp_path: Path
-) -> None:
-    build(tmp_path / "set")
-    for at, folder in enumerate(sorted((tmp_path / "set").rglob("dog"))):
-        target = tmp_path / "set/elsewhere" / str(at) if entered else tmp_path / f"elsewhere {at}"
-        target.parent.mkdir(exist_ok=True)
-        folder.rename(target)
-        folder.symlink_to(target)
-    good, found = read(tmp_path / "set", format=kind)
-    assert len({record.image.name for record in good}) == (3 if entered else 1)  # also where the link leads to
-    assert reasons(found) == ([] if entered else [("folder dog", "linked_folder")] * count)
+@pytest.mark.parametrize(("build", "kind"), FOLDERS)
+def test_a_linked_folder_is_a_bad_row(build: Build, kind: str, tmp_path: Path) -> None:
+    check_linked(build, kind, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -99,59 +45,11 @@ def test_a_linked_folder_is_read_or_a_bad_row(
         (put("cat/0.png", "___/0.png"), "classes", 1, [("folder ___", "caption_empty")]),
     ],
 )  # fmt: skip
-def test_names_that_people_and_cameras_write(
-    build: Callable[[Path], None], kind: str, rows: int, bad: Texts, tmp_path: Path
-) -> None:
+def test_names_that_people_and_cameras_write(build: Build, kind: str, rows: int, bad: Texts, tmp_path: Path) -> None:
     build(tmp_path)
     good, found = read(tmp_path, format=kind)
     assert len(good) == rows
     assert [(where.replace(f"{tmp_path}/", ""), reason) for where, reason in reasons(found)] == bad
-
-
-def samples(*keys: str) -> list[tuple[str, bytes]]:
-    return [member for key in keys for member in ((f"{key}.png", grey(1)), (f"{key}.txt", b"a"))]
-
-
-def archive(tmp_path: Path, *keys: str) -> bytes:
-    return Path(write_tar(tmp_path / "part.tar", samples(*keys))).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("join", "keys", "bad"),
-    [
-        (lambda a, b: a + b, ["a", "b", "c", "d"], []),
-        (lambda a, b: a + bytes(512 * 7) + b, ["a", "b", "c", "d"], []),
-        (lambda a, b: a + b[:-2000] if len(b.rstrip(b"\0")) > len(b) - 2000 else a + b[:700], ["a", "b"], ["truncated_archive"]),
-        (lambda a, b: a + b"garbage" * 100, ["a", "b"], ["truncated_archive"]),
-    ],
-)  # fmt: skip
-def test_archives_that_follow_each_other_in_a_file_are_all_read(
-    join: Callable[[bytes, bytes], bytes], keys: list[str], bad: list[str], tmp_path: Path
-) -> None:
-    joined = tmp_path / "both.tar"
-    joined.write_bytes(join(archive(tmp_path, "a", "b"), archive(tmp_path, "c", "d")))
-    good, found = read(joined)
-    assert [record.where.rpartition(" ")[2] for record in good] == keys
-    assert all(content(record) == grey(1) for record in good)
-    assert [row.fault.reason for row in found] == bad
-    if not bad:  # a stream reads the same rows, from any on
-        rows = list(read_rows(str(joined), 3, Source(str(joined), medium="image")))
-        assert [isinstance(row, dict) for row in rows] == [True]
-
-
-@pytest.mark.parametrize("module", ["gzip", "bz2", "lzma"])
-def test_a_compressed_archive_is_called_so(module: str, tmp_path: Path) -> None:
-    compress = __import__(module).compress
-    (tmp_path / "a.tar").write_bytes(compress(archive(tmp_path, "a")))
-    assert [row.fault.reason for row in read(tmp_path / "a.tar")[1]] == ["compressed_archive"]
-
-
-@pytest.mark.parametrize("pattern", ["{a,b}/*.tar", "a/0.tar {a,b}/{0..1}.tar", "a/[5-9].tar", "a/{0..3}.tar"])
-def test_a_pattern_that_finds_less_than_it_says_is_refused(pattern: str, tmp_path: Path) -> None:
-    put("a/0.tar", "a/1.tar")(tmp_path)
-    with pytest.raises(ValueError, match="there is no "):
-        read(tmp_path / pattern.rpartition(" ")[2], format="webdataset")
-    assert len(read(tmp_path / "a/{0..1}.tar")[0]) == 2
 
 
 def test_braces_have_an_end() -> None:

@@ -106,24 +106,6 @@ def test_columns_of_datasets_hold_bytes(feature: Any, medium: str, tmp_path: Pat
         assert (record.medium, record.image.read(Limits()), record.captions) == (medium, b"content", ["a dog"])
 
 
-def test_rows_of_qvhighlights_are_moments_of_videos(tmp_path: Path) -> None:
-    files(tmp_path, "videos/abc_0.0_150.0.mkv")
-    row = {"qid": 1, "query": "a cat", "duration": 150, "vid": "abc_0.0_150.0", "relevant_windows": [[2, 8], [10, 14]]}
-    [record] = read(jsonl(tmp_path, row), image_root=str(tmp_path / "videos"))
-    assert (record.medium, record.id, record.captions) == ("clip", "abc_0.0_150.0", ["a cat"])
-    assert record.moments == [{"span": [2, 8], "phrase": "a cat"}, {"span": [10, 14], "phrase": "a cat"}]
-
-
-def test_the_list_of_esc50_is_read_as_it_comes(tmp_path: Path) -> None:
-    files(tmp_path, "audio/1-100-A-0.wav", "audio/5-200-A-11.wav")
-    (tmp_path / "meta").mkdir()
-    lines = "filename,fold,target,category,esc10\n1-100-A-0.wav,1,0,dog,True\n5-200-A-11.wav,5,11,sea_waves,True\n"
-    (tmp_path / "meta/esc50.csv").write_text(lines)
-    first, second = read(tmp_path / "meta/esc50.csv")
-    assert (first.medium, first.split, first.captions[0]) == ("sound", "train", "the sound of a dog.")
-    assert (second.split, second.captions[0]) == ("test", "the sound of a sea waves.")
-
-
 def test_class_folders_of_sounds(tmp_path: Path) -> None:
     files(tmp_path, "train/dog_bark/a.wav", "train/rain/b.mp3", "test/rain/c.wav")
     found = read(tmp_path)
@@ -156,12 +138,6 @@ def test_a_folder_of_two_kinds_is_a_question(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 clips and 1 sounds. Set medium=clip or sound"):
         read(tmp_path, title="--sources has a folder")
     assert [r.image.name[-5:] for r in read(tmp_path, medium="sound")] == ["a.wav"[-5:]]
-
-
-def test_formats_of_images_alone_say_so(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
-    with pytest.raises(ValueError, match="coco is read for images alone, and the medium is sound"):
-        read(tmp_path / "a.json", medium="sound")
 
 
 @pytest.mark.parametrize("text", ["1" * 40_000, "00:00:01,000 --> 00:00:02,000 " * 8_000], ids=["digits", "a line"])

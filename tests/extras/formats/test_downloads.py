@@ -65,7 +65,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(downloads, "_is_public", lambda address: address == "127.0.0.1" or strict(address))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         running.daemon_threads = True
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_address[1]}"
         running.shutdown()
 

@@ -3,6 +3,7 @@
 import json
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.extras.tars.webdataset import read_shard
-from tests.kit.reading import Member, read, write_tar
+from tests.kit.fault_images import grey
+from tests.kit.reading import Member, check_closed, check_linked, content, put, read, write_tar
 
 
 def pair(key: str, caption: str | None = None) -> list[Member]:
@@ -70,10 +72,7 @@ def test_keys_are_joined_within_one_shard_only(tmp_path: Path) -> None:
     write_tar(tmp_path / "s-01.tar", [pair("b")[1], *pair("a", "another a")])
     for place in (tmp_path, tmp_path / "s-{00..01}.tar", tmp_path / "s-*.tar"):
         good, bad = read(place)
-        assert {record.id: record.captions for record in good} == {
-            "s-00/a": ["caption of a"],
-            "s-01/a": ["another a"],
-        }
+        assert {record.id: record.captions for record in good} == {"s-00/a": ["caption of a"], "s-01/a": ["another a"]}
         assert [row.fault.reason for row in bad] == ["unmatched_image", "image_missing"]
     with pytest.raises(ValueError, match=r"there is no .*s-02\.tar"):
         read(tmp_path / "s-{00..02}.tar")
@@ -132,3 +131,62 @@ def test_a_cut_leaves_out_the_sample_that_it_goes_through_alone(tmp_path: Path, 
         assert all(set(sample.media) | set(sample.texts) == {"image", "txt"} for sample in found)
         assert last.fault is not None
         assert f"{len(known)} whole samples come before" in last.fault.detail
+
+
+# -- files and folders of archives --------------------------------------------------------------------------------------
+SHARDS = put("0.tar", "dog/1.tar")
+
+
+def test_a_folder_that_cannot_be_listed_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_closed(SHARDS, "webdataset", tmp_path, monkeypatch)
+
+
+def test_a_linked_folder_is_entered(tmp_path: Path) -> None:
+    check_linked(SHARDS, "webdataset", tmp_path, entered=True)
+
+
+def samples(*keys: str) -> list[tuple[str, bytes]]:
+    return [member for key in keys for member in ((f"{key}.png", grey(1)), (f"{key}.txt", b"a"))]
+
+
+def archive(tmp_path: Path, *keys: str) -> bytes:
+    return Path(write_tar(tmp_path / "part.tar", samples(*keys))).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("join", "keys", "bad"),
+    [
+        (lambda a, b: a + b, ["a", "b", "c", "d"], []),
+        (lambda a, b: a + bytes(512 * 7) + b, ["a", "b", "c", "d"], []),
+        (lambda a, b: a + b[:-2000] if len(b.rstrip(b"\0")) > len(b) - 2000 else a + b[:700], ["a", "b"], ["truncated_archive"]),
+        (lambda a, b: a + b"garbage" * 100, ["a", "b"], ["truncated_archive"]),
+    ],
+)  # fmt: skip
+def test_archives_that_follow_each_other_in_a_file_are_all_read(
+    join: Callable[[bytes, bytes], bytes], keys: list[str], bad: list[str], tmp_path: Path
+) -> None:
+    joined = tmp_path / "both.tar"
+    joined.write_bytes(join(archive(tmp_path, "a", "b"), archive(tmp_path, "c", "d")))
+    good, found = read(joined)
+    assert [record.where.rpartition(" ")[2] for record in good] == keys
+    assert all(content(record) == grey(1) for record in good)
+    assert [row.fault.reason for row in found] == bad
+    if not bad:  # a stream reads the same rows, from any on
+        streamed = pytest.importorskip("mm_utils.extras.streams.rows")
+        rows = list(streamed.read_rows(str(joined), 3, Source(str(joined), medium="image")))
+        assert [isinstance(row, dict) for row in rows] == [True]
+
+
+@pytest.mark.parametrize("module", ["gzip", "bz2", "lzma"])
+def test_a_compressed_archive_is_called_so(module: str, tmp_path: Path) -> None:
+    compress = __import__(module).compress
+    (tmp_path / "a.tar").write_bytes(compress(archive(tmp_path, "a")))
+    assert [row.fault.reason for row in read(tmp_path / "a.tar")[1]] == ["compressed_archive"]
+
+
+@pytest.mark.parametrize("pattern", ["{a,b}/*.tar", "a/0.tar {a,b}/{0..1}.tar", "a/[5-9].tar", "a/{0..3}.tar"])
+def test_a_pattern_that_finds_less_than_it_says_is_refused(pattern: str, tmp_path: Path) -> None:
+    put("a/0.tar", "a/1.tar")(tmp_path)
+    with pytest.raises(ValueError, match="there is no "):
+        read(tmp_path / pattern.rpartition(" ")[2], format="webdataset")
+    assert len(read(tmp_path / "a/{0..1}.tar")[0]) == 2

@@ -154,7 +154,7 @@ def few(side: str, figures: dict[str, float]) -> Act:
 
 
 STORIES: dict[str, tuple[dict[str, Any], list[tuple[Act, list[str]]]]] = {
-    # of a run with these arguments: what is logged, and what is said of it, in turn
+    # of a run with these arguments: what is logged, and the warnings of it, in turn
     "a healthy log": ({}, [
         (lambda run: run.losses(*(CHANCE * 0.97**line for line in range(30))), []),
         (lambda run: run.evaluate().log(5).evaluate(image_effective_rank=31.0).log(3), []),
@@ -267,7 +267,7 @@ STORIES: dict[str, tuple[dict[str, Any], list[tuple[Act, list[str]]]]] = {
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_what_is_said_of_a_log(story: str, said: Said) -> None:
+def test_the_warnings_of_a_log(story: str, said: Said) -> None:
     arguments, acts = STORIES[story]
     run, expected = Run(**arguments), list[str]()
     for act, patterns in acts:

@@ -6,26 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModel,
-    BertConfig,
-    CLIPTextConfig,
-    CLIPVisionConfig,
-    ConvNextConfig,
-    DebertaV2Config,
-    Dinov2Config,
-    DistilBertConfig,
-    ElectraConfig,
-    MobileNetV2Config,
-    ModernBertConfig,
-    PreTrainedConfig,
-    ResNetConfig,
-    RobertaConfig,
-    SiglipVisionConfig,
-    SwinConfig,
-    ViTConfig,
-    XLMRobertaConfig,
-)
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from mm_utils.data.media.medium import settle_window
 from mm_utils.model.build import ModelArguments, build_model
@@ -55,38 +36,39 @@ BERT = {**TOWER, "vocab_size": VOCABULARY}
 
 
 VISION: dict[str, PreTrainedConfig] = {
-    "vit": ViTConfig(**TOWER, **IMAGE),
-    "dinov2": Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **IMAGE),
-    "resnet": ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 24, 32, 40], depths=[1, 1, 1, 1], layer_type="basic", image_size=32
-    ),
-    "convnext": ConvNextConfig(
-        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=32, layer_scale_init_value=1.0
-    ),
-    "siglip": SiglipVisionConfig(**TOWER, **IMAGE),
-    "mobilenet": MobileNetV2Config(depth_multiplier=0.25, image_size=32),
-    "swin": SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, window_size=4, patch_size=4),
-    "clip": CLIPVisionConfig(**TOWER, **IMAGE),
-}
-
-
+    name: AutoConfig.for_model(kind, **values)
+    for name, kind, values in (
+        ("vit", "vit", TOWER | IMAGE),
+        ("dinov2", "dinov2", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **IMAGE}),
+        ("resnet", "resnet", {"embedding_size": 16, "hidden_sizes": [16, 24, 32, 40], "depths": [1] * 4,
+                              "layer_type": "basic", "image_size": 32}),
+        ("convnext", "convnext", {"hidden_sizes": [8, 16, 24, 32], "depths": [1] * 4, "image_size": 32,
+                                  "layer_scale_init_value": 1.0}),
+        ("siglip", "siglip_vision_model", TOWER | IMAGE),
+        ("mobilenet", "mobilenet_v2", {"depth_multiplier": 0.25, "image_size": 32}),
+        ("swin", "swin", {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "image_size": 32, "window_size": 4,
+                          "patch_size": 4}),
+        ("clip", "clip_vision_model", TOWER | IMAGE),
+    )
+}  # fmt: skip
 TEXT: dict[str, PreTrainedConfig] = {
-    "bert": BertConfig(**BERT),
-    "distilbert": DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=VOCABULARY),
-    "roberta": RobertaConfig(**BERT),
-    "modernbert": ModernBertConfig(
-        **BERT, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
-    ),
-    "xlm-roberta": XLMRobertaConfig(**BERT),
-    "minilm": BertConfig(**{**BERT, "hidden_size": 48, "num_attention_heads": 12, "num_hidden_layers": 3}),
-    "electra": ElectraConfig(**BERT, embedding_size=16),
-    "deberta": DebertaV2Config(
-        **BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, position_biased_input=False
-    ),
-    "clip": CLIPTextConfig(**BERT, max_position_embeddings=16, bos_token_id=END - 1, eos_token_id=END, pad_token_id=1),
-}  # SigLIP's text tower is not an AutoModel: see test_build.py
-
-
+    name: AutoConfig.for_model(kind, **values)
+    for name, kind, values in (
+        ("bert", "bert", BERT),
+        ("distilbert", "distilbert", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "vocab_size": VOCABULARY}),
+        ("roberta", "roberta", BERT),
+        ("modernbert", "modernbert", {**BERT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
+                                      "sep_token_id": 2}),
+        ("xlm-roberta", "xlm-roberta", BERT),
+        ("minilm", "bert", {**BERT, "hidden_size": 48, "num_attention_heads": 12, "num_hidden_layers": 3}),
+        ("electra", "electra", {**BERT, "embedding_size": 16}),
+        ("deberta", "deberta-v2", {**BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+                                   "position_buckets": 8, "position_biased_input": False}),
+        ("clip", "clip_text_model", {**BERT, "max_position_embeddings": 16, "bos_token_id": END - 1, "eos_token_id": END,
+                                     "pad_token_id": 1}),
+    )
+}  # fmt: skip
+# SigLIP's text tower is not an AutoModel: see test_build.py
 Batch = dict[str, Tensor]
 
 

@@ -1,6 +1,7 @@
 """An objective of every kind on a model of a few channels, the same in every process, and the definitions of its losses."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,17 +196,11 @@ def share_of(batch: dict[str, Any], low: int, high: int) -> dict[str, Any]:
 
 
 def step(objective: Objective, batch: dict[str, Tensor], number: int) -> dict[str, Any]:
-    """Reported values and gradients of one step, as plain lists."""
+    """Reported values and gradients of one step."""
     objective.zero_grad(set_to_none=True)
     report = objective(batch, number)
     report["loss"].backward()
-    return {
-        "report": {name: value.item() for name, value in report.items()},
-        "gradients": {
-            name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).tolist()
-            for name, parameter in objective.named_parameters()
-        },
-    }
+    return measured(objective, report)
 
 
 ALONE = SimpleNamespace(
@@ -235,9 +230,17 @@ def measured(objective: Objective, report: dict[str, torch.Tensor]) -> dict[str,
 
 def assert_same(found: dict[str, Any], right: dict[str, Any]) -> None:
     assert found["report"] == pytest.approx(right["report"], rel=1e-6, abs=3e-7)
-    largest = max(gradient.abs().max() for gradient in right["gradients"].values())
-    for name, gradient in right["gradients"].items():
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-6, atol=1e-8 * float(largest))
+    same_gradients(found["gradients"], right["gradients"])
+
+
+def same_gradients(
+    found: dict[str, Tensor], right: dict[str, Tensor], rel: float = 1e-6, of_largest: float = 1e-8
+) -> None:
+    """Compare those that are expected; the head's logits are rounded to fp32 on purpose, all else is fp64."""
+    largest = float(max(gradient.abs().max() for gradient in right.values()))
+    for name, gradient in right.items():
+        message = partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], gradient, rtol=rel, atol=of_largest * largest, msg=message)
 
 
 class Uniformity(EmbeddingTerm):

@@ -31,6 +31,7 @@ from tests.kit.objectives import (
     dense_info_nce,
     dense_sigmoid,
     global_batch,
+    same_gradients,
     share_of,
     step,
     step_in_parts,
@@ -61,15 +62,10 @@ def test_gradients_and_values_do_not_depend_on_the_processes() -> None:
         for found in by_case:
             assert found["report"] == by_case[0]["report"]  # to the last bit: ranks must not decide differently
             assert found["report"] == pytest.approx(alone["report"], rel=1e-6, abs=3e-7)
-        largest = max(torch.tensor(values).abs().max().item() for values in alone["gradients"].values())
-        for name, values in alone["gradients"].items():
-            right = torch.tensor(values, dtype=torch.double)
-            average = torch.tensor([found["gradients"][name] for found in by_case], dtype=torch.double).mean(0)
-            # The head's logits are rounded to fp32 on purpose; all else is fp64.
-            torch.testing.assert_close(
-                average, right, rtol=1e-6, atol=1e-8 * largest, msg=lambda m, n=name: f"{n}: {m}"
-            )
-        assert abs(torch.tensor(alone["gradients"]["model.logit_scale"])) > 1e-4
+        names = alone["gradients"]
+        average = {name: torch.stack([found["gradients"][name] for found in by_case]).mean(0) for name in names}
+        same_gradients(average, alone["gradients"])
+        assert alone["gradients"]["model.logit_scale"].abs() > 1e-4
 
 
 def test_padding_changes_nothing() -> None:
@@ -79,9 +75,8 @@ def test_padding_changes_nothing() -> None:
     }
     short, long = (step(tiny_objective("contrastive_matching"), each, 0) for each in (batch, longer))
     assert short["report"] == pytest.approx(long["report"], rel=1e-6)
-    for name, values in short["gradients"].items():
-        if "position_embeddings" not in name:
-            torch.testing.assert_close(torch.tensor(long["gradients"][name]), torch.tensor(values))
+    expected = {name: value for name, value in short["gradients"].items() if "position_embeddings" not in name}
+    same_gradients(long["gradients"], expected)
 
 
 def test_report_adds_up() -> None:
@@ -102,8 +97,7 @@ def test_the_weight_counts_without_matching_too() -> None:
     thrice.weights = {InfoNCE(): 3.0}
     found, right = (step(objective, global_batch(), 0) for objective in (thrice, once))
     assert found["report"]["loss"] == pytest.approx(3 * right["report"]["loss"])
-    for name, values in right["gradients"].items():
-        torch.testing.assert_close(torch.tensor(found["gradients"][name]), 3 * torch.tensor(values))
+    same_gradients(found["gradients"], {name: 3 * value for name, value in right["gradients"].items()})
 
 
 def test_an_image_chooses_its_caption_among_altered_ones() -> None:
@@ -126,10 +120,7 @@ def test_an_image_chooses_its_caption_among_altered_ones() -> None:
     alone = step(tiny_objective("contrastive"), batch, 0)["gradients"]
     assert found["gradients"]["model.logit_scale"] == pytest.approx(alone["model.logit_scale"])
     expected = torch.autograd.grad(0.5 * torch.stack(losses).mean(), model.visual_projection.weight)[0]
-    found_here, of_others = (
-        torch.tensor(each["model.visual_projection.weight"], dtype=torch.double)
-        for each in (found["gradients"], alone)
-    )
+    found_here, of_others = (each["model.visual_projection.weight"] for each in (found["gradients"], alone))
     torch.testing.assert_close(found_here - of_others, expected, atol=1e-9, rtol=1e-6)
 
 
@@ -139,8 +130,7 @@ def test_captions_that_cannot_be_altered_count_for_nothing() -> None:
     found, alone = step(objective, global_batch(), 0), step(tiny_objective("contrastive"), global_batch(), 0)
     assert found["report"]["altered_loss"] == 0
     assert found["report"]["loss"] == alone["report"]["loss"]
-    for name, values in alone["gradients"].items():
-        torch.testing.assert_close(torch.tensor(found["gradients"][name]), torch.tensor(values))
+    same_gradients(found["gradients"], alone["gradients"])
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])
@@ -184,11 +174,7 @@ def test_negatives_do_not_depend_on_the_order_of_the_batch() -> None:
     }
     found, right = step(objective, mixed, 3), step(objective, batch, 3)
     assert found["report"] == pytest.approx(right["report"], rel=1e-6)
-    largest = max(torch.tensor(values).abs().max().item() for values in right["gradients"].values())
-    for name, values in right["gradients"].items():
-        torch.testing.assert_close(
-            torch.tensor(found["gradients"][name]), torch.tensor(values), rtol=1e-6, atol=1e-7 * largest
-        )
+    same_gradients(found["gradients"], right["gradients"], of_largest=1e-7)
 
 
 def test_negatives_follow_the_step_and_the_seed() -> None:
@@ -299,14 +285,14 @@ def test_matching_without_any_negative() -> None:
     found = step(tiny_objective("contrastive_matching"), batch, 0)
     assert found["report"]["contrastive_loss"] == 0
     assert math.isfinite(found["report"]["matching_loss"])
-    assert all(torch.tensor(values).isfinite().all() for values in found["gradients"].values())
+    assert all(values.isfinite().all() for values in found["gradients"].values())
 
 
 def test_a_batch_without_a_readable_image() -> None:
     for kind in KINDS:
         found = step(tiny_objective(kind), share_of(global_batch(kind), 0, 0), 0)
         assert found["report"]["loss"] == 0
-        assert all(not torch.tensor(values).any() for values in found["gradients"].values())
+        assert all(not values.any() for values in found["gradients"].values())
 
 
 def test_build_objective() -> None:
@@ -356,7 +342,7 @@ def test_a_term_of_ones_own_is_what_it_says() -> None:
     assert "Uniformity_loss" in found["report"]
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(torch.tensor(found["gradients"][f"model.{name}"]).double(), parameter.grad)
+            torch.testing.assert_close(found["gradients"][f"model.{name}"], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_masked_lm_is_the_cross_entropy_of_what_it_masks() -> None:
@@ -454,10 +440,7 @@ def test_captions_read_one_of_each_image_at_a_time_teach_the_same(monkeypatch: p
     for micro_batch_size in (None, 4, 1):
         found = step_in_parts(tiny_objective("captioning"), global_batch(), micro_batch_size)
         assert found["report"] == pytest.approx(expected["report"], rel=1e-6)
-        for name, value in expected["gradients"].items():
-            torch.testing.assert_close(
-                torch.tensor(found["gradients"][name]), torch.tensor(value), rtol=1e-5, atol=1e-7
-            )
+        same_gradients(found["gradients"], expected["gradients"], rel=1e-5, of_largest=1e-7)
 
 
 def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +497,7 @@ def test_the_head_waits_for_its_part_of_the_run_in_which_the_towers_are_frozen()
     parts = {2: (head, towers, "contrastive"), 3: (towers, head, "captioning")}
     for number, (idle, trained, kind) in parts.items():
         found = step(objective, batch, number)
-        moved = {name: value for name, value in found["gradients"].items() if torch.tensor(value).any()}
+        moved = {name: value for name, value in found["gradients"].items() if value.any()}
         # The trainer drops gradients of weights that are frozen for this step, as of the word embeddings that captions are made of.
         assert not [
             name for name in moved if name.removeprefix("model.").startswith(idle) and "word_embeddings" not in name
@@ -530,9 +513,8 @@ def test_the_head_waits_for_its_part_of_the_run_in_which_the_towers_are_frozen()
             if weight.requires_grad and name.startswith(idle)
         }
     expected = step(whole, batch, 3)["gradients"]
-    for name, value in found["gradients"].items():
-        if name.removeprefix("model.").startswith((*head, "visual_projection", "text_projection")):
-            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]))
+    parts = tuple(f"model.{part}" for part in (*head, "visual_projection", "text_projection"))
+    same_gradients(found["gradients"], {name: value for name, value in expected.items() if name.startswith(parts)})
 
 
 def test_captions_end() -> None:

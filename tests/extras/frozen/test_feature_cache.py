@@ -501,7 +501,7 @@ def test_on_two_ranks_one_of_which_may_be_empty(micro_batch_size: int | None) ->
         live = step_in_parts(frozen_objective("contrastive_matching", one["towers"]), global_batch(), None)
         if not micro_batch_size:  # gradients are then averaged by DDP
             pairs = {name: (values, other["gradients"][name]) for name, values in one["gradients"].items()}
-            one["gradients"] = {name: torch.tensor(pair, dtype=torch.double).mean(0) for name, pair in pairs.items()}
+            one["gradients"] = {name: torch.stack(pair).double().mean(0) for name, pair in pairs.items()}
         assert_same(one, live)
 
 

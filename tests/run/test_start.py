@@ -52,11 +52,6 @@ def test_starts_in_one_folder_are_listed_together(tmp_path: Path) -> None:
     assert len(starts(tmp_path)) == 1
 
 
-def test_new_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert [start(None).output_dir for _ in range(2)] == ["outputs/pretrain-1", "outputs/pretrain-2"]
-
-
 def test_two_runs_in_one_folder(tmp_path: Path, children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     pid, reading = fork(children, lambda report: report(output_folder.lock_folder(tmp_path) or "locked"))

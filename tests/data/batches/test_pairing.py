@@ -137,7 +137,7 @@ def test_prepared_rows_pair_images_with_their_captions(prepared: dict[str, str])
     seed=st.integers(0, 3),
     augmentation=st.sampled_from([{}, {"fixed_crop": True}, {"min_crop_area": 0.5}]),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_pairs_survive_shuffles_filters_slices_and_ranks(
     store: str,
     changes: list[str],
@@ -175,7 +175,7 @@ def test_pairs_survive_shuffles_filters_slices_and_ranks(
     stop_at=st.integers(0, 9),
     block=st.sampled_from([1, 4, 20]),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_pairs_survive_streaming_and_resuming(
     store: str,
     world: int,

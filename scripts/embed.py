@@ -16,7 +16,7 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 
-from mm_utils.arguments import arg, parse_args, required
+from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
@@ -113,6 +113,10 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         *(f"{count:,}" for count in (done.embedded, done.kept, done.removed, done.skipped)),
         f", see {folder / SKIPPED}" if done.skipped else "",
     )  # fmt: skip
+    if done.images:
+        logger.info(
+            "Search it: %s", launch_command("search", ["--index_dir", str(folder), "--serve"], launcher="python")
+        )
     accelerator.end_training()
     return vars(done)
 

@@ -55,11 +55,14 @@ def commands_after_training(
 
 
 def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
-    """Return what embeds and searches the images of the run's data; none for a stream."""
-    if settings.get("streaming"):
-        return []
+    """Return what embeds and searches the images of the run's data; of streams, those of tar shards alone."""
     index = _beside(folder, "index")
     data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples", "preprocessing_num_workers"])
+    if settings.get("streaming"):
+        shards = str(settings.get("train_file"))
+        if not shards.lower().endswith(".tar"):
+            return []
+        data = ["--images", shards]
     words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
     found = ["--index_dir", index, "--query", query]
     return [launch_command("embed", words), launch_command("search", found, launcher="python")]

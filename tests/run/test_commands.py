@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.arguments import launch_command
-from mm_utils.run.commands import command_without_dry_run, evaluation_command, longer_command
+from mm_utils.run.commands import command_without_dry_run, evaluation_command, longer_command, search_commands
 from scripts import eval_retrieval, finetune, prepare_data, pretrain
 from tests.kit.corpora import COLOURS, draw
 
@@ -134,10 +134,13 @@ def test_the_evaluation_measures_the_rows_that_training_held_out(trained: Finish
 
 
 def test_the_images_of_the_run_are_embedded_and_searched(
-    trained: Finished, capsys: pytest.CaptureFixture[str]
+    trained: Finished, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     embed, search = next_commands(trained)[-2:]
-    assert paste(embed)["images"] == 60
+    with caplog.at_level("INFO"):
+        assert paste(embed)["images"] == 60
+    [serve] = re.findall(r"Search it: (.*)", caplog.text)
+    assert parsed(serve) == ("search", [*parsed(search)[1][:2], "--serve"])
     capsys.readouterr()
     assert search.strip().startswith("python ")
     paste(search, "--top_k", "60")
@@ -150,6 +153,21 @@ def test_the_longer_run_trains_for_twice_as_many_steps(trained: Finished) -> Non
     paste(next_commands(trained)[1])
     lines = Path("out/my model-longer/metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == 4
+
+
+def test_the_shards_of_a_stream_are_embedded(place: Path) -> None:
+    stream = {"streaming": True, "train_file": "web-{000..009}.tar"}
+    embed, search = search_commands(Path("out"), stream, "a dog")
+    assert parsed(embed)[1] == [
+        "--model_name_or_path",
+        "out",
+        "--images",
+        "web-{000..009}.tar",
+        "--index_dir",
+        "out-index",
+    ]
+    assert parsed(search)[1] == ["--index_dir", "out-index", "--query", "a dog"]
+    assert search_commands(Path("out"), stream | {"train_file": "rows.parquet"}, "a dog") == []
 
 
 def test_a_run_of_epochs_gets_more_epochs(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -145,16 +146,21 @@ def test_it_learns_what_it_is_shown(finetuning_flags: list[str], questions: Path
     assert metrics["eval_accuracy"] == max(row["eval_accuracy"] for row in evaluated if "eval_accuracy" in row)
 
 
-def test_images_in_a_folder_per_class(pretrained: str, tmp_path: Path) -> None:
+def test_images_in_a_folder_per_class(pretrained: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for colour in COLOURS:
         for size in (40, 42, 44, 46, 48):
             (tmp_path / "images" / colour).mkdir(parents=True, exist_ok=True)
             draw(colour, "circle", size).save(tmp_path / "images" / colour / f"{size}.png")
     short = ["--global_batch_size", "4", "--max_steps", "2", "--dataloader_num_workers", "0"]
     data = ["--dataset_name", str(tmp_path / "images")]
+    caplog.set_level("INFO")
     metrics = finetune.main(["--model_name_or_path", pretrained, *data, *short, "--output_dir", str(tmp_path / "out")])
     assert 0 <= metrics["eval_accuracy"] <= 1
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "image"
+    [zero_shot] = re.findall(r"eval_zero_shot\.py (.*)", caplog.text)
+    assert zero_shot == f"--model_name_or_path {pretrained} {data[0]} {data[1]}", (
+        "what the start does without training"
+    )
 
 
 def test_texts_alone_in_parts_as_large_as_fit(pretrained: str, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.media import COLUMNS
 from mm_utils.extras.classes.evaluator import ClassificationEvaluator
-from mm_utils.extras.classes.labels import LabelledTask
+from mm_utils.extras.classes.labels import LabelledArguments, LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.reports.card_results import EvaluatedData, data_names
 from mm_utils.reports.model_card import CardInfo, an, write_model_card
@@ -179,5 +180,11 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
         "results.json": "the metrics above",
         "config.yaml": "the arguments, to run it again",
     }
-    longer = longer_command(run.name, run.output_dir, run.settings)
-    return [*lines, *listing(run.output_dir, contents, context.published), "", "Next:", f"  {longer}"]
+    commands = [longer_command(run.name, run.output_dir, run.settings)]
+    if (
+        model.config.classifier_inputs == "image" and run.settings["dataset_name"]
+    ):  # what the start does without training
+        words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
+        commands.append(launch_command("eval_zero_shot", [*words, *to_words(LabelledArguments, run.settings)]))
+    shown = [f"  {command}" for command in commands]
+    return [*lines, *listing(run.output_dir, contents, context.published), "", "Next:", *shown]

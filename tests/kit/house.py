@@ -40,7 +40,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_520,
+    "core": 25_550,
     "data": 9_900,
     "model": 3_900,
     "objectives": 1_800,
@@ -51,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 16_200,
-    "tests": 48_490,
+    "tests": 48_640,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

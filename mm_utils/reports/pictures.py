@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
 
 from mm_utils.data.images import UnreadableImageError, open_image, shrink
@@ -79,6 +78,8 @@ def _frames(content: bytes, min_side: int | None) -> Image.Image:
 
 
 def _spectrogram(content: bytes) -> Image.Image:
+    from matplotlib import colormaps
+
     samples, rate = read_wav(content)
     size = max(16, round(_WINDOW * rate))
     if not len(samples):

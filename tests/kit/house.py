@@ -40,7 +40,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_550,
+    "core": 25_530,
     "data": 9_900,
     "model": 3_900,
     "objectives": 1_800,
@@ -50,8 +50,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 16_200,
-    "tests": 48_640,
+    "extras": 16_290,
+    "tests": 48_490,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -28,8 +28,6 @@ import numpy as np
 import torch
 from datasets import Audio, Dataset, Features, Value, Video
 from PIL import Image as PictureFile
-from scipy.fft import irfft, next_fast_len, rfft
-from scipy.signal import resample_poly
 from torch import Tensor
 from typing_extensions import override
 
@@ -302,6 +300,8 @@ class Sound(Medium):
 
     @override
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+        from scipy.signal import resample_poly
+
         samples, rate = read_wav(value["bytes"] or b"")
         if not len(samples):
             raise UnreadableImageError("a WAV file of no samples")
@@ -515,6 +515,8 @@ def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.R
     Args:
         rate: samples a second.
     """
+    from scipy.fft import irfft, next_fast_len, rfft
+
     whole, *points = (rng.uniform(-decibels, decibels) for _ in range(1 + rng.randint(*_KNOTS)))
     size = next_fast_len(len(samples), real=True)
     mel = _mel_scale(size, rate)

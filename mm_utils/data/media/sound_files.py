@@ -10,7 +10,6 @@ import struct
 
 import numpy as np
 from PIL import Image
-from scipy.signal import resample_poly
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.containers import (
@@ -71,6 +70,8 @@ def read_sound(
     Raises:
         Fault: if there is no such sound, for whatever reason; nothing else is raised, whatever the bytes.
     """
+    from scipy.signal import resample_poly
+
     check_cut(start, end)
     if end is not None:
         check_length(end - (start or 0.0), max_seconds)
@@ -214,6 +215,8 @@ def _read_chain(
     links: list[bytes], start: float | None, end: float | None, most: float, notes: list[str]
 ) -> tuple[np.ndarray, int]:
     """Read the links of a chain one after another, at the rate of the first."""
+    from scipy.signal import resample_poly
+
     if len(links) > _MOST_LINKS:
         raise Fault("too_many_parts", f"an Ogg file of {len(links):,} links")
     longest = most if start is None and end is None else _DAY

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict
-from matplotlib.ticker import EngFormatter
 
 from mm_utils.data.faults import NOTES
 from mm_utils.data.media import kind_of
@@ -149,6 +148,8 @@ def _warn_of_pairs(measured: dict[str, PairStatistics]) -> list[str]:
 
 
 def _statistics_table(measured: dict[str, PairStatistics], splits: dict[str, Any]) -> str:
+    from matplotlib.ticker import EngFormatter
+
     def spread(counts: Counter[int]) -> str | None:
         median, low, high = (f"{quantile(counts, share):,}" for share in (0.5, 0.05, 0.95))
         return f"{median} ({low} to {high})" if counts else None

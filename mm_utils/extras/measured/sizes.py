@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from matplotlib.ticker import EngFormatter, NullLocator
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -148,6 +147,8 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 def draw_sizes(rows: list[dict[str, Any]], out_path: Path) -> None:
     """Draw recall against the bytes of an embedding, a line per code, a panel per cut-off."""
+    from matplotlib.ticker import EngFormatter, NullLocator
+
     figure = new_figure(7.5, 2.9)
     for place, k in enumerate(_SHOWN, 1):
         ax = figure.add_subplot(1, len(_SHOWN), place)

@@ -74,6 +74,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
     data_args, loader_args = given[DataArguments], given[LoaderArguments]
     check_model(args.model_name_or_path)
+    if args.output_dir:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     accelerator = make_accelerator()
 
     # 2. Data: the main process fills the cache first, the others read it.
@@ -86,8 +88,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         others = [each for make in map(load, entries("SPLIT_EVALUATORS").values()) if (each := make(rows)) is not None]
         readers, length = [reader for each in others for reader in each.readers], loader_args.max_seq_length
         rows = tokenize_splits(DatasetDict({split: rows}), processor.tokenizer, length, readers=readers)[split]
-        if args.output_dir:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
     captions = sum(map(len, rows["captions"]))
     logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium.kind, f"{captions:,}")

@@ -58,14 +58,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args, data_args = given[EvalZeroShotArguments], given[LabelledArguments]
     zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
     check_model(args.model_name_or_path)
+    if args.output_dir:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     accelerator = make_accelerator()
 
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with accelerator.main_process_first():
         images = load_labelled(data_args, kind_of_processor(processor))
-        if args.output_dir:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     loaders = make_loaders(loader_args, accelerator.device, processor)
     counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"
     logger.info("%s: %s %ss, %s classes", images.split, *counts)

@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
-from scripts import eval_retrieval, pretrain
+from scripts import eval_retrieval, eval_zero_shot, pretrain
 from tests.kit.launches import ROOT, launch
 from tests.kit.reading import write_tar
 
@@ -83,6 +84,18 @@ def test_a_benchmark_of_clip_benchmarks_layout_gives_the_figures_of_its_pairs(
     others = [word for word in flags if word not in ("--train_file", str(corpus))]
     found = eval_retrieval.main([*others, "--benchmark", "flickr8k", "--dataset_name", str(tmp_path)])
     assert found == pytest.approx(eval_retrieval.main(flags), rel=1e-4)
+
+
+@pytest.mark.parametrize("script", [eval_retrieval, eval_zero_shot])
+def test_an_output_that_is_a_file_is_refused_before_the_data_are_read(
+    script: Any, flags: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    model = flags[flags.index("--model_name_or_path") + 1]
+    with pytest.raises(FileExistsError, match="file"):
+        script.main(
+            ["--model_name_or_path", model, "--dataset_name", "nowhere", "--output_dir", str(tmp_path / "file")]
+        )
 
 
 def test_a_split_that_is_not_there(flags: list[str]) -> None:

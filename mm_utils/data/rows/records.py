@@ -23,7 +23,7 @@ from mm_utils.data.rows.columns import SUFFIXES, is_null
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import check_row, open_lines, read_lines
 from mm_utils.doors import entries, load
-from mm_utils.text import one_line
+from mm_utils.text import one_line, redact
 
 IMAGE_SUFFIXES = SUFFIXES["image"]
 _PARQUET_BATCH = 32  # rows of images that a process holds at a time
@@ -215,7 +215,7 @@ class RecordBuilder:
         written = value.get("path") if isinstance(value, dict) else value
         kind = entries("ADDRESSES").get(str(written).partition("://")[0].lower()) if is_url(str(written)) else None
         if self.safety.allow_download and kind is not None:
-            return load(kind)(str(written)), storable(str(written))
+            return load(kind)(str(written)), storable(redact(str(written)))  # a signed one is a secret
         path = image_path(written, jail or self.jail)
         return FileImage(path), path_id(path, self._id_root, written)
 

@@ -12,6 +12,8 @@ import pytest
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
+from mm_utils.data.rows.records import RecordBuilder
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.extras.formats import downloads
 from mm_utils.extras.formats.downloads import UrlImage, download
 
@@ -176,3 +178,11 @@ def test_errors_that_may_pass_are_retried(server: str) -> None:
     Handler.requests.clear()
     assert "missing at the end" in failure(f"{server}/cut").detail
     assert len(Handler.requests) == 3
+
+
+@pytest.mark.parametrize("signed", ["?X-Amz-Signature=SECRET&w=1", "?sv=1&sig=SECRET"])
+def test_an_id_has_no_signature_of_its_address(signed: str) -> None:
+    builder = RecordBuilder(Source("."), PathArguments(allow_download=True), ".")
+    image, key = builder.image(f"https://b.example/k.jpg{signed}")
+    assert image.name.endswith(signed)
+    assert key is not None and "SECRET" not in key and key.startswith("https://b.example/k.jpg?")

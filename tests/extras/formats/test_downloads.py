@@ -185,4 +185,5 @@ def test_an_id_has_no_signature_of_its_address(signed: str) -> None:
     builder = RecordBuilder(Source("."), PathArguments(allow_download=True), ".")
     image, key = builder.image(f"https://b.example/k.jpg{signed}")
     assert image.name.endswith(signed)
-    assert key is not None and "SECRET" not in key and key.startswith("https://b.example/k.jpg?")
+    assert str(key).startswith("https://b.example/k.jpg?")
+    assert "SECRET" not in str(key)

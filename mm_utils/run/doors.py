@@ -40,6 +40,7 @@ class RunContext:
         metrics: after training, those of the saved model.
         published: lines of the summary: where callbacks have published the output folder.
         passes: passes over training rows at the start: name, seconds, rows, and the most rows that a whole run takes.
+        final_evaluations: how often callbacks evaluate after training.
     """
 
     run: Run
@@ -56,6 +57,7 @@ class RunContext:
     metrics: dict[str, float] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)
     passes: list[tuple[str, float, int, int]] = field(default_factory=list)
+    final_evaluations: int = 0
 
     def evaluate(self, model: Any, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of all evaluators."""

@@ -281,7 +281,7 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     saved_steps = {steps, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
     if args.keeps_best or args.save_best_limit:  # each may be the best so far
         saved_steps |= evaluated_steps
-    evaluations, kept = len(evaluated_steps), len(saved_steps)
+    evaluations, kept = len(evaluated_steps) + probe.context.final_evaluations, len(saved_steps)
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
         kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, args.keeps_best))
     checkpoint = find_checkpoint("latest", folder)

@@ -110,14 +110,16 @@ class WiseFT(RunCallback):
 
     def on_start(self, run: Any) -> None:
         """Copy the weights; they are measured as alpha 0 at the end."""
-        from mm_utils.extras.starts.interpolation import weights_of_start
+        from mm_utils.extras.starts.interpolation import QUARTERS, TENTHS, weights_of_start
 
         self.start = weights_of_start(run.model, run.objective.added)
+        self.alphas = {*(QUARTERS if run.run.name == "pretrain" else TENTHS)} | {self.alpha} - {None}
+        run.final_evaluations += len(self.alphas) + 1  # the last, of the chosen weights, leaves their predictions
         run.evaluates_start = False
 
     def on_finish(self, run: Any) -> None:
         """Measure, choose and save."""
-        from mm_utils.extras.starts.interpolation import QUARTERS, TENTHS, choose_between
+        from mm_utils.extras.starts.interpolation import choose_between
 
         place, accelerator, data = run.run.output_dir, run.run.accelerator, run.data
         run.model = type(run.model).from_pretrained(place).to(accelerator.device).eval()
@@ -131,7 +133,7 @@ class WiseFT(RunCallback):
             accelerator,
             run.run.args.metric_for_best_model,
             place,
-            QUARTERS if retrieves else TENTHS,
+            sorted(self.alphas),
             partial(write_model, model=run.model, processor=data.processor) if retrieves else None,
             run.run.args.greater_is_better,
         )

@@ -178,16 +178,8 @@ def started(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
     started: Path, tiny_flags: list[str], tmp_path: Path
 ) -> None:
-    run = [
-        *tiny_flags[:2],
-        *tiny_flags[4:],
-        "--model_name_or_path",
-        str(started),
-        "--learning_rate",
-        "1e-2",
-        "--save_steps",
-        "2",
-    ]
+    model = ["--model_name_or_path", str(started), "--learning_rate", "1e-2", "--save_steps", "2"]
+    run = [*tiny_flags[:2], *tiny_flags[4:], *model]
     pretrain.main([*run, "--eval_steps", "0", "--output_dir", str(tmp_path / "plain")])
     flags = [*run, "--wise_ft", "--wise_ft_alpha", "0.25", "--eval_steps", "0"]
     metrics = pretrain.main([*flags, "--output_dir", str(tmp_path / "wise")])
@@ -211,15 +203,10 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
 def test_the_start_is_measured_once_and_the_end_is_of_a_later_step(
     started: Path, tiny_flags: list[str], tmp_path: Path
 ) -> None:
-    flags = [
-        *tiny_flags[:2],
-        *tiny_flags[4:],
-        "--model_name_or_path",
-        str(started),
-        "--learning_rate",
-        "1e-2",
-        "--wise_ft",
-    ]
+    model = ["--model_name_or_path", str(started), "--learning_rate", "1e-2", "--wise_ft"]
+    flags = [*tiny_flags[:2], *tiny_flags[4:], *model]
+    forecast = pretrain.main([*flags, "--dry_run", "--output_dir", str(tmp_path)])
+    assert forecast["dry_run_evaluations"] == 4 + 5 + 1  # and five alphas, and the chosen one again
     pretrain.main([*flags, "--output_dir", str(tmp_path)])
     evaluated = [row["step"] for row in rows_of(tmp_path) if "eval_mean_recall" in row]
     assert evaluated == [1, 2, 3, 4]

@@ -12,13 +12,7 @@ from transformers import VisionTextDualEncoderModel
 
 from mm_utils.arguments import parse_args
 from mm_utils.extras.starts.callbacks import InterpolationArguments
-from mm_utils.extras.starts.interpolation import (
-    TENTHS,
-    choose_between,
-    copy_weights,
-    interpolate,
-    weights_of_start,
-)
+from mm_utils.extras.starts.interpolation import TENTHS, choose_between, copy_weights, interpolate, weights_of_start
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective

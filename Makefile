@@ -1,4 +1,4 @@
-.PHONY: help run setup style quality test test-slow smoke map road
+.PHONY: help run setup style quality test test-slow smoke map road site
 
 VENV ?= .venv
 
@@ -44,3 +44,6 @@ map:  ## Write docs/code.md: rooms, lines, extras, reading lists.
 
 road:  ## The files and lines that one step, and one run, of the default enter.
 	python -m tests.kit.road
+
+site: $(VENV)/ready-to-test  ## Build the pages of docs/ into outputs/site.
+	$(VENV)/bin/mkdocs build --strict

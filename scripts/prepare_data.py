@@ -22,6 +22,9 @@ Train on it, and look later whether a copy is whole:
     accelerate launch scripts/pretrain.py --dataset_name data/mine
     python scripts/prepare_data.py --verify data/mine
 
+Find captions that are not of their image, by a model that was trained on other pairs:
+    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --score_with openai/clip-vit-base-patch32
+
 Push it to a private repository of the Hub, with its report and a card:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --push_to_hub --license cc-by-4.0
 
@@ -40,6 +43,7 @@ from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, Source, resolved
 from mm_utils.extras.data_reports.card import write_data_card
+from mm_utils.extras.data_reports.pair_scores import ScoreArguments, score_and_set_aside, write_scores
 from mm_utils.extras.data_reports.report import write_report
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
 from mm_utils.run.start import run_script, set_up_logging
@@ -50,10 +54,11 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments, DatasetHubArguments)
-    given = parse_args(*groups, argv=argv, doc=__doc__)
+    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments, ScoreArguments)
+    given = parse_args(*groups, DatasetHubArguments, argv=argv, doc=__doc__)
     args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
     reconcile_args, paths, hub_args = given[ReconcileArguments], given[PathArguments], given[DatasetHubArguments]
+    scoring = given[ScoreArguments]
     set_up_logging()
     if args.verify:
         rows = verify(args.verify)
@@ -69,12 +74,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         # 3. Rows together: duplicates, leaks, splits.
         found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl")
 
-        # 4. Write the data set, and the report on it.
-        pairs = write_pairs(found, ingested.parts, work / "result")
+        # 4. Write the data set, score its pairs if a model is given, and write the report.
+        pairs, scores = write_pairs(found, ingested.parts, work / "result"), None
+        if scoring.score_with:
+            pairs, scores = score_and_set_aside(scoring, pairs, found, ingested.parts, work / "result")
         summary = summarize(args, given.settings, ingested, found, pairs)
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))
+        if scores is not None:
+            write_scores(work / "result", pairs, scores, str(scoring.score_with))
         write_data_card(work / "result", hub_args.repository(args.output_dir), pairs, summary, hub_args.license)
 
     # 5. Push the folder, which is complete.

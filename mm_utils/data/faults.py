@@ -70,6 +70,7 @@ REASONS = {
     "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
     "caption_is_file_name": "The caption is a file name or web address. Write what the image shows.",
     "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what the image shows.",
+    "low_pair_score": "No caption fits the image, by --score_with. Look at both, or lower --min_pair_score.",
     "no_caption_left": "The image has no usable caption. Write one, or remove the row.",
     # between rows
     "near_duplicate": "Another row has nearly the same image. Keep one of them.",

@@ -222,7 +222,7 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
         return
     found.leaks = _describe_leaks(found, state, pairs)
     details = (f"{_place(found.facts, winner)}, in {SPLITS[state.split_N[winner]]}, shows it" for _, winner in pairs)
-    leaked = [_fault(found.facts, row, "leaked", detail) for (row, _), detail in zip(pairs, details, strict=True)]
+    leaked = [row_fault(found.facts, row, "leaked", detail) for (row, _), detail in zip(pairs, details, strict=True)]
     if policy == "error":
         leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
         raise ValueError(
@@ -316,7 +316,7 @@ def _drop_near_duplicates(found: Reconciled, state: _State) -> None:
 
 def _set_aside(found: Reconciled, state: _State, row: int, reason: str, detail: str) -> None:
     state.keep_N[row] = False
-    found.faults.append(_fault(found.facts, row, reason, detail))
+    found.faults.append(row_fault(found.facts, row, reason, detail))
 
 
 def _thin_out(state: _State, facts: pa.Table, weights: dict[str, float | None]) -> None:
@@ -344,6 +344,7 @@ def _place(facts: pa.Table, row: int) -> str:
     return escaped(f"{facts['where'][row]} of {facts['source'][row]}")
 
 
-def _fault(facts: pa.Table, row: int, reason: str, detail: str) -> dict[str, str]:
+def row_fault(facts: pa.Table, row: int, reason: str, detail: str) -> dict[str, str]:
+    """Return why a row is set aside, with its place, see `mm_utils.data.prepare.ingest.ChunkResult`."""
     place = {name: facts[name][row].as_py() for name in ("source", "where")}
     return {**place, "reason": reason, "detail": escaped(detail), "raw": facts["name"][row].as_py()}

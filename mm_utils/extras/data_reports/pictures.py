@@ -210,7 +210,7 @@ def draw_contact_sheet(tiles: list[Tile], out_path: Path, columns: int = 6, grou
 def random_tiles(split: Dataset, count: int, seed: int) -> list[Tile]:
     """Return tiles of at most `count` random rows, in the order of the rows."""
     rows = np.random.default_rng(seed).choice(len(split), min(count, len(split)), replace=False)
-    return [_tile(split, row) for row in sorted(rows.tolist())]
+    return [row_tile(split, row) for row in sorted(rows.tolist())]
 
 
 def matched_tiles(pairs: DatasetDict, matches: Sequence[Sequence[str]]) -> list[Tile]:
@@ -226,11 +226,12 @@ def matched_tiles(pairs: DatasetDict, matches: Sequence[Sequence[str]]) -> list[
         found = [*places[first][:1], *places[second][first == second :][:1]]
         if len(found) == 2:
             named = zip(found, (first, second), strict=True)
-            tiles += [_tile(pairs[split], row, f"{split}: {key}") for (split, row), key in named]
+            tiles += [row_tile(pairs[split], row, f"{split}: {key}") for (split, row), key in named]
     return tiles
 
 
-def _tile(split: Dataset, row: int, title: str = "") -> Tile:
+def row_tile(split: Dataset, row: int, title: str = "") -> Tile:
+    """Return the tile of a row with its first caption, titled by its id."""
     kind, split = kind_of(split.features), split.with_format(None).select([row])
     pair = (split.cast_column("image", ImageFeature(decode=False)) if kind == "image" else split)[0]
     captions = [caption for caption in pair["captions"] or [] if caption]

@@ -50,8 +50,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 16_290,
-    "tests": 48_490,
+    "extras": 16_330,
+    "tests": 48_600,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -1,6 +1,6 @@
 """How many wrong pairs `prepare_data.py --score_with` finds: captions of some images are exchanged, and the worst are counted.
 
-    python -m benchmarks.planted_pairs --pairs flickr8k/validation.jsonl --image_root flickr8k --model outputs/photos
+    python -m benchmarks.planted_pairs --pairs flickr8k/validation.jsonl --image_root flickr8k --model_name_or_path outputs/photos
 
 Chance finds a share of the wrong pairs that is equal to the share that was exchanged.
 """
@@ -24,7 +24,7 @@ class PlantedArguments:
 
     pairs: str = required("A JSON-lines file of images and captions.")
     image_root: str = required("The folder of its images.")
-    model: str = required("The model that scores the pairs.")
+    model_name_or_path: str = required("The model that scores the pairs.")
     share: float = arg(0.05, "Share of the images whose captions are exchanged.")
     seeds: int = arg(3, "Draws of these images.")
 
@@ -41,7 +41,9 @@ def found(args: PlantedArguments, seed: int, work: Path) -> dict[str, float]:
     lines = (json.dumps({**row, "id": f"{place:07}"}) + "\n" for place, row in enumerate(rows))
     file.write_text("".join(lines), encoding="utf-8")
     source = f"{file},image_root={args.image_root},id_column=id"
-    prepare_data.main(["--sources", source, "--output_dir", str(work / str(seed)), "--score_with", args.model])
+    prepare_data.main(
+        ["--sources", source, "--output_dir", str(work / str(seed)), "--score_with", args.model_name_or_path]
+    )
     scores: dict[str, list[tuple[float, float]]] = {}
     for line in (work / str(seed) / FILE).read_text(encoding="utf-8").splitlines():
         each = json.loads(line)

@@ -40,7 +40,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_530,
+    "core": 25_570,
     "data": 9_900,
     "model": 3_900,
     "objectives": 1_800,

@@ -52,8 +52,8 @@ class PrepareArguments:
         default_factory=list,
         metadata={
             "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
-            "name, split, weight, medium, image_root, image_column, caption_column, id_column, language_column, language, "
-            "captions, templates, classes or config where they are not found by themselves."
+            "name, split, weight, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
+            "language_column, language, captions, templates, classes or config where they are not found by themselves."
         },
     )
     output_dir: str = arg("", "The prepared data set goes here; --dataset_name of a training script reads it.")

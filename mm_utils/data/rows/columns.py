@@ -45,7 +45,7 @@ class Columns:
     """Names of columns; None where there is none or, in a request, for the usual names.
 
     `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `option` is how a request
-    names the column of a kind, in error messages.
+    names the column of a kind, in error messages. `template` makes the caption of several columns: "{brand} {title}".
     """
 
     image: str | None = None
@@ -54,6 +54,12 @@ class Columns:
     language: str | None = None
     option: str = field(default="--{}_column", compare=False)
     medium: str = "image"
+    template: str | None = None
+
+    @property
+    def parts(self) -> list[str]:
+        """Return the columns that the template names."""
+        return re.findall(r"{([^{}]*)}", self.template or "")
 
 
 def find_columns(
@@ -79,12 +85,15 @@ def find_columns(
     twice = first_repeated(names)
     if twice is not None:
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
+    for part in wanted.parts:
+        find_column("caption_template", names, title, part, ())
     medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed or {}, first or {})
     found: dict[str, str | None] = {}
     for kind, usual in {**USUAL_NAMES, "image": names_of(medium)}.items():
         spare = spare_image if kind == "image" else None
         option = wanted.option.format(kind)
-        found[kind] = find_column(option, names, title, getattr(wanted, kind), usual) or spare
+        given = wanted.parts[0] if kind == "caption" and wanted.parts else getattr(wanted, kind)
+        found[kind] = find_column(option, names, title, given, usual) or spare
         if found[kind] is None and kind in _NEEDED:
             found[kind] = spelt_otherwise(names, usual)
         if found[kind] is None and kind in _NEEDED:
@@ -93,13 +102,14 @@ def find_columns(
             raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
     if found["id"] == found["image"]:
         found["id"] = None
-    given = (typed or {}).get(str(found["image"]), medium)
-    if given != medium:
+    typed_as = (typed or {}).get(str(found["image"]), medium)
+    if typed_as != medium:
         raise ValueError(
-            f"{title}; the medium is {medium}, and the column {found['image']} is of the kind {given}. Name one that "
+            f"{title}; the medium is {medium}, and the column {found['image']} is of the kind {typed_as}. Name one that "
             "agrees, or leave --medium out."
         )
-    return Columns(found["image"], found["caption"], found["id"], found["language"], medium=medium)
+    names_found = (found["image"], found["caption"], found["id"], found["language"])
+    return Columns(*names_found, medium=medium, template=wanted.template)
 
 
 def kind_of_value(value: Any) -> str | None:
@@ -188,6 +198,9 @@ def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any],
     A single language goes for all captions. Raises languages_mismatch.
     """
     value = values.get(str(columns.caption))
+    if columns.template:  # a cell that is empty leaves no gap
+        cells = ("" if is_null(cell := values.get(part)) else str(cell) for part in columns.parts)
+        value = " ".join(re.sub(r"{[^{}]*}", lambda _: next(cells), columns.template).split())
     texts = value if isinstance(value, list) else [value]
     given = values.get(columns.language) if columns.language is not None else None
     if given is None:

@@ -27,6 +27,7 @@ from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets")
 _OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
@@ -50,6 +51,8 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     """
     source = replace(source, format=source.format or detect(source))
     files = metadata_files(Path(source.path)) if source.format == "imagefolder" else {}
+    if source.caption_template is not None:
+        _check_template(source, bool(files))
     if source.format in _OF_FILES and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
     if source.format == "imagefolder":
@@ -58,6 +61,17 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     if not is_named and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
     return _READERS.get(source.format, _read_own)(source, safety)
+
+
+def _check_template(source: Source, has_metadata: bool) -> None:
+    """Refuse a template that names no column, beside a column of captions, or of a source without columns."""
+    title = f"{source.title}, caption_template={source.caption_template}"
+    if not source.columns.parts or source.caption_column:
+        raise ValueError(
+            f"{title}; it takes the place of caption_column. Name columns in braces: {{brand}} {{title}}."
+        )
+    if source.format not in _OF_COLUMNS and not has_metadata:
+        raise ValueError(f"{title}; the format {source.format} has no columns to join. Leave it out.")
 
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:

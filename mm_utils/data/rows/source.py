@@ -130,6 +130,7 @@ class Source:
         split: the split of all rows, whatever the rows say.
         weight: its share of the training images, relative to other sources; None takes all.
         image_column, caption_column, id_column, language_column: found by their usual names where None.
+        caption_template: a caption made of several columns, such as "{brand} {title}".
         language: the code of all captions whose rows give none.
         captions: the list or folder of captions of the format ``parallel``.
         classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
@@ -157,6 +158,7 @@ class Source:
     config: str | None = None
     delimiter: str | None = None
     title: str = ""
+    caption_template: str | None = field(default=None, repr=False)
     medium: str = field(default="auto", repr=False)  # what is read says it, too
 
     def __post_init__(self) -> None:
@@ -230,7 +232,7 @@ class Source:
         own = self.title.startswith("--sources")  # written behind the path, not as flags
         option = "{}_column" if own else "--{}_column"
         names = (self.image_column, self.caption_column, self.id_column, self.language_column)
-        return Columns(*names, option, self.medium)
+        return Columns(*names, option, self.medium, self.caption_template)
 
     def captions_of_class(self, name: str, medium: str) -> list[str]:
         """Return the captions that the templates make of the name of a class."""

@@ -175,7 +175,7 @@ def _record(
         raise Fault("malformed_row", "more cells than columns; a separator without quotes?")
     columns = table.columns
     for column in (columns.image, columns.caption):
-        if column not in values:
+        if column not in values and column not in columns.parts:  # of a template, any may be missing
             raise Fault("missing_column", f"there is no {column}")
     captions, languages = captions_of(values, columns)
     builder.medium = columns.medium
@@ -330,7 +330,7 @@ def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool
 def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
     time = () if columns.medium == "image" else BESIDE_TIME
-    wanted = (columns.caption, columns.id, columns.language, "split", *BESIDE, *time)
+    wanted = (columns.caption, *columns.parts, columns.id, columns.language, "split", *BESIDE, *time)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
 
 

@@ -182,11 +182,12 @@ def write_scores(folder: Path, pairs: DatasetDict, scores: dict[str, list[PairSc
     total = sum(map(len, scores.values()))
     with (folder / "report.md").open("a", encoding="utf-8") as report:
         report.write(
-            f"\n## Captions that fit their images least\n\nBy the model {Path(model_name).name}, {far:,} of {total:,} captions "
-            "are no closer to their own image than to half of the others, as a random caption would be. "
+            f"\n## Captions that fit their images least\n\nTo {far:,} of {total:,} captions, "
+            f"half of the other images or more are closer than their own, by the model {Path(model_name).name}; of random captions it is "
+            "half. "
             f"All are in `{FILE}`; these {len(worst)} are the worst.\n\n![the worst pairs]({SHEET})\n"
         )
-    logger.info("%s of %s captions fit their image no better than a random one; %s shows the worst", f"{far:,}", f"{total:,}", SHEET)  # fmt: skip
+    logger.info("Half of the other images or more are closer to %s of %s captions than their own; %s shows the worst", f"{far:,}", f"{total:,}", SHEET)  # fmt: skip
 
 
 def _tile(score: PairScore, split: Dataset) -> Tile:

@@ -46,6 +46,30 @@ def test_columns_languages_ids_regions_negatives_and_splits_are_read(folder: Pat
     ]
 
 
+def test_a_template_makes_a_caption_of_several_columns(folder: Path) -> None:
+    template = {"caption_template": "{brand} {title}, for {who}"}
+    rows = [
+        {"image": "a.jpg", "brand": "Acme", "title": "red {shoe}", "who": "men", "price": 1},
+        {"image": "b.jpg", "brand": None, "title": "bag", "who": "all", "price": 2},
+    ]
+    expected = [["Acme red {shoe}, for men"], ["bag, for all"]]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, folder / "p.parquet")
+    for path in (folder / "p.parquet", write(folder / "p.jsonl", lines(*rows, {"image": "c.jpg", "title": "hat"}))):
+        good, bad = read(path, **template)
+        assert not bad
+        assert [row.captions for row in good] == expected + [["hat, for"]] * (path.suffix == ".jsonl")
+    for wrong, message in (
+        ({"caption_template": "{brnd}"}, r"no such column .*Did you mean 'brand'"),
+        ({"caption_template": "shoe"}, "Name columns in braces"),
+        (template | {"caption_column": "title"}, "it takes the place of caption_column"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(folder / "p.jsonl", **wrong)
+    with pytest.raises(ValueError, match=r"the format parallel has no columns"):
+        read(folder / "p.jsonl", format="parallel", **template)
+
+
 def test_a_column_that_is_not_there_is_an_error(folder: Path) -> None:
     path = write(folder / "p.jsonl", lines({"image": "a.jpg", "caption": "a"}))
     with pytest.raises(ValueError, match=r"caption_column is captoin; there is no such column .*p\.jsonl.*'caption'"):

@@ -51,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 16_330,
-    "tests": 48_600,
+    "tests": 48_660,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

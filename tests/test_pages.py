@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_readme import ROOT, blocks, command_lines, understand
+from tests.kit.commands import ROOT, blocks, command_lines, understand
 
 PAGES = {"job_shop.md": "text_to_image_recall@1"}  # a page -> the metric in the last row of its table
 

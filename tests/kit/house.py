@@ -50,8 +50,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 16_330,
-    "tests": 48_660,
+    "extras": 16_350,
+    "tests": 48_700,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -29,6 +29,14 @@ from mm_utils.training.callbacks import RunCallback
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 10_000  # calls
+_RUN_NAME = {
+    "wandb": "name",
+    "mlflow": "run_name",
+    "clearml": "task_name",
+    "swanlab": "experiment_name",
+    "trackio": "name",
+}
+"""What the trackers call the name of a run; TensorBoard has a folder of that name."""
 
 
 @dataclass
@@ -40,11 +48,21 @@ class TrackerArguments:
         "Trackers that accelerate knows and that are installed, e.g. tensorboard or tensorboard,wandb; 'none' for none.",
     )
 
+    run_name: str | None = arg(None, "Name of the run in the trackers; by default they choose one.")
+
     def __post_init__(self) -> None:
         installed = [tracker.value for tracker in get_available_trackers()]
         if self.report_to is not None and set(self.names) - {"none", "all", *installed}:
             raise ValueError(
                 f"--report_to is {self.report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
+            )
+        if self.run_name is not None and self.run_name != Path(self.run_name).name:
+            raise ValueError(f"--run_name is {self.run_name!r}; that is the path of a folder. Give a plain name.")
+        named = {"tensorboard", "all", *_RUN_NAME}
+        if self.run_name is not None and not named & set(self.names):
+            raise ValueError(
+                f"--run_name is {self.run_name}; no tracker of --report_to ({self.report_to or 'none'}) takes it. Give one of "
+                f"{', '.join(sorted(named))}, or drop it."
             )
 
     @property
@@ -58,19 +76,20 @@ class Tracking(RunCallback):
 
     Args:
         report_to: what accelerate's `log_with` takes: a name, several, or a tracker.
+        run_name: the name of the run; None leaves it to the trackers.
     """
 
     arguments = TrackerArguments
 
-    def __init__(self, report_to: Any):
-        self.report_to = report_to
+    def __init__(self, report_to: Any, run_name: str | None = None):
+        self.report_to, self.run_name = report_to, run_name
         self._threads: list[_TrackerThread] = []
 
     @classmethod
     def attach(cls, given: Parsed) -> "Tracking | None":
         """Return the callback with a tracker."""
         names = [name for name in given[TrackerArguments].names if name != "none"]
-        return cls(names) if names else None
+        return cls(names, given[TrackerArguments].run_name) if names else None
 
     def on_start(self, run: Any) -> None:
         """Start the trackers, on the main process."""
@@ -91,7 +110,7 @@ class Tracking(RunCallback):
             if value is not None
         }
         for tracker in filter_trackers(self.report_to, str(output_dir)):
-            thread = _TrackerThread(tracker, project, str(output_dir), plain)
+            thread = _TrackerThread(tracker, project, str(output_dir), plain, self.run_name)
             thread.start()
             self._threads.append(thread)
             if thread.label == "tensorboard":
@@ -134,10 +153,13 @@ class Tracking(RunCallback):
 class _TrackerThread(threading.Thread):
     """One tracker, and the queue of calls to it; `None` as values ends it."""
 
-    def __init__(self, tracker: Any, project: str, folder: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, tracker: Any, project: str, folder: str, config: dict[str, Any], run_name: str | None = None
+    ) -> None:
         self.label = str(tracker.name if isinstance(tracker, GeneralTracker) else tracker)
         super().__init__(daemon=True, name=f"tracker-{self.label}")
         self.tracker, self.project, self.folder, self.config = tracker, project, folder, config
+        self.run_name = run_name
         self.calls: queue.Queue[tuple[dict[str, Any] | None, int | None]] = queue.Queue(_MAX_QUEUED)
         self._has_complained = False
 
@@ -177,7 +199,12 @@ class _TrackerThread(threading.Thread):
         tracker = self.tracker
         if not isinstance(tracker, GeneralTracker):
             kind = LOGGER_TYPE_TO_CLASS[self.label]
-            tracker = kind(self.project, *[self.folder] if kind.requires_logging_directory else [])
+            project, options = self.project, {}
+            if self.run_name is not None and self.label in _RUN_NAME:
+                options = {_RUN_NAME[self.label]: self.run_name}
+            elif self.run_name is not None and self.label == "tensorboard":
+                project = f"{project}/{self.run_name}"
+            tracker = kind(project, *[self.folder] if kind.requires_logging_directory else [], **options)
         command_line = sys.argv
         try:
             sys.argv = _redacted(command_line)  # some trackers publish it

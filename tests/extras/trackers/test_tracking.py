@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.extras.trackers import tracking as module
-from mm_utils.extras.trackers.tracking import Tracking
+from mm_utils.extras.trackers.tracking import TrackerArguments, Tracking
 from tests.kit.trackers import FakeTracker, never
 
 
@@ -135,7 +136,7 @@ def test_an_interrupted_process_sends_its_last_logs_and_ends(tmp_path: Path, fau
     script = f"""
 import sys, time
 from accelerate import Accelerator
-from mm_utils.extras.trackers.tracking import Tracking
+from mm_utils.extras.trackers.tracking import TrackerArguments, Tracking
 from tests.extras.trackers.test_tracking import FakeTracker
 class Slow(FakeTracker):
     def log(self, values, step=None, **kwargs):
@@ -152,3 +153,37 @@ sys.exit(143)
     )
     assert done.returncode == 143, done.stderr
     assert done.stdout.count("sent") == (0 if fault else 5)
+
+
+def test_a_run_has_the_name_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithOptions(FakeTracker):
+        name = "wandb"
+        calls: ClassVar[list[tuple[Any, ...]]] = []
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", WithOptions)
+    monkeypatch.setattr(module, "filter_trackers", lambda names, folder: names)
+    for run_name in (None, "first"):
+        tracking = Tracking(["wandb", "tensorboard"], run_name)
+        tracking.start("pretrain", {}, tmp_path)
+        tracking.log({"loss": 1.0}, 1)
+        tracking.finish()
+    made = [call for call in WithOptions.calls if call[0] == "init"]
+    assert made == [("init", "pretrain", {}), ("init", "pretrain", {"name": "first"})]
+    assert len(list((tmp_path / "pretrain").glob("events*"))) == 1
+    assert len(list((tmp_path / "pretrain" / "first").glob("events*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"run_name": "first"}, "--run_name is first; no tracker of --report_to (none) takes it"),
+        ({"run_name": "first", "report_to": "none"}, "--run_name is first; no tracker of --report_to (none) takes it"),
+        (
+            {"run_name": "../first", "report_to": "tensorboard"},
+            "--run_name is '../first'; that is the path of a folder",
+        ),
+    ],
+)
+def test_a_name_that_nothing_takes_is_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TrackerArguments(**flags)

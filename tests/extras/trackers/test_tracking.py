@@ -156,21 +156,26 @@ sys.exit(143)
 
 
 def test_a_run_has_the_name_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class WithOptions(FakeTracker):
-        name = "wandb"
+    class Named(FakeTracker):
         calls: ClassVar[list[tuple[Any, ...]]] = []
 
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", WithOptions)
+    class InFolder(FakeTracker):
+        requires_logging_directory = True
+        calls: ClassVar[list[tuple[Any, ...]]] = []
+
+        def __init__(self, project: str, folder: str) -> None:
+            super().__init__(project, folder=folder)
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Named)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", InFolder)
     monkeypatch.setattr(module, "filter_trackers", lambda names, folder: names)
     for run_name in (None, "first"):
         tracking = Tracking(["wandb", "tensorboard"], run_name)
         tracking.start("pretrain", {}, tmp_path)
-        tracking.log({"loss": 1.0}, 1)
         tracking.finish()
-    made = [call for call in WithOptions.calls if call[0] == "init"]
-    assert made == [("init", "pretrain", {}), ("init", "pretrain", {"name": "first"})]
-    assert len(list((tmp_path / "pretrain").glob("events*"))) == 1
-    assert len(list((tmp_path / "pretrain" / "first").glob("events*"))) == 1
+    named, in_folder = ([call[1:] for call in kind.calls if call[0] == "init"] for kind in (Named, InFolder))
+    assert named == [("pretrain", {}), ("pretrain", {"name": "first"})]
+    assert in_folder == [("pretrain", {"folder": str(tmp_path)}), ("pretrain/first", {"folder": str(tmp_path)})]
 
 
 @pytest.mark.parametrize(
@@ -178,10 +183,7 @@ def test_a_run_has_the_name_that_it_was_given(tmp_path: Path, monkeypatch: pytes
     [
         ({"run_name": "first"}, "--run_name is first; no tracker of --report_to (none) takes it"),
         ({"run_name": "first", "report_to": "none"}, "--run_name is first; no tracker of --report_to (none) takes it"),
-        (
-            {"run_name": "../first", "report_to": "tensorboard"},
-            "--run_name is '../first'; that is the path of a folder",
-        ),
+        ({"run_name": "../first", "report_to": "all"}, "--run_name is '../first'; that is the path of a folder"),
     ],
 )
 def test_a_name_that_nothing_takes_is_refused(flags: dict[str, str], message: str) -> None:

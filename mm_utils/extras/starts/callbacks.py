@@ -113,7 +113,8 @@ class WiseFT(RunCallback):
         from mm_utils.extras.starts.interpolation import QUARTERS, TENTHS, weights_of_start
 
         self.start = weights_of_start(run.model, run.objective.added)
-        self.alphas = {*(QUARTERS if run.run.name == "pretrain" else TENTHS)} | {self.alpha} - {None}
+        steps = QUARTERS if run.run.name == "pretrain" else TENTHS
+        self.alphas = {*steps} if self.alpha is None else {*steps, self.alpha}
         run.final_evaluations += len(self.alphas) + 1  # the last, of the chosen weights, leaves their predictions
         run.evaluates_start = False
 

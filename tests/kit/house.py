@@ -40,8 +40,8 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_570,
-    "data": 9_900,
+    "core": 25_720,
+    "data": 10_020,
     "model": 3_900,
     "objectives": 1_800,
     "training": 2_300,
@@ -50,8 +50,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 16_350,
-    "tests": 48_700,
+    "extras": 16_900,
+    "tests": 48_950,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

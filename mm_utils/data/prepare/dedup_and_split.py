@@ -28,12 +28,12 @@ from mm_utils.data.faults import escaped
 from mm_utils.data.prepare.ingest import read_facts
 from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
+    MOST_MIRRORED,
     RADIUS,
     assign_splits,
     groups,
     leaks,
-    mirror_pairs,
-    near_pairs,
+    look_alikes,
 )
 from mm_utils.data.rows.columns import SPLITS
 
@@ -151,18 +151,30 @@ class _State:
         # With the source: files of two sources may have the same name, and rows the same number, by chance.
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         _, self.first_U = np.unique(self.image_N, return_index=True)
-        prints_U = np.frombuffer(b"".join(facts["fingerprint"].take(self.first_U).to_pylist()), FINGERPRINT)
-        self.near_P = near_pairs(prints_U, distance)
+        prints_U = _prints(facts["fingerprint"], self.first_U)
         seeks_mirrored &= facts["medium"][0].as_py() == "image"  # which a report counts, and nothing else asks
-        self.mirrored = len(mirror_pairs(prints_U, distance)) if seeks_mirrored else 0
+        self.near_P, self.mirrored = look_alikes(prints_U, distance, MOST_MIRRORED if seeks_mirrored else 0)
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
-        given = [SPLITS.index(name) if name in SPLITS else -1 for name in facts["split"].to_pylist()]
-        self.split_N = np.array(given, dtype=np.int8)
+        given = pc.fill_null(pc.index_in(facts["split"], pa.array(SPLITS)), -1)
+        self.split_N = given.to_numpy().astype(np.int8)
         self.keep_N = np.ones(len(facts), dtype=bool)
 
     def in_split(self, codes_N: np.ndarray) -> np.ndarray:
         """Return codes that are equal for rows of one code and one split."""
         return codes_N * len(SPLITS) + self.split_N
+
+
+def _prints(column: pa.ChunkedArray, rows: np.ndarray) -> np.ndarray:
+    """Return the fingerprints of ascending rows, without a Python object for each."""
+    found, begin = np.empty(len(rows), FINGERPRINT), 0
+    for chunk in column.chunks:
+        low, high = np.searchsorted(rows, [begin, begin + len(chunk)])
+        taken = chunk.cast(pa.binary(FINGERPRINT.itemsize)).take(pa.array(rows[low:high] - begin))
+        found[low:high] = np.frombuffer(
+            taken.buffers()[1], FINGERPRINT, len(taken), taken.offset * FINGERPRINT.itemsize
+        )
+        begin += len(chunk)
+    return found
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:

@@ -8,18 +8,28 @@ from another object. Recall and false alarms are in docs/log.md.
 """
 
 import hashlib
+import logging
 import math
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import psutil
 from PIL import Image
+from tqdm.auto import tqdm
+
+from mm_utils.distributed import available_cores
+from mm_utils.text import duration
+
+logger = logging.getLogger(__name__)
 
 # Bits that may differ. Of 22 million pairs of real images 18 are within 7 bits, all of them copies or neighbouring shots;
 # of 50 more within 12 some 40 are neither. Copies cut by 5 % need about 6.
 RADIUS = 8
+MOST_MIRRORED = 100_000  # images that are compared with the mirror images of all, which a report counts
 FINGERPRINT = np.dtype([("hash", "<u8"), ("thumbnail", "u1", (8, 8, 3))])
 
 _SIDE = 32
@@ -37,6 +47,9 @@ _BRIGHTNESS_APART = 1.0
 _COLOUR_APART = 32.0
 _COLOURLESS = 6.0  # the colour of a grey image after JPEG, in levels
 _CHUNK = 65_536  # pairs; their thumbnails take 200 MB to compare
+_MANY = 300_000  # hashes, from which on a search takes some seconds and is announced
+_SECONDS = 2e-8  # of CPU for a comparison, with its share of the sorting; measured at 1 and 3 million hashes
+_BYTES = 80  # of a hash in a search that runs
 _FLAT = 2.0  # standard deviation in levels: below it rounding decides the bits; 0.2 % of real images are
 
 
@@ -59,54 +72,119 @@ def near_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
     Equal fingerprints are linked to their first row only, so that thousands of copies do not make millions of pairs.
     Flat images, such as blank pages, are in no pair: their hash is noise.
     """
+    return look_alikes(prints_N, radius, most_mirrored=0)[0]
+
+
+def look_alikes(
+    prints_N: np.ndarray, radius: int = RADIUS, most_mirrored: int = MOST_MIRRORED, run: "Run | None" = None
+) -> tuple[np.ndarray, int]:
+    """Return what `near_pairs` does, and the number of pairs that show each other mirrored, left for right.
+
+    One search finds both. Of more than `most_mirrored` images an evenly spread sample is compared with the mirror images of
+    all, and the number is an estimate.
+
+    Args:
+        run: where the choices of bands are searched; default: `on_all_cores`.
+    """
     rows, copies = _distinct(prints_N)
-    chunks = [copies]
-    for pairs in hash_pairs(prints_N["hash"][rows], radius):
-        chunks.append(_confirmed(prints_N["thumbnail"], prints_N["thumbnail"], rows[pairs]))
-    return _sorted_pairs(chunks)
+    hashes, thumbnails = prints_N["hash"][rows], prints_N["thumbnail"]
+    count = min(len(rows), most_mirrored)
+    sample = np.arange(count) * len(rows) // max(1, count)
+
+    def sift(pairs: np.ndarray) -> tuple[np.ndarray, int]:
+        low, high = pairs.T
+        near = _confirmed(thumbnails, thumbnails, rows[pairs[high < len(rows)]])
+        crossing = (low < len(rows)) & (high >= len(rows))
+        low, high = low[crossing], sample[high[crossing] - len(rows)]
+        both = rows[np.stack([low, high], axis=1)[low != high]]
+        return near, len(_confirmed(thumbnails, thumbnails[:, :, ::-1], both))
+
+    everything = np.concatenate([hashes, hashes[sample] ^ _MIRROR])
+    found = [(copies, 0), *(run or on_all_cores)(everything, radius, sift)]
+    mirrored = sum(number for _, number in found)  # of a whole sample every pair is found from both sides
+    return _sorted_pairs([near for near, _ in found]), round(mirrored * len(rows) / max(1, 2 * count))
 
 
-def mirror_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
-    """Return rows [P, 2] that show each other mirrored, left for right."""
-    rows, _ = _distinct(prints_N)
-    hashes = prints_N["hash"][rows]
-    chunks = []
-    for pairs in hash_pairs(np.concatenate([hashes, hashes ^ _MIRROR]), radius):
-        low, high = pairs[:, 0], pairs[:, 1] - len(rows)
-        chosen = rows[np.stack([low, high], axis=1)[(low < high) & (low < len(rows))]]
-        chunks.append(_confirmed(prints_N["thumbnail"], prints_N["thumbnail"][:, :, ::-1], chosen))
-    return _sorted_pairs(chunks)
+class Choice(NamedTuple):
+    """Bits in which two hashes must agree to be compared, and bands in none of which they may agree as a whole."""
+
+    agree: np.uint64
+    differ: tuple[np.uint64, ...]
 
 
-def hash_pairs(hashes_N: np.ndarray, radius: int) -> Iterator[np.ndarray]:
-    """Yield all pairs of rows [P, 2] whose 64 bits differ in at most `radius`, in chunks.
+def choices(num_hashes: int, radius: int) -> list[Choice]:
+    """Return what must be searched to find all pairs of hashes whose 64 bits differ in at most `radius`.
 
     The bits are cut into `radius` + k bands. Two such hashes agree in k bands at least, so for each choice of k bands
     only the hashes that agree there are compared (Manku et al., "Detecting near-duplicates for web crawling", 2007).
-    A million evenly spread hashes take 21 s within 8 bits; time grows with the square of the number that are alike.
     """
-    count = _bands_to_agree(len(hashes_N), radius)
+    count = _bands_to_agree(num_hashes, radius)
     bits = np.uint64(1) << np.arange(64, dtype=np.uint64)
     bands = [np.bitwise_or.reduce(part) for part in np.array_split(bits, radius + count)]
-    for chosen in combinations(range(len(bands)), count):
-        keys = hashes_N & np.bitwise_or.reduce([bands[band] for band in chosen])
+    return [
         # A pair that agrees in more than k bands belongs to the first choice of them.
-        earlier = [bands[band] for band in range(chosen[-1]) if band not in chosen]
-        order = np.argsort(keys)
-        keys, hashes = keys[order], hashes_N[order]
-        left = np.arange(len(keys))
-        for gap in range(1, len(keys)):
-            left = left[: np.searchsorted(left, len(keys) - gap)]
-            left = left[keys[left] == keys[left + gap]]
-            if not len(left):
-                break
-            differing = hashes[left] ^ hashes[left + gap]
-            near = np.flatnonzero(np.bitwise_count(differing) <= radius)
-            for band in earlier:
-                near = near[differing[near] & band != 0]
-            for start in range(0, len(near), _CHUNK):
-                rows = left[near[start : start + _CHUNK]]
-                yield np.sort(np.stack([order[rows], order[rows + gap]], axis=1), axis=1)
+        Choice(
+            np.bitwise_or.reduce([bands[at] for at in chosen]),
+            tuple(bands[at] for at in range(chosen[-1]) if at not in chosen),
+        )
+        for chosen in combinations(range(len(bands)), count)
+    ]
+
+
+def pairs_of_choice(hashes_N: np.ndarray, radius: int, choice: Choice) -> Iterator[np.ndarray]:
+    """Yield the pairs of rows [P, 2] that one choice finds, in chunks; time grows with the square of those that are alike."""
+    keys = hashes_N & choice.agree
+    order = np.argsort(keys)
+    keys, hashes = keys[order], hashes_N[order]
+    left = np.arange(len(keys))
+    for gap in range(1, len(keys)):
+        left = left[: np.searchsorted(left, len(keys) - gap)]
+        left = left[keys[left] == keys[left + gap]]
+        if not len(left):
+            break
+        differing = hashes[left] ^ hashes[left + gap]
+        near = np.flatnonzero(np.bitwise_count(differing) <= radius)
+        for band in choice.differ:
+            near = near[differing[near] & band != 0]
+        for start in range(0, len(near), _CHUNK):
+            rows = left[near[start : start + _CHUNK]]
+            yield np.sort(np.stack([order[rows], order[rows + gap]], axis=1), axis=1)
+
+
+Sifted = TypeVar("Sifted")
+Run = Callable[[np.ndarray, int, Callable[[np.ndarray], Sifted]], Iterable[Sifted]]
+"""Searches hashes `[N]` within a radius, and returns in any order what the function makes of each chunk of pairs `[P, 2]`."""
+
+
+def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray], Sifted]) -> list[Sifted]:
+    """Search in threads, as NumPy sorts and compares outside of the interpreter's lock; state first what it takes."""
+    listed = choices(len(hashes_N), radius)
+    free, need = psutil.virtual_memory().available, max(1, _BYTES * len(hashes_N))
+    cores = max(1, min(available_cores(), free // need))
+    if is_long := len(hashes_N) >= _MANY:
+        hours = search_seconds(len(hashes_N), radius) / cores / 3600
+        logger.info(
+            "Finding near copies of %s images: %s searches on %d cores take about %s and %.1f GiB of memory; %.1f GiB free",
+            f"{len(hashes_N):,}", len(listed), cores, duration(hours), cores * need / 2**30, free / 2**30,
+        )  # fmt: skip
+        if need > free:
+            logger.warning("One search does not fit into the free memory; the system may end this process")
+    with ThreadPoolExecutor(cores) as pool, tqdm(total=len(listed), desc="Near copies", disable=not is_long) as bar:
+
+        def search(choice: Choice) -> list[Sifted]:
+            found = [sift(pairs) for pairs in pairs_of_choice(hashes_N, radius, choice)]
+            bar.update()
+            return found
+
+        try:
+            return [one for found in pool.map(search, listed) for one in found]
+        finally:  # Ctrl-C waits for the searches that have begun
+            pool.shutdown(cancel_futures=True)
+
+
+def search_seconds(num_hashes: int, radius: int) -> float:
+    """Return about how many CPU seconds the search among evenly spread hashes takes."""
+    return _SECONDS * _work(num_hashes, radius, _bands_to_agree(num_hashes, radius))
 
 
 def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
@@ -223,21 +301,30 @@ def _bands_to_agree(num_hashes: int, radius: int) -> int:
     The work of a choice is to sort the hashes, and to compare those that meet; sorting one costs about five comparisons.
     """
 
-    def work(count: int) -> float:
-        choices = math.comb(radius + count, count)
-        return choices * num_hashes * (5 + num_hashes / 2 ** (64 * count / (radius + count) + 1))
+    return min(range(1, 65 - radius), key=lambda count: _work(num_hashes, radius, count))
 
-    return min(range(1, 65 - radius), key=work)
+
+def _work(num_hashes: int, radius: int, count: int) -> float:
+    chosen = math.comb(radius + count, count)
+    return chosen * num_hashes * (5 + num_hashes / 2 ** (64 * count / (radius + count) + 1))
 
 
 def _distinct(prints_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return first rows of distinct fingerprints that are not flat, and pairs of copies."""
-    grey = prints_N["thumbnail"].reshape(len(prints_N), 64, 3) @ _GREY_WEIGHTS
-    rows = np.flatnonzero(grey.std(axis=1) >= _FLAT)
-    whole = np.ascontiguousarray(prints_N[rows]).view(f"V{FINGERPRINT.itemsize}")
+    spread = [
+        (part["thumbnail"].reshape(len(part), 64, 3) @ _GREY_WEIGHTS).std(axis=1)
+        for part in np.split(prints_N, range(_CHUNK, len(prints_N), _CHUNK))  # as fp32 they take four times the memory
+    ]
+    rows = np.flatnonzero(np.concatenate(spread) >= _FLAT)
+    order = rows[np.argsort(prints_N["hash"][rows], kind="stable")]
+    equal = np.zeros(len(order) + 1, dtype=bool)
+    equal[1:-1] = prints_N["hash"][order[1:]] == prints_N["hash"][order[:-1]]
+    again = np.sort(order[equal[1:] | equal[:-1]])  # only these can be copies
+    whole = np.ascontiguousarray(prints_N[again]).view(f"V{FINGERPRINT.itemsize}")
     _, first, place = np.unique(whole, return_index=True, return_inverse=True)
-    pairs = np.stack([rows[first[place]], rows], axis=1)
-    return rows[np.sort(first)], pairs[pairs[:, 0] != pairs[:, 1]]
+    pairs = np.stack([again[first[place]], again], axis=1)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    return np.setdiff1d(rows, pairs[:, 1], assume_unique=True), pairs
 
 
 def _confirmed(left: np.ndarray, right: np.ndarray, pairs: np.ndarray) -> np.ndarray:

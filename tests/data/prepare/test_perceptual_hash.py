@@ -1,10 +1,13 @@
 """Duplicates: planted copies are found, different pictures are not, and every index structure equals a plain reference."""
 
 import io
+import logging
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,17 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
+from mm_utils.data.prepare import perceptual_hash
 from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     RADIUS,
     assign_splits,
     caption_keys,
+    choices,
     fingerprint,
     groups,
-    hash_pairs,
     leaks,
-    mirror_pairs,
+    look_alikes,
     near_pairs,
+    on_all_cores,
+    pairs_of_choice,
     repeated_captions,
     shared_captions,
 )
@@ -63,6 +69,15 @@ def prints_of(images: list[Image.Image]) -> np.ndarray:
     return np.frombuffer(b"".join(map(fingerprint, images)), FINGERPRINT)
 
 
+def hash_pairs(hashes: np.ndarray, radius: int) -> list[np.ndarray]:
+    found = [pairs for choice in choices(len(hashes), radius) for pairs in pairs_of_choice(hashes, radius, choice)]
+    at_once = on_all_cores(hashes, radius, lambda pairs: pairs)
+    assert as_set(np.concatenate([np.empty((0, 2), int), *at_once])) == as_set(
+        np.concatenate([np.empty((0, 2), int), *found])
+    )
+    return found
+
+
 def as_set(pairs: np.ndarray) -> set[tuple[int, int]]:
     listed = [(int(first), int(second)) for first, second in pairs]
     assert len(listed) == len(set(listed))
@@ -91,7 +106,10 @@ def test_copies_are_found_and_nothing_else(name: str) -> None:
 def test_mirrored_copies_are_found_apart() -> None:
     prints = prints_of([*PHOTOS, *map(ImageOps.mirror, PHOTOS)])
     assert not len(near_pairs(prints))
-    assert as_set(mirror_pairs(prints)) == {(row, row + len(PHOTOS)) for row in range(len(PHOTOS))}
+    for most, least in ((1000, len(PHOTOS)), (30, len(PHOTOS) // 2)):  # all of them, and a sample of 30 of 80
+        near, mirrored = look_alikes(prints, most_mirrored=most)
+        assert not len(near)
+        assert least <= mirrored <= (len(PHOTOS) if most == 1000 else 2 * len(PHOTOS))
 
 
 def test_an_image_is_no_mirror_image_of_itself() -> None:
@@ -99,7 +117,7 @@ def test_an_image_is_no_mirror_image_of_itself() -> None:
     symmetrical = Image.new("RGB", (240, 180))
     symmetrical.paste(half, (0, 0))
     symmetrical.paste(ImageOps.mirror(half), (120, 0))
-    assert not len(mirror_pairs(prints_of([symmetrical, PHOTOS[1]])))
+    assert look_alikes(prints_of([symmetrical, PHOTOS[1]]))[1] == 0
 
 
 def test_blank_images_are_not_duplicates() -> None:
@@ -110,7 +128,7 @@ def test_blank_images_are_not_duplicates() -> None:
     noisy = [Image.fromarray(rng.integers(118, 122, (48, 64, 3)).astype(np.uint8)) for _ in range(20)]
     prints = prints_of([*plain, speck, speck, *noisy])
     assert not len(near_pairs(prints))
-    assert not len(mirror_pairs(prints))
+    assert look_alikes(prints)[1] == 0
 
 
 def test_scenes_of_other_objects_are_not_duplicates(tmp_path: Path) -> None:
@@ -135,13 +153,26 @@ def test_another_colour_is_another_picture() -> None:
 def test_thousands_of_copies_are_linked_to_the_first() -> None:
     prints = np.concatenate([prints_of(PHOTOS[:2]), np.repeat(prints_of(PHOTOS[:1]), 3000)])
     assert as_set(near_pairs(prints)) == {(0, row) for row in range(2, 3002)}
-    assert not len(mirror_pairs(prints))
+    assert look_alikes(prints)[1] == 0
 
 
 def test_no_images_have_no_pairs() -> None:
     none = prints_of([])
-    assert near_pairs(none).shape == mirror_pairs(none).shape == (0, 2)
+    assert near_pairs(none).shape == (0, 2)
+    assert look_alikes(none)[1] == 0
     assert near_pairs(prints_of(PHOTOS[:1])).shape == (0, 2)
+
+
+def test_a_long_search_states_its_time_and_names_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """The figures come before the search, and what does not fit here names what does it."""
+    hashes = np.random.default_rng(0).integers(0, 2**64, 400_000, dtype=np.uint64)
+    with caplog.at_level(logging.INFO), patch.object(perceptual_hash.psutil, "virtual_memory") as memory:
+        memory.return_value.available = 1 << 20
+        on_all_cores(hashes, 2, lambda pairs: pairs)
+    assert re.search(
+        r"400,000 images: \d+ searches on 1 cores take about [\d.]+ (s|min) and 0.0 GiB .* 0.0 GiB free", caplog.text
+    )
+    assert "does not fit into the free memory" in caplog.text
 
 
 @st.composite
@@ -163,7 +194,7 @@ def test_hash_pairs_are_those_of_brute_force(hashes: np.ndarray, radius: int) ->
     wanted = {
         (i, j) for i, j in combinations(range(len(values)), 2) if bin(values[i] ^ values[j]).count("1") <= radius
     }
-    chunks = list(hash_pairs(hashes, radius))
+    chunks = hash_pairs(hashes, radius)
     assert as_set(np.concatenate([np.empty((0, 2), int), *chunks])) == wanted
 
 
@@ -177,7 +208,7 @@ def test_hash_pairs_are_those_of_brute_force_among_many() -> None:
         near = np.flatnonzero(np.bitwise_count(hashes[row + 1 :] ^ hashes[row]) <= 5)
         wanted |= {(row, row + 1 + int(other)) for other in near}
     assert len(wanted) >= 300
-    assert as_set(np.concatenate(list(hash_pairs(hashes, 5)))) == wanted
+    assert as_set(np.concatenate(hash_pairs(hashes, 5))) == wanted
 
 
 edges = st.integers(1, 40).flatmap(

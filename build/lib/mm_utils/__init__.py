@@ -1,1 +1,0 @@
-"""Joint training of image and text encoders: data, model, losses, the loop."""

@@ -1,1 +1,0 @@
-"""Checkpoints: atomic folders, captured state, background writer."""

@@ -1,1 +1,0 @@
-"""Data: sources, preparing, loading, streaming. Nothing here knows the model."""

@@ -1,1 +1,0 @@
-"""Turn prepared rows into training batches: order, tokens, augmentation, loaders."""

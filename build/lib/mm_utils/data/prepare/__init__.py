@@ -1,1 +1,0 @@
-"""Check a data set once: find faults, duplicates and leaks, and write prepared rows."""

@@ -1,1 +1,0 @@
-"""Metrics of a trained model: retrieval, re-ranking, probes of captions."""

@@ -1,1 +1,0 @@
-"""Classes: fine-tuning a classifier, and zero-shot classification by the names of classes."""

@@ -1,1 +1,0 @@
-"""What preparing data writes: the report, its pictures, and the card of a data set."""

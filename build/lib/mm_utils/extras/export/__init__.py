@@ -1,1 +1,0 @@
-"""Export to ONNX: graphs, precisions, layouts of folders, and the comparison with torch."""

@@ -1,1 +1,0 @@
-"""Phrases that point into boxes of an image or at moments of a clip or sound."""

@@ -1,1 +1,0 @@
-"""Run training scripts on a Ray cluster: workers, restarts, other numbers, sweeps."""

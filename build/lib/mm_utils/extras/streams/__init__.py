@@ -1,1 +1,0 @@
-"""Train from Parquet and tar shards without reading them whole."""

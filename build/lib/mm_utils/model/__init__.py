@@ -1,1 +1,0 @@
-"""The model: architecture, construction, tokenizer, adapters, weight average."""

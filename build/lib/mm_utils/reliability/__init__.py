@@ -1,1 +1,0 @@
-"""Failure detection, hang detection, signals, rendezvous, skipped samples."""

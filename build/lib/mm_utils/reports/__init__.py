@@ -1,1 +1,0 @@
-"""Plots, pictures of media, and the model card."""

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from mm_utils.arguments import arg
+from mm_utils.doors import entry
 from mm_utils.model.adapt import (
     BACKBONE_DROPOUT,
     DROPOUTS,
@@ -92,7 +93,10 @@ class ModelArguments:
         None, "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions."
     )
     vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.")
-    image_size: int | None = arg(None, "Side of the square image; default: what the vision backbone expects.")
+    image_size: int | None = arg(
+        None,
+        "Side of the square image; default: what the vision backbone expects. The positions of a trained one are interpolated.",
+    )
     projection_dim: int | None = arg(
         None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone."
     )
@@ -218,6 +222,8 @@ def build_model(
         _check_head(args, model)
         reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
         check_reads(args.model_name_or_path, reads, medium)
+        model.vision_model = _resized(model.vision_model, args)
+        model.config.vision_config = model.vision_model.config
     else:
         vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
         text_model, text_pooling = _backbone(args, "text", tokenizer)
@@ -356,9 +362,18 @@ def _backbone(
             f"{flag}; a {type(made).__name__} like this one reads {'s or '.join(media_of(made))}s, and the data are {medium}s. "
             f"Choose another, or give --vision_config tiny, which is made for {medium}s."
         )
+    if tower == "vision" and name:
+        made = _resized(made, args)
     if hasattr(made.config, "apply_spec_augment"):
         made.config.apply_spec_augment = False  # its masks are drawn by NumPy, so that no step could be repeated
     return made, pooling
+
+
+def _resized(vision_model: Any, args: ModelArguments) -> Any:
+    """Return a trained tower of media, for another image size if one is asked for."""
+    if not args.image_size:
+        return vision_model
+    return entry("TOWER_CHANGES", "image_size", f"--image_size is {args.image_size}")(vision_model, args.image_size)
 
 
 def media_of(backbone: Any) -> tuple[str, ...]:

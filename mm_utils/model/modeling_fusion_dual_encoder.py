@@ -268,7 +268,7 @@ def _text_tower(config: Any) -> PreTrainedModel:
     return own(config)
 
 
-def _take_images(vision_model: PreTrainedModel) -> None:
+def take_images(vision_model: PreTrainedModel) -> None:
     """Let a Siglip2 tower, which reads patches, take images `[B, 3, H, W]` as other towers do."""
     if not isinstance(vision_model, Siglip2VisionModel) or vision_model._forward_pre_hooks:
         return
@@ -907,7 +907,7 @@ def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
 def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | None = None) -> Any:
     """Return the tower of media, on this backbone, by default a new one."""
     tower: Any = backbone if backbone is not None else vision_tower(config.vision_config)
-    _take_images(image_backbone(tower))
+    take_images(image_backbone(tower))
     if config.medium == "clip" and len(input_shape(tower)) == 3:
         return FramesTower(tower, config.vision_pooling, config.vision_pooled_width)
     return tower
@@ -1013,7 +1013,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
         """
-        _take_images(image_backbone(vision_model))
+        take_images(image_backbone(vision_model))
         medium = config.get("medium", FusionDualEncoderConfig.medium)
         vision, text = _probe(vision_model, "vision"), _probe(text_model, "text")
         for name, output in (("vision_pooling", vision), ("text_pooling", text)):

@@ -74,8 +74,12 @@ def load_processor(
         ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot read as much.
     """
     args = args.of(at)
+    if args.image_size and medium == "sound" and at < 0:
+        raise ValueError(
+            f"--image_size is {args.image_size}; the data are sounds, which have no pixels. Drop the flag."
+        )
     if name := args.model_name_or_path:
-        whole = load_processor_of(name)
+        whole = load_processor_of(name, args.image_size)
         check_reads(name, ("sound",) if hasattr(whole, "feature_extractor") else ("image", "clip"), medium)
         return whole
     if medium == "sound":
@@ -97,8 +101,8 @@ def _own_frames(args: ModelArguments) -> int | None:
     return getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
 
 
-def load_processor_of(name: str) -> ProcessorMixin:
-    """Load the processor of a saved model; images become squares as in `load_processor`."""
+def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixin:
+    """Load the processor of a saved model; images become squares as in `load_processor`, by default of its own size."""
     with explained(f"the processor of {name} is missing or damaged", name):
         kind: Any = ClapProcessor if _is_of_sounds(name) else VisionTextDualEncoderProcessor
         processor = kind.from_pretrained(name, trust_remote_code=False)
@@ -107,7 +111,7 @@ def load_processor_of(name: str) -> ProcessorMixin:
         _set_window(processor.feature_extractor, None, f"the model is {name}")
         return processor
     own = processor.image_processor
-    squares: Any = _center_square_processor(own, what=f"the model is {name}")
+    squares: Any = _center_square_processor(own, image_size, f"the model is {name}")
     if frames := getattr(own, "clip_frames", None) or _own_frames(ModelArguments(name)):
         squares.clip_frames, squares.window_seconds = frames, getattr(own, "window_seconds", None)
     processor.image_processor = squares

@@ -26,7 +26,6 @@ OF_NEW_MODELS = [
     "text_config",
     "tokenizer_name_or_path",
     "vocab_size",
-    "image_size",
     "projection_dim",
     "vision_pooling",
     "text_pooling",

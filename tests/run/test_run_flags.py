@@ -23,7 +23,6 @@ from scripts.finetune import FLAGS
 
 OTHER = {
     "vocab_size": "100",
-    "image_size": "64",
     "projection_dim": "48",
     "vision_pooling": "cls",
     "text_pooling": "cls",

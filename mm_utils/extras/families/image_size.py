@@ -1,0 +1,102 @@
+"""Let a trained image tower read images of another size: its table of positions is interpolated once, when it is loaded.
+
+The result has the new `image_size` in its configuration, and is what the family's own class computes with
+`interpolate_pos_encoding=True`, without computing it for every image. Towers without such a table, convolutions or rotary
+positions, read any size as they are.
+"""
+
+import copy
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Siglip2VisionModel
+
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    MOST_SPECIAL_TOKENS,
+    image_backbone,
+    input_name,
+    input_shape,
+    take_images,
+)
+from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
+
+
+def resize(tower: Any, size: int) -> Any:
+    """Return a tower that reads images, or frames, of `size` x `size` pixels with the weights of `tower`.
+
+    Raises:
+        ValueError: if what depends on the size is not a table of a square grid of positions, or the tower cannot run.
+    """
+    backbone = image_backbone(tower)
+    what = f"--image_size is {size}; the image tower is a {backbone.config.model_type}"
+    if len(input_shape(backbone)) < 3 or input_shape(backbone)[-3] != 3:
+        raise ValueError(f"{what}, which reads no pixels. Drop the flag.")
+    own_size = input_shape(backbone)[-1]
+    if own_size == size:
+        return tower
+    made = _with_size(backbone, size)
+    weights, wanted = backbone.state_dict(), made.state_dict()
+    for name in wanted.keys() | weights.keys():
+        if name not in wanted or name not in weights or weights[name].shape != wanted[name].shape:
+            is_video = len(input_shape(backbone)) > 3 and tower is backbone  # positions in time, too
+            table = (
+                None if is_video else _interpolated(made, name, weights.get(name), wanted.get(name), own_size, size)
+            )
+            if table is None:
+                raise ValueError(
+                    f"{what} of {own_size} pixels, and its {name} depends on the size in another way than as a square grid of "
+                    "positions. Drop the flag, or choose another model."
+                )
+            weights[name] = table
+    made.load_state_dict(weights)
+    take_images(made)
+    if tower is not backbone:
+        tower.backbone, tower.config = made, made.config
+        made = tower
+    made.eval()
+    try:
+        with torch.no_grad():
+            made(**{input_name(made): torch.zeros(1, *input_shape(made)[:-2], size, size)})
+    except Exception as error:  # of any kind: a grid that windows do not divide, a size that a class fixes
+        raise ValueError(f"{what}, which cannot read it: {one_line(error)}. Choose another size.") from error
+    logger.info("The image tower (%s) reads %d pixels a side in place of %d", made.config.model_type, size, own_size)
+    return made.train(tower.training)
+
+
+def _with_size(backbone: Any, size: int) -> Any:
+    """Make a tower of random weights whose configuration says the size."""
+    config = copy.deepcopy(backbone.config)
+    own = getattr(config, "image_size", None)
+    if isinstance(backbone, Siglip2VisionModel):
+        config.num_patches = (size // config.patch_size) ** 2
+    elif own is not None:
+        config.image_size = [size] * len(own) if isinstance(own, (list, tuple)) else size
+    return type(backbone)._from_config(config)
+
+
+def _interpolated(made: Any, name: str, table: Tensor | None, wanted: Tensor | None, *sizes: int) -> Tensor | None:
+    """Return a table of positions `[(1,) n, C]` for another grid; None if it is not one with the patches last."""
+    if table is None or wanted is None or "pos" not in name:
+        return None
+    if table.dim() not in (2, 3) or table.shape[:-2] not in ((), (1,)) or table.shape[-1] != wanted.shape[-1]:
+        return None
+    patch = getattr(made.config, "patch_size", None)
+    counts = table.shape[-2], wanted.shape[-2]
+    sides = [each // patch for each in sizes] if isinstance(patch, int) else [math.isqrt(count) for count in counts]
+    special, others = (count - side**2 for count, side in zip(counts, sides, strict=True))
+    if special != others or not 0 <= special <= MOST_SPECIAL_TOKENS:
+        return None
+    rows = table.float().reshape(-1, table.shape[-1])
+    grid = rows[special:].reshape(1, sides[0], sides[0], -1).permute(0, 3, 1, 2)
+    # Siglip2 resizes its table in every forward, in its own way.
+    smooth: Any = (
+        {"mode": "bicubic"} if not isinstance(made, Siglip2VisionModel) else {"mode": "bilinear", "antialias": True}
+    )
+    grid = F.interpolate(grid, size=(sides[1], sides[1]), align_corners=False, **smooth)
+    return torch.cat([rows[:special], grid.permute(0, 2, 3, 1).flatten(0, 2)]).view_as(wanted).to(table)

@@ -42,7 +42,7 @@ DATA_FLOORS = [
 BUDGETS = {
     "core": 25_720,
     "data": 10_020,
-    "model": 3_900,
+    "model": 4_000,
     "objectives": 1_800,
     "training": 2_300,
     "checkpointing": 900,

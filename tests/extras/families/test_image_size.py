@@ -17,6 +17,7 @@ from mm_utils.model.stock import stock_processor
 from tests.kit.stock_folders import KINDS, TEXTS, TOWER, close, write_clap, write_stock, write_xclip
 
 SIDE = 56
+NO_TOKENIZER: Any = None
 OF_TOWERS: dict[str, dict[str, Any]] = {
     "vit": {**TOWER, "patch_size": 8},
     "deit": {**TOWER, "patch_size": 8},  # two special tokens
@@ -119,7 +120,7 @@ def _inputs(processor: Any) -> Any:
 
 def test_frames_of_a_clip_and_a_tower_of_a_name_have_the_size_too(tmp_path: Path) -> None:
     whole = write_xclip(tmp_path / "xclip")
-    model = build_model(ModelArguments(model_name_or_path=whole, image_size=48), None, medium="clip").eval()
+    model = build_model(ModelArguments(model_name_or_path=whole, image_size=48), NO_TOKENIZER, medium="clip").eval()
     frames = torch.randn(1, 4, 3, 48, 48)
     before = load_model(whole, medium="clip").eval().vision_model.backbone
     with torch.no_grad():
@@ -139,4 +140,4 @@ def test_sounds_have_no_image_size(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--image_size is 64; the data are sounds"):
         load_processor(args, [], "sound")
     with pytest.raises(ValueError, match="reads no pixels"):
-        build_model(args, None, medium="sound")
+        build_model(args, NO_TOKENIZER, medium="sound")

@@ -21,7 +21,9 @@ Beside it lie `index.json` (`IndexInfo`), `skipped.jsonl` (images that could not
 the folder `parts`: what has been embedded so far; and FAISS indexes of the rows, where a search has asked for one.
 
 Nothing is ever half written: every file is written under another name and renamed, and new rows replace the old ones when
-`state.json`, which names their files and has a checksum of all columns but `_UNCHECKED`, is replaced.
+`state.json`, which names their files and has a checksum of all columns but `_UNCHECKED`, is replaced. An update writes new
+and changed rows behind the files that stay as they are (`updating.KEPT_BYTES`), so rows are in the order of the listing only in small
+indexes.
 """
 
 import dataclasses
@@ -33,7 +35,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,16 +228,25 @@ def schema(width: int, states: list[list[int]] | None = None, medium: str = "ima
     return pa.schema([*STAMPS, fields[0], pa.field("thumbnail", pa.binary()), *fields[1:], *content])
 
 
-def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema) -> int:
-    """Write all rows anew, from tables of these columns; return their number.
+def stored_files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the files of the rows, in order, and how many each has; none before the first run has ended."""
+    state = json.loads((folder / _STATE).read_text(encoding="utf-8")) if (folder / _STATE).is_file() else {}
+    for each in state.get("_data_files", ()):
+        path = folder / each["filename"]
+        yield path, len(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
+
+
+def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema, kept: Sequence[str] = ()) -> int:
+    """Exchange the rows for those of the files `kept` and, behind them, of tables of these columns; return their number.
 
     A process that has the old rows open can still read them.
     """
-    old = [*folder.glob("data-*.arrow"), *folder.glob(f"{FAISS}*")]  # those of a killed run among them
+    # Those of a killed run are among the old ones.
+    old = [path for path in (*folder.glob("data-*.arrow"), *folder.glob(f"{FAISS}*")) if path.name not in kept]
     run = uuid.uuid4().hex[:8]
     features = datasets.Features.from_arrow_schema(columns)
     try:
-        names = _write_shards(folder, run, tables, features.arrow_schema)
+        names = [*kept, *_write_shards(folder, run, tables, features.arrow_schema)]
         written = pa.concat_tables(
             [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
         )

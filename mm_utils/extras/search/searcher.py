@@ -13,8 +13,10 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -52,14 +54,16 @@ class Hit:
 
 
 class Searcher:
-    """Search an index with the model that made it; queries of several threads take turns.
+    """Search an index with the model that made it.
+
+    Queries of several threads take turns at the model; those that wait for the index are answered together.
 
     Args:
         index_dir: the folder that scripts/embed.py wrote.
         model: the folder or Hub id of the model, if it has moved since.
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
-        index_factory: the first pass: `int8`, `binary`, or a string of FAISS's index factory; default: exact search.
+        index_factory: the first pass: `int8`, `binary`, `auto`, or a string of FAISS's index factory; default: exact search.
 
     Raises:
         ValueError: if there is no index, no model, or FAISS cannot make the first pass.
@@ -80,6 +84,7 @@ class Searcher:
         self._find = open_find(index_factory, Path(index_dir), rows)
         # Without the vectors: a row of them would become thousands of Python numbers.
         self._rows, self._lock = rows.select_columns([*STAMPS.names, "thumbnail"]), threading.Lock()
+        self._reading, self._waiting = threading.Lock(), SimpleQueue[tuple[Tensor, int, Future]]()
         self._texts = rows.select_columns(["id", "path", "captions"])
         self._contents = None if self.info.medium == "image" else rows.select_columns(["content"])
         name = model or self.info.model
@@ -116,12 +121,13 @@ class Searcher:
         mask = torch.full_like(ids, bool(read))
         with self._lock, torch.no_grad():
             query_1E, states = self._model.encode_text(ids, mask)
-            found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
-            reranked: dict[int, float] = {}
-            if rerank and self.reranks:
-                first = found[: self.rerank_top_k]
+        found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
+        reranked: dict[int, float] = {}
+        if rerank and self.reranks:
+            first = found[: self.rerank_top_k]
+            with self._lock, torch.no_grad():
                 reranked = self._head(first, states, mask, ids)
-                found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
+            found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
         return self._hits(found[:top_k], reranked)
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
@@ -143,8 +149,7 @@ class Searcher:
             IndexError: if the index has no such row.
         """
         self._check(row)
-        with self._lock:
-            found = self._best(self._vectors.take([row])[0], top_k + 1)
+        found = self._best(self._vectors.take([row])[0], top_k + 1)
         return self._hits([hit for hit in found if hit[0] != row][:top_k])
 
     def id_of(self, row: int) -> str:
@@ -167,8 +172,7 @@ class Searcher:
     def _search(self, example: Tensor, top_k: int) -> list[Hit]:
         with self._lock, torch.no_grad():
             query_1E, _ = self._model.encode_image(self._input([example]), with_keys_values=False)
-            found = self._best(query_1E[0], top_k)
-        return self._hits(found)
+        return self._hits(self._best(query_1E[0], top_k))
 
     def _input(self, examples: Sequence[Tensor]) -> Tensor:
         return self._medium.features(torch.stack(list(examples)).to(self._device))
@@ -178,8 +182,27 @@ class Searcher:
             raise IndexError(f"there is no row {row}; the index has {len(self)} {self.info.medium}s")
 
     def _best(self, query_E: Tensor, count: int) -> list[tuple[int, float]]:
-        """Return rows and cosines of the best images for a query, best first."""
-        return self._find(torch.nn.functional.normalize(query_E.float().cpu(), dim=0), count)
+        """Return rows and cosines of the best images for a query, best first.
+
+        The thread that comes to read the index does so for all that wait; the others find their answers there.
+        """
+        mine: Future = Future()
+        self._waiting.put((torch.nn.functional.normalize(query_E.float().cpu(), dim=0), count, mine))
+        with self._reading:
+            if not mine.done():
+                self._answer([self._waiting.get() for _ in range(self._waiting.qsize())])
+        return mine.result()
+
+    def _answer(self, asked: list[tuple[Tensor, int, Future]]) -> None:
+        queries, counts, answers = zip(*asked, strict=True)
+        try:
+            found = self._find(torch.stack(queries), max(counts))
+        except BaseException as error:
+            for answer in answers:
+                answer.set_exception(error)
+            return
+        for answer, count, hits in zip(answers, counts, found, strict=True):
+            answer.set_result(hits[:count])
 
     def _head(self, hits: list[tuple[int, float]], states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
         """Return the scores of images after re-ranking, by row."""

@@ -185,14 +185,14 @@ class _Api:
         # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
         self.decoder = ThreadPoolExecutor(1)
         self.texts = functools.lru_cache(maxsize=32)(
-            lambda text, rerank: searcher.search_text(text, MOST_HITS, rerank)
+            lambda text, rerank, count: searcher.search_text(text, count, rerank)
         )
 
     def text(self, request: Request) -> Response:
         query, rerank = request.query_params.get("q", "").strip(), request.query_params.get("rerank", "1") != "0"
         if not 0 < len(query) <= MOST_LETTERS:
             raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
-        return self._page(request, self.texts(query, rerank))
+        return self._page(request, self.texts(query, rerank, _wanted(request)))
 
     async def file(self, request: Request) -> Response:
         self.waiting += 1
@@ -219,7 +219,7 @@ class _Api:
         row, wanted = _row(request), request.query_params.get("id")
         if wanted is not None and self.searcher.id_of(row) != wanted:
             raise HTTPException(404, "The index has changed since this address was made. Search again.")
-        return self._page(request, self.searcher.similar(row, MOST_HITS))
+        return self._page(request, self.searcher.similar(row, _wanted(request)))
 
     def thumbnail(self, request: Request) -> Response:
         return Response(self.searcher.thumbnail(_row(request)), media_type="image/jpeg")
@@ -236,7 +236,7 @@ class _Api:
     def _file(self, request: Request, content: bytes) -> Response:
         medium = self.searcher.info.medium
         try:
-            hits = self.searcher.search_file(content, MOST_HITS)
+            hits = self.searcher.search_file(content, _wanted(request))
         except UnreadableImageError as error:
             if isinstance(error.__cause__, UnidentifiedImageError):
                 reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
@@ -246,7 +246,7 @@ class _Api:
         return self._page(request, hits)
 
     def _page(self, request: Request, hits: list[Hit]) -> Response:
-        count, offset = _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
+        count, offset = _shown(request)
         reranked = sorted((hit for hit in hits if hit.reranked is not None), key=lambda hit: -hit.score)
         before = {hit.row: place for place, hit in enumerate(reranked, 1)}
         return JSONResponse(
@@ -333,6 +333,15 @@ def _number(request: Request, name: str, default: int, least: int, most: int) ->
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and least <= int(value) <= most):
         raise HTTPException(400, f"{name} is not a number from {least} to {most}.")
     return int(value)
+
+
+def _shown(request: Request) -> tuple[int, int]:
+    return _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
+
+
+def _wanted(request: Request) -> int:
+    """Return how many hits are looked for: those of the page and one more, rounded up so that the next pages have them too."""
+    return min(MOST_HITS, 1 << sum(_shown(request)).bit_length())
 
 
 def _hostname(host: str) -> str | None:

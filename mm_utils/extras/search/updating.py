@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -43,6 +44,7 @@ from mm_utils.extras.search.index import (
     remove_parts,
     replace_rows,
     schema,
+    stored_files,
     write_part,
     write_skipped,
 )
@@ -54,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 20.0  # of work that a killed run loses at most, and a batch
 FLUSH_BYTES = 64 << 20  # of clips and sounds that wait to be written
+KEPT_BYTES = (
+    64 << 20
+)  # of a file of rows from which on an update leaves it as it is; smaller ones are written anew with what is new
 _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
 _PASSING = ("permission_denied", "read_error")  # reasons that say nothing of an image that was embedded before
 _SHOWN = [name for name in STAMPS.names if name != "content_hash"]
@@ -260,15 +265,37 @@ def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped
         raise RunError(
             f"No {info.medium} can be read; the first reasons are: {'; '.join(each['detail'] for each in lines[:3])}"
         )
-    places = pa.array([place for place, _ in wanted])
-    same_rows = [row for _, row in wanted] == list(range(plan.indexed))
-    if not same_rows or not known.select(_SHOWN).slice(0, plan.indexed).equals(plan.table.select(_SHOWN).take(places)):
-        replace_rows(folder, _merged(plan, known, wanted, _ROWS[info.medium]), info.columns)
+    place_of = np.full(len(known), -1)
+    place_of[[row for _, row in wanted]] = [place for place, _ in wanted]
+    kept, is_anew = _kept_files(folder, plan, place_of)
+    if is_anew.any() or (place_of[: plan.indexed] < 0).any():
+        anew = [(place, row) for place, row in wanted if is_anew[row]]
+        replace_rows(folder, _merged(plan, known, anew, _ROWS[info.medium]), info.columns, kept)
     write_skipped(folder, lines)
     replace(info, images=len(wanted), skipped=len(lines)).save(folder)
     remove_parts(folder)
     todo = len(plan.todo)
     return Outcome(todo - len(skipped), len(plan.kept) - todo, plan.removed, len(lines), len(wanted))
+
+
+def _kept_files(folder: Path, plan: Plan, place_of: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Return the files of the index that stay, and a mask of the known rows that are written anew.
+
+    A file stays if all its rows are listed and as they were; a small one only if nothing is written at all.
+    """
+    same, begin = [], 0
+    for path, count in stored_files(folder):
+        places = place_of[begin : begin + count]
+        shown = plan.known.select(_SHOWN).slice(begin, count)
+        if (places >= 0).all() and shown.equals(plan.table.select(_SHOWN).take(pa.array(places))):
+            same.append((path, range(begin, begin + count)))
+        begin += count
+    if sum(len(rows) for _, rows in same) < np.count_nonzero(place_of >= 0):
+        same = [(path, rows) for path, rows in same if path.stat().st_size >= KEPT_BYTES]
+    anew = place_of >= 0
+    for _, rows in same:
+        anew[rows.start : rows.stop] = False
+    return [path.name for path, _ in same], anew
 
 
 def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: int) -> Iterator[pa.Table]:

@@ -2,8 +2,11 @@
 
 import builtins
 import importlib.util
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 from mm_utils.data.batches.column_cache import to_arrow
 from mm_utils.distributed import RunError
 from mm_utils.extras.search import first_pass
-from mm_utils.extras.search.first_pass import StoredVectors, best, open_find
+from mm_utils.extras.search.first_pass import Hits, StoredVectors, best
 from mm_utils.extras.search.index import read_rows, replace_rows, schema
 from mm_utils.extras.search.searcher import Searcher
 from scripts import search
@@ -38,6 +41,19 @@ def write(folder: Path, embeds_NE: torch.Tensor, block: int = 700) -> datasets.D
     rows = read_rows(folder, columns)
     assert rows is not None
     return rows
+
+
+def open_find(kind: str | None, folder: Path, rows: datasets.Dataset) -> Callable[[torch.Tensor, int], Hits]:
+    """A search for one query; among others it finds the same."""
+    find = first_pass.open_find(kind, folder, rows)
+
+    def one(query_E: torch.Tensor, count: int) -> Hits:
+        [alone] = find(query_E[None], count)
+        for together in (find(torch.stack([query_E, -query_E, query_E]), count)[place] for place in (0, 2)):
+            assert dict(together) == pytest.approx(dict(alone), abs=1e-6)
+        return alone
+
+    return one
 
 
 def unit(rows: int, seed: int = 0) -> torch.Tensor:
@@ -107,7 +123,7 @@ def test_signs_are_taken_after_a_rotation(rows: datasets.Dataset) -> None:
     for query_E in unit(20, seed=1):
         right = set((embeds_NE @ query_E).topk(10).indices.tolist())
         plain = set((signs == (query_E > 0)).sum(1).topk(60).indices.tolist())
-        shares.append((len(right & set(turned(query_E, 60).tolist())), len(right & plain)))
+        shares.append((len(right & set(next(iter(turned(query_E[None], 60))).tolist())), len(right & plain)))
     with_rotation, without = np.mean(shares, 0)
     assert with_rotation > 1.3 * without
 
@@ -116,6 +132,51 @@ def test_equal_scores_keep_the_order_of_the_index() -> None:
     scores = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5])
     assert [best(scores, k) for k in range(6)] == [[1, 3, 0, 2, 4][:k] for k in range(6)]
     assert best(scores, 50) == [1, 3, 0, 2, 4]
+
+
+# -- what pays ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_pass_that_is_slower_than_exact_search_is_refused(
+    folder: Path, rows: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both times; `auto` then searches exactly, and where memory is short the first pass stays."""
+    monkeypatch.setattr(first_pass, "FEW", 1000)
+    plain, search = first_pass.exact(StoredVectors(rows)), unit(1, seed=1)[0]
+
+    def slow(vectors: StoredVectors) -> first_pass.FirstPass:
+        found = first_pass.binary(vectors)
+        return lambda query_QE, count: time.sleep(0.05) or found(query_QE, count)
+
+    monkeypatch.setitem(first_pass.CODES, "int8", slow)
+    monkeypatch.setattr(first_pass, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"int8; a query of 3,000 images takes [\d.]+ ms so, and about [\d.]+ ms exactly"
+    ):
+        open_find("int8", folder, rows)
+    assert open_find("auto", folder, rows)(search, 20) == plain(search[None], 20)[0]
+    monkeypatch.setattr(first_pass.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert len(open_find("int8", folder, rows)(search, 20)) == 20
+
+
+def test_auto_reads_as_many_lists_as_the_recall_needs(
+    folder: Path, rows: datasets.Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mm_utils")
+    plain = first_pass.exact(StoredVectors(rows))
+    assert open_find("auto", folder, rows)(unit(1)[0], 5) == plain(unit(1), 5)[0]  # few images
+    monkeypatch.setattr(first_pass, "FEW", 1000)
+    monkeypatch.setattr(first_pass, "slower", lambda find, vectors: "")
+    query_QE, lists = first_pass.drawn_queries(StoredVectors(rows), 40), []
+    for recall in (0.5, 0.95):
+        find = open_find(f"auto;recall={recall}", folder, rows)
+        same = [len(dict(find(one, 10)).keys() & dict(plain(one[None], 10)[0]).keys()) for one in query_QE]
+        assert np.mean(same) / 10 > recall - 0.05
+        lists.append(int(re.findall(r"nprobe=(\d+) of 128", caplog.text)[-1]))
+    assert lists[0] < lists[1] < 128
+    for wrong in ("auto;recall=2", "auto;recall=", "auto;nonsense", "Flat;recall=0.9"):
+        with pytest.raises(ValueError, match=r"--index_factory is .*FAISS cannot search"):
+            open_find(wrong, folder, rows)
 
 
 # -- FAISS --------------------------------------------------------------------------------------------------------------

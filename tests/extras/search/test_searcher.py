@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,35 @@ def test_blocks_change_nothing(searcher: Searcher, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(first_pass, "BLOCK", 7 * searcher.info.width)
     blocks = searcher.search_text(QUERY, 30)
     assert {hit.id: hit.score for hit in blocks} == pytest.approx({hit.id: hit.score for hit in whole}, abs=1e-6)
+
+
+def test_queries_that_wait_are_answered_together(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [
+        f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square", "triangle")
+    ]
+    alone, find, batches = [searcher.search_text(text, 5) for text in texts], searcher._find, []
+
+    def slow(query_QE: torch.Tensor, count: int) -> list:
+        batches.append(len(query_QE))
+        time.sleep(0.3)
+        return find(query_QE, count)
+
+    def refuse(query_QE: torch.Tensor, count: int) -> list:
+        time.sleep(0.1)
+        raise MemoryError(count)
+
+    monkeypatch.setattr(searcher, "_find", slow)
+    with ThreadPoolExecutor(len(texts)) as pool:
+        found = list(pool.map(lambda text: searcher.search_text(text, 5), texts))
+        monkeypatch.setattr(searcher, "_find", refuse)
+        failed = [pool.submit(searcher.search_text, text, 5) for text in texts]
+        assert all(isinstance(each.exception(60), MemoryError) for each in failed)
+    for hits, expected in zip(found, alone, strict=True):
+        assert {hit.row: hit.score for hit in hits} == pytest.approx(
+            {hit.row: hit.score for hit in expected}, abs=1e-5
+        )
+    assert sum(batches) == len(texts)
+    assert len(batches) < len(texts) / 2
 
 
 def test_an_image_finds_itself_first(searcher: Searcher, photos: Path) -> None:

@@ -68,6 +68,14 @@ def test_pages_of_an_answer_join_to_the_whole(page: Served) -> None:
     assert all(hit["reranked"] is None for hit in plain)
 
 
+def test_a_page_asks_for_what_it_shows(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, counts = page.searcher._find, []
+    monkeypatch.setattr(page.searcher, "_find", lambda query, count: counts.append(count) or find(query, count))
+    for address in ("/search?q=a+blue+square", "/similar/3?k=24", "/search?q=a+blue+square&k=24&offset=24"):
+        page.ask(address)
+    assert counts == [32, 33, 64]
+
+
 def test_an_image_and_its_neighbours(page: Served) -> None:
     own = page.searcher.search_text("x", 1)[0]
     content = Path(own.path).read_bytes()

@@ -50,8 +50,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 16_900,
-    "tests": 48_950,
+    "extras": 17_250,
+    "tests": 49_250,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -1,4 +1,4 @@
-"""Six steps on the embedded scenes with all defaults, on any number of processes and in any number of parts."""
+"""Four steps on the embedded scenes with all defaults, on any number of processes and in any number of parts."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from tests.kit.ranks import let_accelerate_find_ranks
 
-STEPS, STOP, BATCH = 6, 3, 16
+STEPS, STOP, BATCH = 4, 2, 16
 TOLERANCE = 1e-5
 # An epsilon far below the gradients would divide rounding by rounding: where a gradient is zero but for the last digits,
 # those digits would choose the direction of a whole step.

@@ -1,6 +1,6 @@
 """The signature of the other placement: where the encoders are only changes the speed.
 
-Six steps of the real trainer on the embedded data set, as in `tests.distributed.test_signature`, with encoders together and
+Four steps of the real trainer on the embedded data set, as in `tests.distributed.test_signature`, with encoders together and
 apart on 1 to 4 processes, whole and in parts, straight through or continued by another number of processes and in another
 placement. The average of the weights is what is saved in the end.
 """

@@ -82,7 +82,11 @@ class ModelArguments:
         "Pretrained vision backbone: a folder or a Hub id. For sounds AST, Whisper, Wav2Vec2, HuBERT or CLAP, of which the sound "
         "tower is taken; for clips VideoMAE, TimeSformer, ViViT, V-JEPA 2, or an image backbone, which looks at every frame.",
     )
-    text_model_name_or_path: str | None = arg(None, "Pretrained text backbone: a folder or a Hub id.")
+    text_model_name_or_path: str | None = arg(
+        None,
+        "Pretrained text backbone: a folder or a Hub id. Beside --model_name_or_path it takes the place of that model's, whose "
+        "image side stays as it is and is not trained, so that its indexes stay valid.",
+    )
     vision_config: str = arg(
         "tiny",
         "Vision backbone from scratch: tiny, small, base, or a config.json. Tiny is sound-tiny for sounds, a ConvNeXt over "
@@ -147,6 +151,8 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        if self.joins_whole:
+            self.freeze_vision = True
         if not 0 <= self.patch_dropout < 1:
             raise ValueError(f"--patch_dropout is {self.patch_dropout}; give a share of the patches in [0, 1).")
         for name in ("fusion_vision_taps", "fusion_text_taps"):
@@ -192,9 +198,9 @@ class ModelArguments:
         return any((self.model_name_or_path, self.vision_model_name_or_path, self.text_model_name_or_path))
 
     @property
-    def joins_pretrained(self) -> bool:
-        """Whether new projections join two pretrained towers."""
-        return not self.model_name_or_path and bool(self.vision_model_name_or_path and self.text_model_name_or_path)
+    def joins_whole(self) -> bool:
+        """Whether a new text tower joins the image side of a whole model."""
+        return bool(self.model_name_or_path and self.text_model_name_or_path)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -218,12 +224,7 @@ def build_model(
     """
     args = _with_pooling(args, medium, resume_from)
     if args.model_name_or_path:
-        model = load_model(args.model_name_or_path, medium=medium, **_head(args)).float()
-        _check_head(args, model)
-        reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
-        check_reads(args.model_name_or_path, reads, medium)
-        model.vision_model = _resized(model.vision_model, args)
-        model.config.vision_config = model.vision_model.config
+        model = _whole_model(args, tokenizer, medium)
     else:
         vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
         text_model, text_pooling = _backbone(args, "text", tokenizer)
@@ -256,6 +257,23 @@ def build_model(
     if args.torch_compile:
         compile_parts(model)
     return model
+
+
+def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: str) -> FusionDualEncoderModel:
+    """Load the model of `--model_name_or_path`, at `--image_size` and with another text tower if these are asked for."""
+    name: Any = args.model_name_or_path
+    head = {"fusion_layers": 0} if args.joins_whole else _head(args)
+    model = load_model(name, medium=medium, **head).float()
+    if not args.joins_whole:
+        _check_head(args, model)
+    reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
+    check_reads(name, reads, medium)
+    model.vision_model = _resized(model.vision_model, args)
+    model.config.vision_config = model.vision_model.config
+    if not args.joins_whole:
+        return model
+    join = entry("TOWER_CHANGES", "text_tower", f"--text_model_name_or_path is {args.text_model_name_or_path}")
+    return join(model, *_backbone(args, "text", tokenizer), **_head(args))
 
 
 def _with_pooling(args: ModelArguments, medium: str, resume_from: Path | None) -> ModelArguments:

@@ -915,8 +915,9 @@ def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | No
 
 def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.Module:
     """Return a new projection, of two layers for CLAP, or none where the tower embeds by itself."""
-    if config.dual_encoder_type == "clap":
-        return ClapProjectionLayer(getattr(config, f"{tower}_config"))
+    own = getattr(config, f"{tower}_config")
+    if config.dual_encoder_type == "clap" and hasattr(own, "projection_hidden_act"):  # another text tower has none
+        return ClapProjectionLayer(own)
     if config.dual_encoder_type in UNPROJECTED or (config.dual_encoder_type, tower) == ("xclip", "vision"):
         return nn.Identity()
     return nn.Linear(width, config.projection_dim, bias=False)
@@ -1598,6 +1599,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             raise ValueError("the stock class makes a text depend on the clip, and this model does not")
         if self.config.medium != "image" and kind != "clap":
             raise ValueError(f"the stock class reads images, and this model {self.config.medium}s")
+        if kind == "clap" and not hasattr(self.config.text_config, "projection_hidden_act"):
+            raise ValueError("the stock class has CLAP's own text tower, and this model another")
         configs = {
             "vision_config": self.vision_model.config.to_dict(),
             "text_config": self.text_model.config.to_dict(),

@@ -81,6 +81,8 @@ def load_processor(
     if name := args.model_name_or_path:
         whole = load_processor_of(name, args.image_size)
         check_reads(name, ("sound",) if hasattr(whole, "feature_extractor") else ("image", "clip"), medium)
+        if args.joins_whole:
+            whole.tokenizer = _tokenizer(args, captions)
         return whole
     if medium == "sound":
         return ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))

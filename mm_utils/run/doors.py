@@ -110,7 +110,8 @@ class Doors:
     def has_baseline(self, given: Parsed, data: TrainingData) -> bool:
         """Return whether the weights before the first step are a model: a whole one, or one that a callback makes."""
         ours = (each for each in self.callbacks if isinstance(each, RunCallback))
-        return given["model_name_or_path"] is not None or any(each.has_baseline(data) for each in ours)
+        whole = given["model_name_or_path"] is not None and given["text_model_name_or_path"] is None
+        return whole or any(each.has_baseline(data) for each in ours)
 
     def start(self, context: RunContext) -> None:
         """Call `on_start` of the callbacks."""

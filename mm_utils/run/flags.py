@@ -21,7 +21,6 @@ from mm_utils.training.optim import OptimizerArguments
 
 OF_NEW_MODELS = [
     "vision_model_name_or_path",
-    "text_model_name_or_path",
     "vision_config",
     "text_config",
     "tokenizer_name_or_path",
@@ -99,8 +98,9 @@ def check_flags(given: Parsed) -> None:
     if given.config and given["resume_from_checkpoint"]:
         _check_place(Path(given.config), given["output_dir"])
     if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:
+        own = {"tokenizer_name_or_path", "text_pooling"} if given["text_model_name_or_path"] else set()
         for name in OF_NEW_MODELS:
-            if given[name] != getattr(ModelArguments, name):
+            if name not in own and given[name] != getattr(ModelArguments, name):
                 raise ValueError(
                     f"--{name} is {given[name]}, and --model_name_or_path is {given['model_name_or_path']}; a whole model has its "
                     "own, and the flag would change nothing. Drop one of the two."

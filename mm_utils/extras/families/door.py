@@ -1,3 +1,6 @@
 """What models of others add to the core, see `mm_utils.doors`."""
 
-TOWER_CHANGES = {"image_size": "mm_utils.extras.families.image_size.resize"}
+TOWER_CHANGES = {
+    "image_size": "mm_utils.extras.families.image_size.resize",
+    "text_tower": "mm_utils.extras.families.text_tower.with_text_tower",
+}

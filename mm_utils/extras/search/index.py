@@ -46,10 +46,12 @@ import pyarrow as pa
 import torch
 
 from mm_utils.data.batches.column_cache import add_weights, to_arrow
-from mm_utils.data.media.medium import Medium
+from mm_utils.data.media.medium import Medium, read_by
 from mm_utils.distributed import RunError
 from mm_utils.files import retry, write_atomic
+from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,25 @@ def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
     digest = hashlib.blake2b(repr((side, *colours, *rest)).encode(), digest_size=16)
     add_weights(digest, {name: value for name, value in model.state_dict().items() if name.startswith(_TOWERS)})
     return digest.hexdigest()
+
+
+def shares_images(info: IndexInfo, model: FusionDualEncoderModel, medium: Medium) -> bool:
+    """Return whether an index was made with a model, still in its place, of the same image side and another text tower."""
+    try:
+        own, own_medium = load_model(info.model, fusion_layers=0), read_by(load_processor_of(info.model))
+    except ValueError:
+        return False
+    if model_fingerprint(own, own_medium) != info.fingerprint or own_medium.key != medium.key:
+        return False
+    sides = [dict(each.vision_model.state_dict(prefix="vision_model.")) for each in (own, model)]
+    for side, each in zip(sides, (own, model), strict=True):
+        side.update(each.visual_projection.state_dict())
+        if not len(each.visual_projection.state_dict()):  # SigLIP's tower embeds by itself
+            side["weight"] = torch.eye(each.config.projection_dim)
+    one, other = sides
+    return one.keys() == other.keys() and all(
+        torch.equal(value.cpu(), other[name].cpu()) for name, value in one.items()
+    )
 
 
 def read_info(folder: Path) -> IndexInfo | None:
@@ -344,9 +365,11 @@ def keeps_states(folder: Path) -> bool:
     return info is not None and info.states is not None
 
 
-def check_same_model(info: IndexInfo, fingerprint: str, model: str, folder: Path) -> None:
-    """Raise RunError unless the index was made with this model."""
-    if info.fingerprint != fingerprint:
+def check_same_model(
+    info: IndexInfo, loaded: FusionDualEncoderModel, medium: Medium, model: str, folder: Path
+) -> None:
+    """Raise RunError unless the index was made with this model, or with one of the same image side."""
+    if info.fingerprint != model_fingerprint(loaded, medium) and not shares_images(info, loaded, medium):
         raise RunError(
             f"--model_name_or_path is {model}; the index {folder} was made with other weights (of {info.model}), whose "
             "embeddings do not compare. Embed into a new --index_dir, or delete this one first."

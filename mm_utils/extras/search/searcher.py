@@ -26,7 +26,7 @@ from torch import Tensor
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
-from mm_utils.extras.search.index import STAMPS, check_same_model, model_fingerprint, open_index
+from mm_utils.extras.search.index import STAMPS, check_same_model, open_index
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, center_square, open_picture, token_ids
@@ -93,7 +93,7 @@ class Searcher:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._medium: Any = read_by(processor)
         self._model = load_model(name, fusion_layers=0).eval()
-        check_same_model(self.info, model_fingerprint(self._model, self._medium), name, Path(index_dir))
+        check_same_model(self.info, self._model, self._medium, name, Path(index_dir))
         self._model.to(self._device)
         self._most_tokens = self._model.most_tokens(self._tokenizer)
         weights = self._model.config.rerank_weights or {}

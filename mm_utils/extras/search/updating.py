@@ -194,7 +194,7 @@ def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
 
 def check_same_index(info: IndexInfo, model: str, folder: Path, embedder: Embedder) -> None:
     """Raise RunError unless this model made the index, with states if it has them."""
-    check_same_model(info, embedder.fingerprint, model, folder)
+    check_same_model(info, embedder.model, embedder.medium, model, folder)
     if info.states != embedder.states:
         raise RunError(
             f"--keep_fusion_states is given; the index {folder} was made without. Embed into a new --index_dir, or delete this "

@@ -19,7 +19,8 @@ class ProjectionStartArguments:
     closed_form_images: int = arg(
         10_000,
         "Between two pretrained towers, start the projections from the canonical correlations of this many training images "
-        "and their captions, which one pass over them yields; 0 = from random values.",
+        "and their captions, which one pass over them yields; 0 = from random values. Beside a whole model's image side, that "
+        "of a new text tower.",
     )
 
     def __post_init__(self) -> None:
@@ -33,18 +34,18 @@ class ClosedFormStart(RunCallback):
     scripts = ("pretrain",)
     arguments = ProjectionStartArguments
 
-    def __init__(self, images: int, vision_name: str):
+    def __init__(self, images: int, vision_name: str | None):
         self.images, self.vision_name = images, vision_name
 
     @classmethod
     def attach(cls, given: Parsed) -> "ClosedFormStart | None":
         """Return the callback where new projections join two pretrained towers."""
-        towers = [given[f"{tower}_model_name_or_path"] for tower in ("vision", "text")]
-        joins = given["model_name_or_path"] is None and all(towers)
+        vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
+        joins = bool(text and (vision or given["model_name_or_path"]))
         if not joins or given["streaming"]:
             why = "a stream has no rows at hand" if joins else "the run does not join two pretrained towers"
             given.refuse("closed_form_images", why)
-        return cls(given["closed_form_images"], towers[0]) if joins and given["closed_form_images"] else None
+        return cls(given["closed_form_images"], vision) if joins and given["closed_form_images"] else None
 
     def has_baseline(self, data: TrainingData) -> bool:
         """Return whether there are rows enough; a stream has none at hand."""

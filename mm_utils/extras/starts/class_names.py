@@ -19,15 +19,18 @@ ClassReader = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def read_classes(name: str, tower: PreTrainedModel) -> Iterator[tuple[list[str], ClassReader | None]]:
+def read_classes(name: str | None, tower: PreTrainedModel) -> Iterator[tuple[list[str], ClassReader | None]]:
     """Yield the names of a backbone's classes and their reader; no names and None without any.
 
     A classifier whose backbone is of another class than the tower, as timm's are, is not read.
 
     Args:
-        name: the folder or the Hub id that the tower was loaded from.
+        name: the folder or the Hub id that the tower was loaded from; None for that of a whole model, which has no classes.
         tower: the tower, which is not run again.
     """
+    if name is None:
+        yield [], None
+        return
     title = f"--vision_model_name_or_path is {name}"
     config = load_config(title, name)
     names = [value for _, value in sorted((getattr(config, "id2label", None) or {}).items())]

@@ -11,6 +11,7 @@ so the sample need not grow with the data.
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -33,9 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 def start_projections(
-    images: int, vision_name: str, data: TrainingData, model: FusionDualEncoderModel, accelerator: Accelerator
+    images: int, vision_name: str | None, data: TrainingData, model: FusionDualEncoderModel, accelerator: Accelerator
 ) -> None:
     """Set both projections and the temperature to their closed form, of at most N training images.
+
+    Without `vision_name` the images' projection stays, and the texts' is fitted to its embeddings.
 
     Called on all ranks, before the model is prepared.
 
@@ -59,6 +62,8 @@ def start_projections(
     if not found.image_AE.any():
         logger.warning("Images or captions are embedded all alike, so the projections start from random values")
         return
+    if vision_name is None:  # scores of the fit, of images as they are
+        found = replace(found, text_BE=found.text_BE @ found.image_AE.T, image_AE=torch.zeros(0))
     write_projections(model, found)
     logger.info(
         "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): recall@1 of pairs "
@@ -74,7 +79,7 @@ def paired_features(
     rows: datasets.Dataset,
     data: TrainingData,
     accelerator: Accelerator,
-    vision_name: str,
+    vision_name: str | None,
 ) -> Features:
     """Run both towers over rows, shared by ranks; return all features in the rows' order.
 
@@ -84,7 +89,8 @@ def paired_features(
     was_training, home, device = model.training, model.logit_scale.device, accelerator.device
     model.eval()
     model.to(device)  # type: ignore[arg-type]
-    images = [torch.empty(0, model.config.vision_pooled_width, device=device)]
+    width = model.config.vision_pooled_width if vision_name else model.config.projection_dim
+    images = [torch.empty(0, width, device=device)]
     texts, seen = ([torch.empty(0, model.config.text_width, device=device)] for _ in range(2))
     owners, number = [torch.empty(0, dtype=torch.long, device=device)], 0
     loader = data.loaders.evaluation(rows, data.eval_batch_size)
@@ -94,7 +100,8 @@ def paired_features(
         for batch in progress:
             if not len(batch["rows"]):
                 continue
-            images.append(model.vision_features(batch["pixel_values"], with_taps=False)[0].float())
+            pooled, _ = model.vision_features(batch["pixel_values"], with_taps=False)
+            images.append((pooled if vision_name else model.project_image(pooled, ())[0]).float())
             if reader is not None:
                 seen.append(reader(batch["pixel_values"]) @ name_NB)
             texts.append(model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)[0].float())
@@ -121,6 +128,8 @@ def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
     A model with a bias, for the sigmoid loss, keeps its temperature: the fitted one is that of a softmax.
     """
     for projection, map_CE in ((model.visual_projection, found.image_AE), (model.text_projection, found.text_BE)):
+        if not len(map_CE):
+            continue
         assert isinstance(projection, nn.Linear)
         projection.weight.copy_(map_CE.T * (projection.weight.norm() / map_CE.norm()))
     if model.logit_bias is None:

@@ -74,7 +74,7 @@ def load_processor(
         ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot read as much.
     """
     args = args.of(at)
-    if args.image_size and medium == "sound" and at < 0:
+    if args.image_size and medium == "sound" and args.model_name_or_path and at < 0:
         raise ValueError(
             f"--image_size is {args.image_size}; the data are sounds, which have no pixels. Drop the flag."
         )

@@ -51,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 17_250,
-    "tests": 49_250,
+    "tests": 49_300,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -17,7 +17,7 @@ from mm_utils.run import flags
 from scripts import pretrain
 from tests.kit.stock_folders import KINDS, chinese_tokenizer, noise, write_clap, write_stock, write_xclip
 
-WORDS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+WORDS: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_an_index_of_the_whole_model_is_searched_with_the_new_text_tower(words: 
     check_same_model(info, model, medium, "new", tmp_path)
     changed = IndexInfo(other, model_fingerprint(model, medium), 32, 24)
     with torch.no_grad():
-        model.visual_projection.weight.mul_(1.01)
+        model.get_parameter("visual_projection.weight").mul_(1.01)
     for wrong in (info, changed):
         with pytest.raises(RunError, match="was made with other weights"):
             check_same_model(wrong, model, medium, "new", tmp_path)
@@ -77,7 +77,7 @@ def test_an_index_of_the_whole_model_is_searched_with_the_new_text_tower(words: 
 
 @pytest.mark.parametrize("medium", ["sound", "clip"])
 def test_sounds_and_clips_get_another_text_tower_too(medium: str, words: str, tmp_path: Path) -> None:
-    name = {"sound": write_clap, "clip": write_xclip}[medium](tmp_path / medium)
+    name = write_clap(tmp_path / medium) if medium == "sound" else write_xclip(tmp_path / medium)
     args = ModelArguments(model_name_or_path=name, text_model_name_or_path=words, fusion_layers=1)
     processor: Any = load_processor(args, [], medium)
     model = build_model(args, processor.tokenizer, medium=medium).eval()

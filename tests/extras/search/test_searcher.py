@@ -167,7 +167,7 @@ def test_recall_is_that_of_the_evaluation(model: Path, corpus: Path, own_cache: 
 def test_a_model_that_has_changed_is_refused(index: Path, model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "changed")
     changed = load_model(str(tmp_path / "changed"))
-    changed.text_projection.weight.data.add_(0.1)
+    changed.visual_projection.weight.data.add_(0.1)
     changed.save_pretrained(tmp_path / "changed")
     with pytest.raises(RunError, match="made with other weights"):
         Searcher(index, str(tmp_path / "changed"), device="cpu")

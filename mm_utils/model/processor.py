@@ -37,12 +37,13 @@ from transformers import (
 from mm_utils.model.build import ModelArguments, check_reads, vision_preset
 from mm_utils.model.pretrained import explained, load_config
 from mm_utils.model.stock import complete
-from mm_utils.stored import key_of, stored, version_of
+from mm_utils.stored import key_of, place_of, stored, version_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-SAMPLE = 1_000_000  # captions that a tokenizer is trained on
+MOST_CAPTIONS = 1_000_000  # that a vocabulary knows of
+SAMPLE = 250_000  # of these, evenly spread, that it is learnt from: 10 s of CPU
 _TOKENIZER_VERSION = 1  # part of its key in the cache; raise it with every change of what is learnt
 ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
 SPECIAL_TOKENS = {
@@ -317,8 +318,14 @@ def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedToken
 
 def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer once per captions and size, and keep it in the datasets cache."""
-    captions = list(itertools.islice(captions, SAMPLE))
-    key = key_of(_TOKENIZER_VERSION, version_of("tokenizers"), vocab_size, captions)
+    decides = _TOKENIZER_VERSION, version_of("tokenizers"), vocab_size
+    captions = list(itertools.islice(captions, MOST_CAPTIONS))
+    key = key_of(*decides, captions)
+    if (
+        len(captions) > SAMPLE and not place_of("tokenizers", key).is_dir()
+    ):  # else a run of before goes on with its own
+        captions = captions[:: -(-len(captions) // SAMPLE)]
+        key = key_of(*decides, captions)
     folder = stored("tokenizers", key, lambda work: train_tokenizer(captions, vocab_size).save_pretrained(work))
     return PreTrainedTokenizerFast.from_pretrained(folder)
 

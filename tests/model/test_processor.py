@@ -70,6 +70,22 @@ def test_a_tokenizer_is_trained_once_per_captions_and_size(cache, monkeypatch):
     assert len(list(cache.rglob("tokenizer.json"))) == 3
 
 
+def test_many_captions_are_sampled_evenly_unless_a_run_of_before_read_them(cache, monkeypatch):
+    learnt = []
+    monkeypatch.setattr(
+        tokenizers,
+        "train_tokenizer",
+        lambda captions, size: learnt.append(captions) or train_tokenizer(captions, size),
+    )
+    many = [f"{caption} {number}" for number in range(4) for caption in CAPTIONS]
+    whole = cached_tokenizer(many[:-1], 150)
+    monkeypatch.setattr(tokenizers, "SAMPLE", len(CAPTIONS))
+    assert cached_tokenizer(many[:-1], 150).backend_tokenizer.to_str() == whole.backend_tokenizer.to_str()
+    cached_tokenizer(many, 150)
+    cached_tokenizer(many[::4], 150)
+    assert learnt == [many[:-1], many[::4]]
+
+
 def test_two_languages_are_tokenised(tokenizer):
     for caption in CAPTIONS[:2]:
         ids = tokenizer(caption)["input_ids"]

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.distributed import available_cores
 from mm_utils.doors import entry
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 
@@ -41,6 +42,7 @@ _WRAPPED = re.compile(r"<\|(.+)\|>|<2(.+)>|<(.+)>|\[(.+)\]|__(.+)__")
 _LONGEST = 35  # letters of the longest code that the language-tag standard expects (RFC 5646, 4.4.1)
 _SHOWN = 10  # languages in a warning
 _Place = tuple[str, str | None, str | None]  # language, script, territory
+_MANY = 100_000  # rows from which on all cores tokenise; fewer take less time than starting processes
 _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
 
 
@@ -61,6 +63,8 @@ def tokenize_captions(
     codes = own_codes(tokenizer, languages_of(rows))
     columns = [name for name in ("id", "captions", "languages") if name in rows.column_names]
     compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
+    if num_proc is None and rows.data.num_rows >= _MANY:
+        num_proc = available_cores()  # the other ranks wait for the one that does this
     name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())))
     return add_columns(rows, columns, compute, name, title="Tokenising captions", num_proc=num_proc)
 

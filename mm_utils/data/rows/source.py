@@ -76,7 +76,9 @@ class DataArguments:
     max_train_samples: int | None = arg(None, "Keep the first N training images.")
     max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.")
     preprocessing_num_workers: int | None = arg(
-        None, "Processes that check images (default all cores) and tokenise.", rare=True
+        None,
+        "Processes that check images (default all cores) and tokenise (default all from 100,000 rows on).",
+        rare=True,
     )
 
     def __post_init__(self) -> None:

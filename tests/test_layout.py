@@ -2,10 +2,11 @@
 
 import ast
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from tests.kit.house import BUDGETS, DATA_FLOORS, FLOORS, PACKAGE, ROOT, lines, totals
+from tests.kit.house import BUDGETS, DATA_FLOORS, FLOORS, PACKAGE, ROOT, SEARCH_MODULES, lines, totals
 
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -27,10 +28,25 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Dotted names that a file imports, anywhere in it, `from package import module` as `package.module`."""
+    return names_of(nodes(path), path)
+
+
+def names_of(statements: Iterable[ast.AST], path: Path) -> set[str]:
+    """What import statements import."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -43,9 +59,23 @@ def imports(path: Path) -> set[str]:
 @cache
 def own_imports(path: Path) -> set[str]:
     """Modules of the package that a file imports, by their name in `modules`."""
+    return ours(imports(path))
+
+
+def ours(imported: set[str]) -> set[str]:
     known = modules()
-    names = {name.removeprefix("mm_utils.") for name in imports(path) if name.startswith("mm_utils.")}
+    names = {name.removeprefix("mm_utils.") for name in imported if name.startswith("mm_utils.")}
     return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
+
+
+def loaded_by(path: Path, found: set[str]) -> set[str]:
+    """Add the modules of the package that importing a file loads: what functions import is not among them."""
+    for name in ours(names_of(tree(path).body, path)):
+        parts = name.split(".")
+        for module in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & modules().keys() - found:
+            found.add(module)
+            loaded_by(modules()[module], found)
+    return found
 
 
 def test_every_module_has_a_floor() -> None:
@@ -96,7 +126,7 @@ def test_one_module_asks_torch_distributed() -> None:
             continue
         named = {each for each in imports(path) if each.startswith("torch.distributed")}
         assert all(each.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor.")) for each in named), path
-        attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        attributes = [node for node in nodes(path) if isinstance(node, ast.Attribute) and node.attr == "distributed"]
         assert "torch.distributed" not in {ast.unparse(node) for node in attributes}, path
 
 
@@ -104,6 +134,10 @@ def test_totals_stay_within_their_budgets() -> None:
     found = totals()
     over = [f"{name}: {found[name]:,} lines of {most:,}" for name, most in BUDGETS.items() if found[name] > most]
     assert not over, f"{over}; make room, or raise the number in tests/kit/house.py with a line in docs/decisions.md"
+
+
+def test_searching_loads_few_modules() -> None:
+    assert len(loaded_by(ROOT / "scripts/search.py", set())) <= SEARCH_MODULES
 
 
 def test_nobody_imports_scripts_tests_or_benchmarks() -> None:
@@ -124,7 +158,7 @@ def test_modules_have_a_subject() -> None:
 
 def test_functions_and_constructors_stay_small() -> None:
     for path in [*modules().values(), *SCRIPTS]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= MAX_FUNCTION, f"{path}: {node.name} has {length} lines"
@@ -137,10 +171,9 @@ def test_functions_and_constructors_stay_small() -> None:
 
 def test_scripts_are_stories() -> None:
     for path in SCRIPTS:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         assert lines(path) <= 140
-        assert ast.get_docstring(tree)
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert ast.get_docstring(tree(path))
+        functions = [node for node in tree(path).body if isinstance(node, ast.FunctionDef)]
         assert [node.name for node in functions] == ["main"], f"{path} defines more than main"
         assert ast.unparse(functions[0].args).startswith("argv")
         assert "is_main_process" not in path.read_text(encoding="utf-8")

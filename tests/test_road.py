@@ -1,11 +1,11 @@
-"""What a default run enters: budgets of files and lines, measured by tracing, and of modules that searching loads."""
+"""What a default run enters: budgets of files and lines, measured by tracing."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.kit.house import ROAD, SEARCH_MODULES
-from tests.kit.road import modules_of, trace
+from tests.kit.house import ROAD
+from tests.kit.road import trace
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,3 @@ def test_the_road_of_a_default_run_stays_short(tmp_path: Path, own_cache: Path) 
     found = {name: (len(files), sum(files.values())) for name, files in road.items()}
     over = {name: found[name] for name, most in ROAD.items() if found[name] > most or found[name][1] > most[1]}
     assert not over, f"{over} of {ROAD}; see `make road`"
-
-
-def test_searching_loads_little() -> None:
-    assert modules_of("search") <= SEARCH_MODULES

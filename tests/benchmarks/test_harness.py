@@ -4,17 +4,16 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 
-from benchmarks.harness import ROOT, TurnTaker, cpu_seconds, draw_bars
+from benchmarks.harness import TurnTaker, cpu_seconds, draw_bars
+from tests.kit.processes import fork, is_alive, read_report, wait_until
 
 COUNTING = """
 import multiprocessing, time
@@ -49,24 +48,17 @@ def counting(tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_turn_taker_and_its_workers_stand_still_between_turns(counting):
+def test_a_turn_taker_and_its_workers_stand_still_between_turns_and_say_why_they_are_out(counting):
     first = counting.ask({"seconds": 0.1})
     time.sleep(0.3)
     second = counting.ask({})
     assert 10 < first["count"] <= second["count"] < first["count"] + 50  # 300, had it gone on
     assert counting.ask({"seconds": 0.2})["count"] > second["count"] + 20
-    counting.end()
-    for _ in range(100):
-        if not os.path.exists(f"/proc/{first['pid']}"):
-            break
-        time.sleep(0.02)
-    assert not os.path.exists(f"/proc/{first['pid']}")
-
-
-def test_a_turn_taker_says_why_it_is_out(counting):
     assert counting.ask({"fail": True}) == {}
     assert counting.error == "ValueError: it was asked to"
     assert counting.ask({}) == {}
+    counting.end()
+    assert wait_until(lambda: not is_alive(first["pid"]))
 
 
 def test_a_turn_taker_may_die(tmp_path):
@@ -79,18 +71,16 @@ def test_a_turn_taker_may_die(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a process with its parent")
-def test_a_turn_taker_ends_with_its_parent_before_it_serves(tmp_path):
+def test_a_turn_taker_ends_with_its_parent_before_it_serves(tmp_path, children):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)")
-    parent = "import sys, os, pathlib\nfrom benchmarks.harness import TurnTaker\n"
-    parent += "print(TurnTaker(pathlib.Path(sys.argv[1])).process.pid, flush=True)\nos.kill(os.getpid(), 9)"
-    command = [sys.executable, "-c", parent, str(tmp_path / "slow.py")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
-    for _ in range(100):
-        if not psutil.pid_exists(int(done.stdout)):
-            break
-        time.sleep(0.02)
-    assert not psutil.pid_exists(int(done.stdout))
+
+    def body(report):
+        report(str(TurnTaker(tmp_path / "slow.py").process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _, reading = fork(children, body)
+    pid = int(read_report(reading))
+    assert wait_until(lambda: not is_alive(pid))
 
 
 def test_a_program_begins_only_while_the_launcher_lives(tmp_path, monkeypatch):

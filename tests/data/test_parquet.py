@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mm_utils.data import parquet
 from mm_utils.data.faults import Fault
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.parquet import ParquetRows, check_files
@@ -40,14 +41,19 @@ def test_more_rows_than_a_file_can_hold_are_refused(door: str, tmp_path: Path) -
         DOORS[door](path)
 
 
-def test_captions_that_decode_to_much_more_than_the_file_are_refused(tmp_path: Path) -> None:
-    path = write_bomb(tmp_path / "p.parquet", rows=5_000, letters=20_000)
+def test_captions_that_decode_to_much_more_than_the_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "_ALLOWED", 1 << 20)
+    path = write_bomb(tmp_path / "p.parquet", rows=200, letters=20_000)
     with pytest.raises(ValueError, match=r"p\.parquet decodes to more than .* bytes, 100 times its size"):
         read(path)
 
 
-def test_one_large_cell_makes_batches_small(tmp_path: Path) -> None:
-    path = write_bomb(tmp_path / "p.parquet", rows=1000, letters=20 << 20)
+def test_one_large_cell_makes_batches_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_ALLOWED", 4 << 20)
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 12 << 20)
+    path = write_bomb(tmp_path / "p.parquet", rows=1000, letters=1 << 20)
     batches = ParquetRows(str(path), "p").batches(0, ["caption"], 1000)
     assert len(next(batches)) <= 16
     with pytest.raises(ValueError, match="decodes to more than"):

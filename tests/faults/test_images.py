@@ -3,8 +3,6 @@
 import errno
 import os
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from mm_utils.data.prepare.checks import CheckArguments, check_image
 from tests.faults.conftest import Record
 from tests.kit.fault_images import BROKEN, ODD, Broken, Odd, draw, jpeg, png, save
 from tests.kit.prepared import CLOSE, pixels_apart
+from tests.kit.tiny_run import alone
 
 # Decoded while training all the same: preparing is where such files are found.
 _ONLY_PREPARED = {
@@ -78,18 +77,17 @@ def test_transparent_pixels_do_not_show_their_colour(fault: Record) -> None:
 
 
 BOMB_SIDES = (6_400, 9_000, 13_300)
-MEASURE = """
-import resource, sys, time
-from mm_utils.data.images import UnreadableImageError, open_image
-for path in sys.argv[1:]:
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    try:
-        open_image({"bytes": None, "path": path}, 224)
-    except UnreadableImageError:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.perf_counter() - start)
-    else:
-        sys.exit(f"{path} was decoded")
-"""
+
+
+def measured(paths: list[Path]) -> list[tuple[int, float]]:
+    """Kilobytes by which the greatest memory of this process grew, and seconds, until each file was refused."""
+    found = []
+    for path in paths:
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        with pytest.raises(UnreadableImageError):
+            open_image({"bytes": None, "path": str(path)}, 224)
+        found.append((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.perf_counter() - start))
+    return found
 
 
 def test_a_file_that_unpacks_to_gigabytes_is_refused_before_it_does(fault: Record, tmp_path: Path) -> None:
@@ -99,11 +97,8 @@ def test_a_file_that_unpacks_to_gigabytes_is_refused_before_it_does(fault: Recor
         paths.append(tmp_path / f"{side}.png")
         Image.new("1", (side, side), 1).save(paths[-1])
         injected.append(fault("images", f"{side} x {side} pixels in {paths[-1].stat().st_size:,} bytes"))
-    command = [sys.executable, "-W", "ignore", "-c", MEASURE, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for each, said in zip(injected, done.stdout.splitlines(), strict=True):
-        kilobytes, each.detection_seconds = map(float, said.split())
+    _, found = alone(measured, paths)
+    for each, (kilobytes, each.detection_seconds) in zip(injected, found, strict=True):
         assert kilobytes < 20_000
 
 

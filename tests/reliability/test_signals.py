@@ -1,10 +1,9 @@
 """Signals are recorded while a run trains; otherwise, and repeated, they have their usual effect."""
 
+import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from mm_utils.data.batches.workers import RestartingLoader
 from mm_utils.reliability import signals
 from mm_utils.reliability.signals import Interrupted, Interruption
+from tests.kit.processes import fork, read_report
 from tests.kit.tiny_run import alone
 
-ROOT = Path(__file__).parents[2]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
 
@@ -194,15 +193,21 @@ def _signal_from_outside(group: int, number: int) -> None:
     os.waitpid(pid, 0)
 
 
-def test_loading_continues_after_a_signal_to_the_whole_group() -> None:
+def test_loading_continues_after_a_signal_to_the_whole_group(tmp_path: Path, children: list[int]) -> None:
     """SIGTERM ends the workers, which are restarted; they survive the other signals."""
-    call = "from tests.reliability.test_signals import *; print([a_group_that_is_signalled(number) for number in SIGNALS])"
-    run = subprocess.run(
-        [sys.executable, "-c", call], capture_output=True, text=True, timeout=240, cwd=ROOT, start_new_session=True
-    )
-    assert run.stdout.strip() == str([(24, int(number)) for number in SIGNALS]), run.stderr
-    assert re.search(r"killed by signal: Terminated|exited unexpectedly", run.stderr)  # whichever torch sees first
-    assert "signal: Interrupt" not in run.stderr
+    log = tmp_path / "log"
+
+    def body(report: Callable[[str], Any]) -> None:
+        os.setsid()
+        logging.basicConfig(filename=log, force=True)
+        report(str([a_group_that_is_signalled(number) for number in SIGNALS]))
+
+    _, reading = fork(children, body)
+    assert read_report(reading).strip() == str([(24, int(number)) for number in SIGNALS])
+    assert re.search(
+        r"killed by signal: Terminated|exited unexpectedly", log.read_text()
+    )  # whichever torch sees first
+    assert "signal: Interrupt" not in log.read_text()
 
 
 def forked_alone(seconds: int) -> float:

@@ -200,8 +200,9 @@ def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: p
     assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "0/004.png"
 
 
+@pytest.mark.slow
 def test_a_search_loads_few_modules(index: Path) -> None:
-    """A query needs the index, the model and its processor: not the loaders, rows and trackers of a training run."""
+    """`tests/test_layout.py` counts those of the script's imports. A query needs the index, the model and its processor: not the loaders, rows and trackers of a training run."""
     code = f"""import sys
 from scripts import search
 search.main(["--index_dir", {str(index)!r}, {QUERY!r}])

@@ -40,7 +40,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_720,
+    "core": 25_770,
     "data": 10_020,
     "model": 4_000,
     "objectives": 1_800,
@@ -50,7 +50,7 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 17_250,
+    "extras": 17_260,
     "tests": 49_300,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""

@@ -2,7 +2,8 @@
 
 Only the small columns of the parts are read, some 500 bytes a row; images stay in their files. The order of decisions:
 
-1. Rows form a group if their images are equal or nearly equal, or if they have the same id.
+1. Rows form a group if their images are equal or nearly equal, or if they have the same id, or the same value of
+   `group_column`: a patient, a site.
 2. A group that the sources put into several splits leaks; `--on_leakage` decides what happens.
 3. Rows whose source names no split go where their group is, or else where a hash of their group decides: no group is
    divided, and new data moves no old row.
@@ -42,7 +43,12 @@ logger = logging.getLogger(__name__)
 _EXAMPLES = 20
 # From this many ids that splits share without any shared image on, ids are taken for row numbers.
 _COUNTERS = 10
-_LEAKS = {"exact": "the very same", "near": "nearly the same", "by_id": "of the same id"}
+_LEAKS = {
+    "exact": "the very same",
+    "near": "nearly the same",
+    "by_id": "of the same id",
+    "by_group": "of the same group",
+}
 
 
 @dataclass
@@ -150,6 +156,7 @@ class _State:
         self.image_N = _codes(facts["image_hash"])
         # With the source: files of two sources may have the same name, and rows the same number, by chance.
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
+        self.of_group_N = _codes(facts["group"])  # of all sources: a site is the same one everywhere
         _, self.first_U = np.unique(self.image_N, return_index=True)
         prints_U = _prints(facts["fingerprint"], self.first_U)
         seeks_mirrored &= facts["medium"][0].as_py() == "image"  # which a report counts, and nothing else asks
@@ -212,17 +219,24 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
     def leaking(groups_N: np.ndarray) -> np.ndarray:
         return given[leaks(state.split_N[given], groups_N[given])]
 
+    def by_code(codes_N: np.ndarray) -> np.ndarray:
+        return leaking(np.where(codes_N < 0, -2 - np.arange(len(codes_N)), codes_N))
+
     exact, near = leaking(state.image_N), leaking(state.look_U[state.image_N])
-    by_id = leaking(np.where(state.id_N < 0, -2 - np.arange(len(state.id_N)), state.id_N))
+    by_id, by_group = by_code(state.id_N), by_code(state.of_group_N)
     if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], near[:, 0]).any():
         logger.warning(
             "%s ids are in several splits, never for the same image: they are taken for row numbers", f"{len(by_id):,}"
         )
-        by_id = by_id[:0]
+        by_id, ids = by_id[:0], []
     else:
-        state.group_U = groups(len(state.first_U), np.concatenate([state.near_P, _same_id(state)]))
-    pairs = leaking(state.group_U[state.image_N]) if len(by_id) else near
+        ids = [_linked(state, state.id_N)]
+    links = [state.near_P, *ids, _linked(state, state.of_group_N)]
+    state.group_U = groups(len(state.first_U), np.concatenate(links))
+    pairs = leaking(state.group_U[state.image_N]) if len(by_id) or len(by_group) else near
     kinds = {"exact": exact[:, 0], "by_id": np.setdiff1d(by_id[:, 0], near[:, 0])}
+    if (state.of_group_N >= 0).any():
+        kinds["by_group"] = np.setdiff1d(by_group[:, 0], np.concatenate([near[:, 0], *kinds.values()]))
     kinds["near"] = np.setdiff1d(pairs[:, 0], np.concatenate(list(kinds.values())))
     found.leakage = {
         "policy": policy,
@@ -233,7 +247,10 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
     if not len(pairs):
         return
     found.leaks = _describe_leaks(found, state, pairs)
-    details = (f"{_place(found.facts, winner)}, in {SPLITS[state.split_N[winner]]}, shows it" for _, winner in pairs)
+    details = (
+        f"{_place(found.facts, winner)}, in {SPLITS[state.split_N[winner]]}, {_in_common(found.facts, state, row, winner)}"
+        for row, winner in pairs
+    )
     leaked = [row_fault(found.facts, row, "leaked", detail) for (row, _), detail in zip(pairs, details, strict=True)]
     if policy == "error":
         leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
@@ -249,15 +266,32 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
 
 
 def _describe_leaks(found: Reconciled, state: _State, pairs: np.ndarray) -> str:
-    counts = ", ".join(f"{found.leakage[kind]:,} {text}" for kind, text in _LEAKS.items() if found.leakage[kind])
+    kinds = {kind: count for kind in _LEAKS if (count := found.leakage.get(kind))}
+    counts = ", ".join(f"{count:,} {_LEAKS[kind]}" for kind, count in kinds.items())
     first, second = (f"{_place(found.facts, row)} in {SPLITS[state.split_N[row]]}" for row in pairs[0])
-    return f"{len(pairs):,} rows have an image that is in another split too ({counts}), such as {first} and {second}"
+    what = "a group" if list(kinds) == ["by_group"] else "an image"
+    group = f", which have the group {name}" if (name := _group_of(found.facts, state, *pairs[0])) else ""
+    return (
+        f"{len(pairs):,} rows have {what} that is in another split too ({counts}), such as {first} and {second}{group}"
+    )
 
 
-def _same_id(state: _State) -> np.ndarray:
-    """Return pairs [P, 2] of distinct images that have an id in common."""
-    known = np.flatnonzero(state.id_N >= 0)
-    first = _first_of(state.id_N, known)
+def _group_of(facts: pa.Table, state: _State, row: int, other: int) -> str:
+    """Return the name of the group that two rows have in common, "" if they have none."""
+    same = state.of_group_N[row] == state.of_group_N[other] >= 0
+    return escaped(facts["group"][row].as_py()) if same else ""
+
+
+def _in_common(facts: pa.Table, state: _State, row: int, other: int) -> str:
+    looks = state.look_U[state.image_N]
+    name = "" if looks[row] == looks[other] else _group_of(facts, state, row, other)
+    return f"has the same group {name}" if name else "shows it"
+
+
+def _linked(state: _State, codes_N: np.ndarray) -> np.ndarray:
+    """Return pairs [P, 2] of distinct images that have an id, or a group, in common."""
+    known = np.flatnonzero(codes_N >= 0)
+    first = _first_of(codes_N, known)
     pairs = np.stack([state.image_N[first], state.image_N[known]], axis=1)
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
 

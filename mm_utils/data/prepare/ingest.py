@@ -63,10 +63,11 @@ PART_SCHEMA = pa.schema(
         "original_height": pa.int32(),
         "fingerprint": pa.binary(),
         "psnr": pa.float32(),
+        "group": pa.string(),
     }
 )
 FIRST_CHUNK = 64  # rows
-_VERSION = 4  # part of every key; raise it with every change of the rows that are written
+_VERSION = 5  # part of every key; raise it with every change of the rows that are written
 PSNR_EVERY = 100  # rows of which one is decoded again to measure the loss of storing
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
@@ -258,6 +259,7 @@ class Worker:
                     "source": item.source,
                     "where": item.where,
                     "split": item.split,
+                    "group": item.group,
                 }
             except Fault as fault:
                 bad[item.source] += 1

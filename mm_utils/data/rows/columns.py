@@ -45,7 +45,8 @@ class Columns:
     """Names of columns; None where there is none or, in a request, for the usual names.
 
     `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `option` is how a request
-    names the column of a kind, in error messages. `template` makes the caption of several columns: "{brand} {title}".
+    names the column of a kind, in error messages. `template` makes the caption of several columns: "{brand} {title}". Rows of one
+    `group` come into one split.
     """
 
     image: str | None = None
@@ -55,6 +56,7 @@ class Columns:
     option: str = field(default="--{}_column", compare=False)
     medium: str = "image"
     template: str | None = None
+    group: str | None = None
 
     @property
     def parts(self) -> list[str]:
@@ -87,6 +89,7 @@ def find_columns(
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
     for part in wanted.parts:
         find_column("caption_template", names, title, part, ())
+    group = find_column("group_column", names, title, wanted.group, ())
     medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed or {}, first or {})
     found: dict[str, str | None] = {}
     for kind, usual in {**USUAL_NAMES, "image": names_of(medium)}.items():
@@ -109,7 +112,7 @@ def find_columns(
             "agrees, or leave --medium out."
         )
     names_found = (found["image"], found["caption"], found["id"], found["language"])
-    return Columns(*names_found, medium=medium, template=wanted.template)
+    return Columns(*names_found, medium=medium, template=wanted.template, group=group)
 
 
 def kind_of_value(value: Any) -> str | None:

@@ -51,8 +51,13 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     """
     source = replace(source, format=source.format or detect(source))
     files = metadata_files(Path(source.path)) if source.format == "imagefolder" else {}
+    has_columns = source.format in _OF_COLUMNS or bool(files)
     if source.caption_template is not None:
-        _check_template(source, bool(files))
+        _check_template(source, has_columns)
+    if source.group_column is not None and not has_columns:
+        raise ValueError(
+            f"{source.title}, group_column={source.group_column}; the format {source.format} has no columns. Leave it out."
+        )
     if source.format in _OF_FILES and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
     if source.format == "imagefolder":
@@ -63,14 +68,14 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     return _READERS.get(source.format, _read_own)(source, safety)
 
 
-def _check_template(source: Source, has_metadata: bool) -> None:
+def _check_template(source: Source, has_columns: bool) -> None:
     """Refuse a template that names no column, beside a column of captions, or of a source without columns."""
     title = f"{source.title}, caption_template={source.caption_template}"
     if not source.columns.parts or source.caption_column:
         raise ValueError(
             f"{title}; it takes the place of caption_column. Name columns in braces: {{brand}} {{title}}."
         )
-    if source.format not in _OF_COLUMNS and not has_metadata:
+    if not has_columns:
         raise ValueError(f"{title}; the format {source.format} has no columns to join. Leave it out.")
 
 

@@ -143,6 +143,7 @@ class Record:
         moments: unchecked spans with phrases.
         split: train, validation or test; None where the source does not say.
         notes: where the captions came from, keys of `NOTES`.
+        group: rows of one group come into one split; None for a row of none.
     """
 
     source: str
@@ -158,12 +159,13 @@ class Record:
     medium: str = field(default="image", repr=False)
     cut: tuple[Any, Any] = field(default=(None, None), repr=False)
     moments: Any = field(default=None, repr=False)
+    group: str | None = field(default=None, repr=False)
 
     @property
     def timing(self) -> str:
-        """Return what the record says about time, for a hash of it; "" for an image."""
-        times = getattr(self.image, "times", None)
-        return "" if self.medium == "image" else repr((self.medium, self.cut, self.moments, times))
+        """Return what the record says about time and its group, for a hash of it; "" for an image of none."""
+        times, group = getattr(self.image, "times", None), self.group or ""
+        return group if self.medium == "image" else repr((self.medium, self.cut, self.moments, times)) + group
 
 
 @dataclass(slots=True)
@@ -241,6 +243,7 @@ class RecordBuilder:
         split: str | None = None,
         cut: tuple[Any, Any] = (None, None),
         moments: Any = None,
+        group: str | None = None,
     ) -> Record:
         """Return the record of an image with its id, to which a cut is added."""
         if languages is None and self.source.language is not None:
@@ -248,6 +251,7 @@ class RecordBuilder:
         ref, key = image
         split = self.source.split or split
         found = Record(self.source.name, storable(where), key, ref, captions, languages, regions, split, negatives)
+        found.group = group
         if self.medium != "image":
             found.medium, found.cut, found.moments = self.medium, cut, moments
             if key is not None and cut != (None, None):

@@ -133,6 +133,7 @@ class Source:
         weight: its share of the training images, relative to other sources; None takes all.
         image_column, caption_column, id_column, language_column: found by their usual names where None.
         caption_template: a caption made of several columns, such as "{brand} {title}".
+        group_column: what rows have in common that must come into one split, such as a patient or a site.
         language: the code of all captions whose rows give none.
         captions: the list or folder of captions of the format ``parallel``.
         classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
@@ -161,6 +162,7 @@ class Source:
     delimiter: str | None = None
     title: str = ""
     caption_template: str | None = field(default=None, repr=False)
+    group_column: str | None = field(default=None, repr=False)
     medium: str = field(default="auto", repr=False)  # what is read says it, too
 
     def __post_init__(self) -> None:
@@ -234,7 +236,7 @@ class Source:
         own = self.title.startswith("--sources")  # written behind the path, not as flags
         option = "{}_column" if own else "--{}_column"
         names = (self.image_column, self.caption_column, self.id_column, self.language_column)
-        return Columns(*names, option, self.medium, self.caption_template)
+        return Columns(*names, option, self.medium, self.caption_template, self.group_column)
 
     def captions_of_class(self, name: str, medium: str) -> list[str]:
         """Return the captions that the templates make of the name of a class."""

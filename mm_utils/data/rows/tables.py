@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets import Audio, Dataset, Features, Image, Value, Video
 
-from mm_utils.data.faults import Fault
+from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import Jail, check_own_file
@@ -186,8 +186,10 @@ def _record(
             split = split_of(values["split"])
         elif by_folder and key is not None:
             split = SPLIT_NAMES.get(str(values[str(columns.image)]).split("/")[0].lower(), split)
-    beside = {name: values.get(name) for name in (*BESIDE, "moments")}
+    beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
     cut = (time_of(values.get("start")), time_of(values.get("end")))
+    group = values.get(columns.group) if columns.group else None
+    beside["group"] = None if is_null(group) else storable(str(group).strip())
     return builder.record(where, (image, key), captions, languages=languages, split=split, cut=cut, **beside)
 
 
@@ -330,7 +332,7 @@ def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool
 def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
     time = () if columns.medium == "image" else BESIDE_TIME
-    wanted = (columns.caption, *columns.parts, columns.id, columns.language, "split", *BESIDE, *time)
+    wanted = (columns.caption, *columns.parts, columns.id, columns.language, columns.group, "split", *BESIDE, *time)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
 
 

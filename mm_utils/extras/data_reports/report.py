@@ -88,7 +88,9 @@ def _opening(summary: dict[str, Any], measured: dict[str, PairStatistics]) -> st
 
 def _leaks(leakage: dict[str, Any]) -> tuple[int, int]:
     """Return the number of images found in two splits, and of the rows dropped for that."""
-    return sum(leakage[kind] for kind in ("exact", "near", "by_id")), sum(leakage["dropped"].values())
+    return sum(leakage.get(kind, 0) for kind in ("exact", "near", "by_id", "by_group")), sum(
+        leakage["dropped"].values()
+    )
 
 
 def _kind(measured: dict[str, PairStatistics]) -> str:

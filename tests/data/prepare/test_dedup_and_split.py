@@ -92,21 +92,41 @@ def test_a_near_copy_is_kept_or_dropped(tmp_path: Path) -> None:
     assert "line 7" in fault["detail"]
 
 
-@pytest.mark.parametrize("kind", ["exact", "near", "by_id"])
+@pytest.mark.parametrize("kind", ["exact", "near", "by_id", "by_group"])
 def test_a_leak_stops_the_run_and_is_listed(kind: str, tmp_path: Path) -> None:
-    copy = {"exact": row(0), "near": row(0, near=True), "by_id": row(5, id="x")}[kind]
-    rows = [row(0, id="x", split="train"), row(1, split="train"), row(2, split="train"), copy | {"split": "test"}]
-    with pytest.raises(ValueError, match=r"1 rows have an image that is in another split too.*--on_leakage drop"):
+    copy = {"exact": row(0), "near": row(0, near=True), "by_id": row(5, id="x"), "by_group": row(5, group="p7")}[kind]
+    rows = [
+        row(0, id="x", group="p7", split="train"),
+        row(1, split="train"),
+        row(2, split="train"),
+        copy | {"split": "test"},
+    ]
+    with pytest.raises(
+        ValueError, match=r"1 rows have an? (image|group) that is in another split too.*--on_leakage drop"
+    ):
         decide(rows, tmp_path)
     [leak] = [json.loads(line) for line in (tmp_path / "leaks.jsonl").read_text().splitlines()]
     assert leak["reason"] == "leaked"
+    assert ("has the same group p7" in leak["detail"]) == (kind == "by_group")
     found = decide(rows, tmp_path, on_leakage="drop")
-    assert {name: found.leakage[name] for name in ("exact", "near", "by_id")} == {
-        **dict.fromkeys(("exact", "near", "by_id"), 0),
+    assert {name: found.leakage[name] for name in ("exact", "near", "by_id", "by_group")} == {
+        **dict.fromkeys(("exact", "near", "by_id", "by_group"), 0),
         kind: 1,
     }
     assert split_of(found) == {1: "train", 2: "train", 3: "test"}
     assert split_of(decide(rows, tmp_path, on_leakage="keep")) == {0: "train", 1: "train", 2: "train", 3: "test"}
+
+
+def test_rows_of_a_group_come_into_one_split_also_through_others(tmp_path: Path) -> None:
+    rows = [row(place, group=f"p{place // 4}") for place in range(38)]
+    rows += [row(3, group="p9"), row(38, group=None)]  # one image of two groups joins them
+    found = split_of(decide(rows, tmp_path, validation_fraction=0.3, test_fraction=0.3))
+    of_group = {
+        name: {found[at] for at in found if rows[at]["group"] == name} for name in (f"p{n}" for n in range(10))
+    }
+    assert all(len(splits) == 1 for splits in of_group.values())
+    assert of_group["p0"] == of_group["p9"]
+    assert len(set.union(*of_group.values())) == 3
 
 
 def test_ids_that_count_rows_are_no_leak(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -70,6 +70,18 @@ def test_a_template_makes_a_caption_of_several_columns(folder: Path) -> None:
         read(folder / "p.jsonl", format="parallel", **template)
 
 
+def test_a_group_is_read_of_any_table(folder: Path) -> None:
+    rows = [{"image": f"{name}.jpg", "caption": name, "site": site} for name, site in (("a", 7), ("b", None))]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet")
+    for path in (folder / "p.parquet", write(folder / "p.jsonl", lines(*rows))):
+        assert [row.group for row in read(path, group_column="site")[0]] == ["7", None]
+        assert [row.group for row in read(path)[0]] == [None, None]
+    with pytest.raises(ValueError, match=r"group_column is sight; there is no such column .*Did you mean 'site'"):
+        read(folder / "p.jsonl", group_column="sight")
+    with pytest.raises(ValueError, match=r"group_column=site; the format parallel has no columns"):
+        read(folder / "p.jsonl", format="parallel", group_column="site")
+
+
 def test_a_column_that_is_not_there_is_an_error(folder: Path) -> None:
     path = write(folder / "p.jsonl", lines({"image": "a.jpg", "caption": "a"}))
     with pytest.raises(ValueError, match=r"caption_column is captoin; there is no such column .*p\.jsonl.*'caption'"):

@@ -11,6 +11,7 @@ tiny size needs settings of its own. The image processor is that of the family, 
 
 import logging
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoConfig, AutoModel, P
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from mm_utils.arguments import arg, parse_args
+from mm_utils.extras.families.image_size import resize
+from mm_utils.extras.families.text_tower import with_text_tower
 from mm_utils.model.adapt import switch_off_dropout
+from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import _center_square_processor
 from mm_utils.text import markdown_table, markdown_text, one_line
@@ -65,6 +69,37 @@ FAMILIES = [
     "squeezebert", "swiftformer", "swin", "swinv2", "t5", "textnet", "timesformer", "videomae", "vit", "vit_mae",
     "vit_msn", "vitdet", "xlm", "xlm-roberta", "xlnet", "yolos",
 ]  # fmt: skip
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 128,
+}
+IMAGE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
+ENDS = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # of text, of images, of both
+    "clip": (ENDS, {}, {}),
+    "metaclip_2": (ENDS, {}, {}),
+    "altclip": ({"project_dim": 24}, {}, {}),
+    "aimv2": (ENDS, {}, {}),
+    "chinese_clip": ({}, {}, {}),
+    "clipseg": (ENDS, {}, {}),
+    "blip": ({"encoder_hidden_size": 32, "is_decoder": False}, {}, {"image_text_hidden_size": 24}),
+    "tipsv2": ({}, {}, {}),
+    "align": ({}, {"image_size": 64, "width_coefficient": 0.25, "depth_coefficient": 0.25}, {}),
+    "owlvit": ({}, {}, {}),
+    "groupvit": ({}, {}, {}),
+    "flava": ({}, {}, {}),
+}
+"""Whole models, besides SigLIP's, which read padding; those that fit are found by their parts, not by this list."""
 LISTS: dict[str, Callable[[int], list[int]]] = {
     "depths": lambda count: [1] * count,
     "hidden_sizes": lambda count: [16 * 2**place for place in range(count)],
@@ -246,7 +281,7 @@ def tower_of(config_class: type[PreTrainedConfig]) -> str | None:
     return {"pixel_values": "vision", "input_ids": "text"}.get(getattr(model_class, "main_input_name", ""))
 
 
-def survey(families: list[str] | None) -> list[dict[str, str]]:
+def survey(families: list[str]) -> list[dict[str, str]]:
     """Return a row for each family."""
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     others = {
@@ -254,7 +289,7 @@ def survey(families: list[str] | None) -> list[dict[str, str]]:
         "text": AutoModel.from_config(AutoConfig.for_model("vit", **small, image_size=32, patch_size=8)),
     }
     found: list[dict[str, str]] = []
-    for kind in families or FAMILIES:
+    for kind in families:
         tower = tower_of(CONFIG_MAPPING[kind]) if kind in CONFIG_MAPPING else None
         if tower is None:
             continue
@@ -266,7 +301,65 @@ def survey(families: list[str] | None) -> list[dict[str, str]]:
     return sorted(found, key=lambda row: (row["tower"] != "vision", row["result"], row["family"]))
 
 
-def report(found: list[dict[str, str]]) -> str:
+def build_whole(kind: str) -> Any:
+    """Build a tiny whole model of random weights."""
+    text, image, both = WHOLE[kind]
+    second = "image_config" if kind == "flava" else "vision_config"
+    fields = {"text_config": {**TEXT, **text}, second: {**IMAGE, **image}, "projection_dim": 24, **both}
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(kind, **fields)).eval()
+    stir(model)
+    return model
+
+
+def survey_whole(kinds: list[str]) -> list[list[str]]:
+    """Return a row for each whole model: whether it starts a run, at another size, with another text tower, and its class again."""
+    return [[kind, *check_whole(kind)] for kind in kinds]
+
+
+@torch.no_grad()
+def check_whole(kind: str) -> list[str]:
+    """Return the cells of one whole model."""
+    stock = build_whole(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        stock.save_pretrained(folder)
+        try:
+            model: Any = load_model(folder, fusion_layers=0).eval()
+        except ValueError as error:
+            reason = (
+                str(error).removeprefix(folder).removeprefix(f" holds a {kind}, which cannot be taken as a whole; ")
+            )
+            return ["refused: " + reason.partition(". Choose")[0][:120], "", "", ""]
+    inputs = {**inputs_of(model.vision_model, "vision", 4), **inputs_of(model.text_model, "text", 4)}
+    inputs["input_ids"][inputs["attention_mask"].cumsum(1) == inputs["attention_mask"].sum(1, keepdim=True)] = (
+        2  # the end
+    )
+    inputs["input_ids"] *= inputs["attention_mask"]
+    right = stock(**inputs).logits_per_image
+    cells = ["right" if _alike(model(**inputs).logits_per_image, right) else "WRONG"]
+    try:
+        other = model.to_dual_encoder().eval()
+        again = "its own" if type(other) is type(stock) else type(other).__name__
+        cells = [*cells, again if _alike(other(**inputs).logits_per_image, right) else "WRONG"]
+    except ValueError as error:
+        cells.append(f"none: {error}"[:80])
+    text = AutoModel.from_config(AutoConfig.for_model("bert", **TEXT))
+    joined = with_text_tower(model, text, "auto", fusion_layers=0).eval()
+    same = torch.equal(*(each.encode_image(inputs["pixel_values"])[0] for each in (joined, model)))
+    try:
+        larger = resize(model.vision_model, 48)
+        larger(torch.zeros(1, 3, 48, 48))
+        size = "yes"
+    except ValueError as error:
+        size = "refused: " + str(error)[:60]
+    return [cells[0], size, "yes" if same else "WRONG", cells[1]]
+
+
+def _alike(found: Tensor, right: Tensor) -> bool:
+    return bool((found - right).abs().max() < 1e-4 * right.abs().max())
+
+
+def report(found: list[dict[str, str]], whole: list[list[str]]) -> str:
     """Return the tables in Markdown."""
     parts = [
         "# Backbones that were tried",
@@ -285,6 +378,20 @@ def report(found: list[dict[str, str]]) -> str:
             f"{len(rows)} families: " + ", ".join(f"{count} {result}" for result, count in counts.items()),
         ]
         parts += [markdown_table(header, cells)]
+    if whole:
+        header = [
+            "family",
+            "start: logits equal to its class",
+            "`--image_size`",
+            "other text tower, images equal",
+            "`dual_encoder/`",
+        ]
+        parts += [
+            "## Whole models",
+            "What `--model_name_or_path` takes besides SigLIP, Siglip2, `VisionTextDualEncoderModel`, CLAP and X-CLIP, whose tests are in "
+            "`tests/model`: two towers, projections of one matrix each or none, and a temperature.",
+            markdown_table(header, whole),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -295,7 +402,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # faster, for models this small
     logging.disable(logging.WARNING)
     try:
-        text = report(survey(args.families.split(",") if args.families else None))
+        families = args.families.split(",") if args.families else [*FAMILIES, *WHOLE]
+        text = report(survey(families), survey_whole([kind for kind in families if kind in WHOLE]))
     finally:
         logging.disable(logging.NOTSET)
         torch.set_num_threads(threads)

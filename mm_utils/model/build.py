@@ -41,7 +41,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower
-from mm_utils.model.stock import load_stock
+from mm_utils.model.stock import is_dual_encoder, load_stock
 
 VISION_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
@@ -73,8 +73,8 @@ class ModelArguments:
 
     model_name_or_path: str | None = arg(
         None,
-        "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, Chinese CLIP or "
-        "VisionTextDualEncoderModel, for sounds a CLAP, for clips an X-CLIP, whose prompts are left out, or any of those for "
+        "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, MetaCLIP 2, AltCLIP, Chinese "
+        "CLIP, VisionTextDualEncoderModel or another with their parts (docs/backbones.md), for sounds a CLAP, for clips an X-CLIP, whose prompts are left out, or any of those for "
         "images; it gets the head of --fusion_layers.",
     )
     vision_model_name_or_path: str | None = arg(
@@ -323,7 +323,7 @@ def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
 
 
 def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
-    """Load a model: a run's folder, a checkpoint, a stock model (`DUAL_ENCODERS`), a Hub id.
+    """Load a model: a run's folder, a checkpoint, a stock model (`is_dual_encoder`), a Hub id.
 
     Args:
         head: fields of `FusionDualEncoderConfig` for the new fusion head of a stock model; others have theirs.
@@ -334,13 +334,13 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     title = f"{name} holds no model"
     try:
         config = load_config(title, name)
-        if config.model_type in DUAL_ENCODERS:
+        if is_dual_encoder(config):
             return load_stock(name, config, **head)
         if config.model_type != FusionDualEncoderConfig.model_type:
             raise ValueError(
                 f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "
-                f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}. Choose one of these, or give it as "
-                "--vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
+                f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}, and others that embed images and texts. Choose "
+                "one of these, or give it as --vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
             )
         with explained(title, name):
             model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)

@@ -15,6 +15,7 @@ V words of the vocabulary, D fusion width, E embedding width.
 """
 
 import copy
+import importlib
 import itertools
 import math
 import os
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
@@ -34,13 +36,11 @@ from transformers import (
     ChineseCLIPTextModel,
     PreTrainedConfig,
     PreTrainedModel,
-    Siglip2TextModel,
     Siglip2VisionModel,
-    SiglipTextModel,
 )
 from transformers.image_utils import is_pil_image
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
-from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer, ClapTextModel
+from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer
 from transformers.models.x_clip import modeling_x_clip as x_clip
 from transformers.utils import ModelOutput
 
@@ -94,7 +94,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
             cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
-        dual_encoder_type: one of `DUAL_ENCODERS`, the model type of the class that `to_dual_encoder` returns.
+        dual_encoder_type: the model type of the class that `to_dual_encoder` returns, one of `DUAL_ENCODERS` or a further one
+            of transformers that has the parts of a CLIP.
         text_padding: `length`, `side` and `pad_token_id`, if the text tower reads padding like words, as SigLIP's was trained
             to; None if padding is masked.
         classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
@@ -151,7 +152,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             ("vision_pooling", vision_pooling, (*POOLINGS, "timed")),
             ("text_pooling", text_pooling, POOLINGS),
             ("fusion_direction", fusion_direction, DIRECTIONS),
-            ("dual_encoder_type", dual_encoder_type, DUAL_ENCODERS),
             ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
         ):
             if value not in choices:
@@ -255,17 +255,28 @@ def vision_tower(config: Any) -> Any:
     """Make the media tower of a config: of Whisper the encoder."""
     if config.model_type == "xclip_vision_model":
         return XCLIPTower(x_clip.XCLIPVisionModel(config))
-    made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else AutoModel.from_config(config)
+    made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else _made(config)
     return made.get_encoder() if config.model_type == "whisper" else made
 
 
 def _text_tower(config: Any) -> PreTrainedModel:
-    """Make the text tower of a config; `AutoModel` does not know some of the stock models' own."""
+    """Make the text tower of a config."""
     if config.model_type == "chinese_clip_text_model":
         return ChineseCLIPTextModel(config, add_pooling_layer=False)
-    classes: Any = SiglipTextModel, Siglip2TextModel, ClapTextModel, x_clip.XCLIPTextModel
-    own = {each.config_class.model_type: each for each in classes}.get(config.model_type, AutoModel.from_config)
-    return own(config)
+    return _made(config)
+
+
+def class_of_tower(config: Any) -> Any:
+    """Return the class that is named after a config of transformers, None if there is none."""
+    name = type(config).__module__
+    module = importlib.import_module(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
+    return getattr(module, f"{type(config).__name__.removesuffix('Config')}Model", None)
+
+
+def _made(config: Any) -> Any:
+    """Make a tower; `AutoModel` does not know some that are parts of stock models."""
+    is_part = config.__module__.startswith("transformers.") and type(config) not in MODEL_MAPPING
+    return class_of_tower(config)(config) if is_part else AutoModel.from_config(config)
 
 
 def take_images(vision_model: PreTrainedModel) -> None:

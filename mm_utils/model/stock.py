@@ -1,5 +1,7 @@
 """Read and write dual encoders of `transformers`: CLIP, SigLIP, Siglip2, CLAP and others.
 
+A model that is not of `DUAL_ENCODERS` is taken if it has two towers that load by themselves, projections of one matrix each or
+none, and a temperature, and its features are those of its own class on a trial input.
 X-CLIP is only read: its prompts, which make a text depend on the clip, are left out.
 """
 
@@ -9,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
+    MODEL_MAPPING,
     AutoModel,
     AutoTokenizer,
     PreTrainedTokenizerBase,
@@ -21,14 +25,26 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
     UNPROJECTED,
+    FusionDualEncoderConfig,
     FusionDualEncoderModel,
     XCLIPTower,
+    class_of_tower,
+    probe_input,
 )
 from mm_utils.model.pretrained import explained
 
 logger = logging.getLogger(__name__)
 
 MEDIUM = {"clap": "sound", "xclip": "clip"}  # of stock models that read no images
+
+
+def is_dual_encoder(config: Any) -> bool:
+    """Return whether a configuration is that of a model of `transformers` that embeds images and texts."""
+    if config.model_type == FusionDualEncoderConfig.model_type:
+        return False
+    found = MODEL_MAPPING.get(type(config), None)
+    embeds = all(hasattr(found, f"get_{side}_features") for side in ("text", "image"))
+    return config.model_type in DUAL_ENCODERS or embeds
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
@@ -39,7 +55,7 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
         fields: fields of the new configuration, such as those of the fusion head.
 
     Raises:
-        ValueError: if the folder lacks weights, or SigLIP's has no tokenizer.
+        ValueError: if the folder lacks weights, or SigLIP's has no tokenizer, or a model does not fit.
     """
     if config.model_type in UNPROJECTED:
         # SigLIP pools the last position: its texts are padded to one length, and padding is not masked.
@@ -64,7 +80,14 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             f"{name} holds no whole {config.model_type}; it lacks {len(missing)} weights, such as {missing[0]}. Choose "
             "another model."
         )
+    if config.model_type not in DUAL_ENCODERS and (reason := _unfit(stock)):
+        raise ValueError(
+            f"{name} holds a {config.model_type}, which cannot be taken as a whole; {reason}. Choose another model, or take a tower "
+            "by --vision_model_name_or_path or --text_model_name_or_path."
+        )
     model = from_dual_encoder(stock, **fields)
+    if config.model_type not in DUAL_ENCODERS:
+        _check_features(name, stock.eval(), model)
     if config.model_type == "clap":
         logger.info(
             "%s has two temperatures, and one is trained: logit_scale %.3f, their geometric mean, instead of %.3f for sounds "
@@ -76,8 +99,51 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
     return model
 
 
+def _unfit(stock: Any) -> str | None:
+    """Return what a model lacks to be taken; None for one that fits."""
+    for side in ("vision_model", "text_model"):
+        tower = getattr(stock, side, None)
+        if tower is None:
+            return f"it has no {side}"
+        if class_of_tower(tower.config) is not type(tower):
+            return f"its {side}, a {type(tower).__name__}, is no model by itself"
+    for side in ("visual_projection", "text_projection"):
+        projection = getattr(stock, side, None)
+        if projection is not None and (not isinstance(projection, nn.Linear) or projection.bias is not None):
+            return f"its {side} is more than one matrix"
+    scales = [getattr(stock, each, None) for each in ("logit_scale", "temperature")]
+    return (
+        None
+        if any(isinstance(each, nn.Parameter) and each.numel() == 1 for each in scales)
+        else "it has no temperature"
+    )
+
+
+@torch.no_grad()
+def _check_features(name: str, stock: Any, model: FusionDualEncoderModel) -> None:
+    """Raise ValueError unless a trial image and a trial text are embedded as by the stock class."""
+    image, text = probe_input(model.vision_model, "vision"), probe_input(model.text_model, "text")
+    model.eval()
+    found = (model.encode_image(*image.values(), with_keys_values=False)[0], model.encode_text(*text.values())[0])
+    for side, given, ours in (("image", image, found[0]), ("text", text, found[1])):
+        own = getattr(stock, f"get_{side}_features")(**given)
+        own = F.normalize(getattr(own, "pooler_output", own), dim=-1)
+        if own.shape != ours.shape or not torch.allclose(own, ours, rtol=0, atol=1e-4):
+            raise ValueError(
+                f"{name} holds a {stock.config.model_type}, which cannot be taken as a whole; its {side} features are not its "
+                f"{side} tower's pooled output, projected. Choose another model."
+            )
+
+
+def identity_projection(width: int) -> nn.Linear:
+    """Return a projection that changes nothing, to the last bit."""
+    projection = nn.Linear(width, width, bias=False)
+    projection.weight.data = torch.eye(width)
+    return projection
+
+
 def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
-    """Convert a stock model of `DUAL_ENCODERS` with its embeddings, temperature and bias.
+    """Convert a stock model, of `DUAL_ENCODERS` or one that fits, with its embeddings, temperature and bias.
 
     Of CLAP's two temperatures, one for each direction, the geometric mean is taken.
 
@@ -93,24 +159,31 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
     if kind == "clap":
         tower, scale = stock.audio_model, (stock.logit_scale_a + stock.logit_scale_t) / 2
     else:
-        tower, scale = stock.vision_model, stock.logit_scale
+        tower = stock.vision_model
+        scale = stock.logit_scale if hasattr(stock, "logit_scale") else -stock.temperature.log()
     if kind == "xclip":
         tower = XCLIPTower(tower)
         tower.projection, tower.mit = stock.visual_projection, stock.mit
     if kind in MEDIUM:  # CLAP has a batch norm, and a rank's batch is not the global batch
         config |= {"medium": MEDIUM[kind], "freeze_batch_norm": True}
+    projections = [getattr(stock, f"{side}_projection", None) for side in ("visual", "text")]
+    keeps_class = kind in DUAL_ENCODERS or (all(projections) and hasattr(stock, "logit_scale"))
+    text_config = stock.config.text_config
+    width = getattr(stock.config, "projection_dim", None) if kind in DUAL_ENCODERS or projections[1] else None
+    width = width or getattr(text_config, "projection_size", None) or text_config.hidden_size
     taken = {
-        "dual_encoder_type": kind,
+        "dual_encoder_type": kind if keeps_class else DUAL_ENCODERS[0],
         "vision_pooling": "pooler",
         "text_pooling": "cls" if kind == "chinese_clip" else "pooler",
-        "projection_dim": getattr(stock.config, "projection_dim", None) or stock.config.text_config.projection_size,
+        "projection_dim": width,
         "logit_bias_init_value": None if bias is None else bias.item(),
     }
     model = FusionDualEncoderModel.from_backbones(tower, stock.text_model, **{**taken, **config})
     if kind not in UNPROJECTED:
-        model.text_projection = stock.text_projection
+        model.text_projection = projections[1] or identity_projection(model.config.text_width)
     if kind not in (*UNPROJECTED, "xclip"):
-        model.visual_projection = stock.audio_projection if kind == "clap" else stock.visual_projection
+        model.visual_projection = stock.audio_projection if kind == "clap" else projections[0]
+        model.visual_projection = model.visual_projection or identity_projection(model.config.vision_pooled_width)
     model.logit_scale = nn.Parameter(scale.detach().squeeze())
     return model
 
@@ -147,7 +220,7 @@ def stock_processor(
     """
     if config.model_type == "clap" and processor.feature_extractor.truncation == "fusion":  # type: ignore[attr-defined]
         raise ValueError("the stock class reads four spectrograms of a sound of a fused CLAP, and this model one")
-    if config.model_type in (DUAL_ENCODERS[0], "clap"):
+    if config.model_type in (DUAL_ENCODERS[0], "clap") or type(config) not in PROCESSOR_MAPPING:
         return processor
     images, tokenizer = processor.image_processor, processor.tokenizer
     if config.model_type in UNPROJECTED:

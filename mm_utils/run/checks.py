@@ -25,7 +25,8 @@ from accelerate.utils import DistributedType, gather_object
 from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.model.build import load_config
-from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
+from mm_utils.model.stock import is_dual_encoder
 from mm_utils.run.restarts import code_digest, device_name, versions
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
             )
         )
     config = load_config(title, name)
-    if config.model_type in (FusionDualEncoderConfig.model_type, *DUAL_ENCODERS):
+    if config.model_type == FusionDualEncoderConfig.model_type or is_dual_encoder(config):
         return
     towers = [tower for tower, sign in (("vision", "num_channels"), ("text", "vocab_size")) if hasattr(config, sign)]
     towers = ["vision", "text"] if hasattr(config, "vision_config") else towers or ["vision", "text"]

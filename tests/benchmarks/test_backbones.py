@@ -18,4 +18,18 @@ def test_families_are_right_or_refused_with_a_reason(tmp_path: Path, capsys: pyt
     assert "refused: MobileViTImageProcessor swaps red and blue" in rows["mobilevit"]
     assert "| right |" in rows["bert"]
     assert "llava" not in rows
+    assert "## Whole models" not in file.read_text()
     assert capsys.readouterr().out == file.read_text()
+
+
+def test_whole_models_are_taken_by_their_parts_and_others_refused_by_name() -> None:
+    """Logits against their own class; another size, another text tower, and their class again."""
+    for kind in ("metaclip_2", "altclip", "clipseg"):
+        assert backbones.check_whole(kind) == ["right", "yes", "yes", "its own"], kind
+    assert backbones.check_whole("tipsv2") == ["right", "yes", "yes", "VisionTextDualEncoderModel"]
+    reasons = {"align": "its text_projection is more than one matrix", "flava": "it has no vision_model"}
+    for kind, reason in {
+        **reasons,
+        "owlvit": "its vision_model, a OwlViTVisionTransformer, is no model by itself",
+    }.items():
+        assert backbones.check_whole(kind)[0] == f"refused: {reason}"

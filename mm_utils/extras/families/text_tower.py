@@ -8,12 +8,12 @@ sounds a model of this project alone.
 import logging
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
+from mm_utils.model.stock import identity_projection
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,7 @@ def with_text_tower(
         **head,
     )
     if isinstance(projection, nn.Identity):  # the stock class has a projection, and a product with ones is exact
-        width = own.projection_dim
-        projection = nn.Linear(width, width, bias=False)
-        projection.weight.data = torch.eye(width)
+        projection = identity_projection(own.projection_dim)
     made.visual_projection = projection
     for part in (made.vision_model, made.visual_projection):
         part.requires_grad_(False)

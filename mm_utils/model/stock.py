@@ -106,7 +106,7 @@ def _unfit(stock: Any) -> str | None:
         if tower is None:
             return f"it has no {side}"
         if class_of_tower(tower.config) is not type(tower):
-            return f"its {side}, a {type(tower).__name__}, is no model by itself"
+            return f"its {side}, a {type(tower).__name__}, is not a model by itself"
     for side in ("visual_projection", "text_projection"):
         projection = getattr(stock, side, None)
         if projection is not None and (not isinstance(projection, nn.Linear) or projection.bias is not None):
@@ -124,7 +124,8 @@ def _check_features(name: str, stock: Any, model: FusionDualEncoderModel) -> Non
     """Raise ValueError unless a trial image and a trial text are embedded as by the stock class."""
     image, text = probe_input(model.vision_model, "vision"), probe_input(model.text_model, "text")
     model.eval()
-    found = (model.encode_image(*image.values(), with_keys_values=False)[0], model.encode_text(*text.values())[0])
+    [pixels] = image.values()
+    found = model.encode_image(pixels, with_keys_values=False)[0], model.encode_text(**text)[0]
     for side, given, ours in (("image", image, found[0]), ("text", text, found[1])):
         own = getattr(stock, f"get_{side}_features")(**given)
         own = F.normalize(getattr(own, "pooler_output", own), dim=-1)
@@ -182,8 +183,8 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
     if kind not in UNPROJECTED:
         model.text_projection = projections[1] or identity_projection(model.config.text_width)
     if kind not in (*UNPROJECTED, "xclip"):
-        model.visual_projection = stock.audio_projection if kind == "clap" else projections[0]
-        model.visual_projection = model.visual_projection or identity_projection(model.config.vision_pooled_width)
+        own = stock.audio_projection if kind == "clap" else projections[0]
+        model.visual_projection = own or identity_projection(model.config.vision_pooled_width)
     model.logit_scale = nn.Parameter(scale.detach().squeeze())
     return model
 

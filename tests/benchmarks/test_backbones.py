@@ -30,6 +30,6 @@ def test_whole_models_are_taken_by_their_parts_and_others_refused_by_name() -> N
     reasons = {"align": "its text_projection is more than one matrix", "flava": "it has no vision_model"}
     for kind, reason in {
         **reasons,
-        "owlvit": "its vision_model, a OwlViTVisionTransformer, is no model by itself",
+        "owlvit": "its vision_model, a OwlViTVisionTransformer, is not a model by itself",
     }.items():
         assert backbones.check_whole(kind)[0] == f"refused: {reason}"

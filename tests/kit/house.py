@@ -40,9 +40,9 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_770,
+    "core": 25_850,
     "data": 10_020,
-    "model": 4_000,
+    "model": 4_050,
     "objectives": 1_800,
     "training": 2_300,
     "checkpointing": 900,

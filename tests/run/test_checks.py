@@ -326,7 +326,7 @@ def write_config(folder: Path, **values: object) -> None:
         ("outputs", "this folder holds no model. Give the folder of a run that has ended"),
         ("a vit", "that is a vit, .* give scripts/pretrain.py --vision_model_name_or_path 'a vit'"),
         ("bert", "that is a bert, .* give scripts/pretrain.py --text_model_name_or_path bert"),
-        ("blip", "that is a blip, .* --vision_model_name_or_path blip and --text_model_name_or_path blip"),
+        ("llava", "that is a llava, .* --vision_model_name_or_path llava and --text_model_name_or_path llava"),
     ],
 )
 def test_a_model_that_is_none_is_answered_with_what_to_give(
@@ -336,7 +336,7 @@ def test_a_model_that_is_none_is_answered_with_what_to_give(
     write_config(tmp_path / "outputs/mine", model_type="fusion-dual-encoder")
     for step in (2, 12):
         (tmp_path / f"outputs/stopped/checkpoint-{step}").mkdir(parents=True)
-    for kind in ("vit", "bert", "blip"):
+    for kind in ("vit", "bert", "llava"):
         write_config(tmp_path / ("a vit" if kind == "vit" else kind), model_type=kind)
     with pytest.raises(ValueError, match=rf"^--model_name_or_path is {name}; {message}"):
         checks.check_model(name)

@@ -122,7 +122,8 @@ def _unfit(stock: Any) -> str | None:
 @torch.no_grad()
 def _check_features(name: str, stock: Any, model: FusionDualEncoderModel) -> None:
     """Raise ValueError unless a trial image and a trial text are embedded as by the stock class."""
-    image, text = probe_input(model.vision_model, "vision"), probe_input(model.text_model, "text")
+    image: Any = probe_input(model.vision_model, "vision")
+    text: Any = probe_input(model.text_model, "text")
     model.eval()
     [pixels] = image.values()
     found = model.encode_image(pixels, with_keys_values=False)[0], model.encode_text(**text)[0]

@@ -43,7 +43,8 @@ class ObjectiveArguments:
         "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); altered (an image chooses its caption among ones with words "
         "or events in another order); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
         "regions (phrases point into their boxes); moments (phrases find their spans of clips and sounds); self_distillation "
-        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); or module.Class, "
+        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); sentences (parallel lines "
+        "teach a new text tower of a whole model, docs/training.md); or module.Class, "
         "a term of your own.",
     )
     teacher_name_or_path: str | None = arg(

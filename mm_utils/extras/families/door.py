@@ -4,3 +4,5 @@ TOWER_CHANGES = {
     "image_size": "mm_utils.extras.families.image_size.resize",
     "text_tower": "mm_utils.extras.families.text_tower.with_text_tower",
 }
+TERMS = {"sentences": "mm_utils.extras.families.sentences.Sentences"}
+CALLBACKS = {"sentences": "mm_utils.extras.families.sentences.CacheSentences"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
+from transformers import AutoModel, AutoProcessor
 
 from mm_utils.arguments import parse_args
 from mm_utils.data.media.medium import read_by
@@ -15,19 +15,13 @@ from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.run import flags
 from scripts import pretrain
+from tests.extras.families.letters import write_bert
 from tests.kit.stock_folders import KINDS, chinese_tokenizer, noise, write_clap, write_stock, write_xclip
-
-WORDS: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> str:
-    """A BERT of letters, 40 channels wide, with its tokenizer."""
-    torch.manual_seed(1)
-    tokenizer = chinese_tokenizer()
-    BertModel(BertConfig(vocab_size=len(tokenizer), hidden_size=40, **WORDS)).save_pretrained(tmp_path / "words")
-    tokenizer.save_pretrained(tmp_path / "words")
-    return str(tmp_path / "words")
+    return write_bert(tmp_path / "words")
 
 
 def pixels(folder: str) -> torch.Tensor:

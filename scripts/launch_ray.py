@@ -11,12 +11,17 @@ Machines that come and go; after a change, training goes on from the newest chec
     python scripts/launch_ray.py --address auto --min_workers 2 --max_workers 8 --max_failures 20 \\
         scripts/pretrain.py --dataset_name /shared/data --output_dir /shared/mine --save_minutes 5
 
+Data that are prepared by 32 processes of the cluster:
+    python scripts/launch_ray.py --address auto --num_workers 32 scripts/prepare_data.py --sources "/shared/web-{000..999}.tar" \\
+        --output_dir /shared/data
+
 A sweep; every trial has a folder in --output_dir, and a table names the best:
     python scripts/launch_ray.py --tune "learning_rate=3e-4,1e-3;seed=1,2" scripts/pretrain.py --output_dir outputs/sweep
 """
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mm_utils.arguments import parse_args
 from mm_utils.extras.launch.arguments import LaunchArguments, read_command, split_words
@@ -29,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     own, script, words = split_words(sys.argv[1:] if argv is None else argv)
     args = parse_args(LaunchArguments, argv=own, doc=__doc__)[LaunchArguments]
     command = read_command(args, script, words)
+    prepares = Path(command.script).stem == "prepare_data"
+    if prepares and args.tune is not None:
+        raise ValueError(f"--tune is {args.tune}; preparing data has no trials. Leave it out.")
     set_up_logging()
 
     # 2. Ray: a cluster that runs, or a small one on this machine.
@@ -36,9 +44,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     from mm_utils.extras.launch.sweep import sweep
 
     with connect(args) as resources:
-        name = launch_name(command)
+        # 3. Prepare data, in this process with the cluster's; or train, in the cluster's alone.
+        if prepares:
+            from mm_utils.extras.launch.preparing import make_engine
+            from mm_utils.extras.launch.worker import load_main
 
-        # 3. Train.
+            engine = make_engine(args.workers[1], resources["CPU"])
+            return load_main(command.script, "engine")(list(command.argv), engine)
+        name = launch_name(command)
         if args.tune is not None:
             return sweep(args, command, resources, name)[0].metrics
         return fit(args, command, resources, name)

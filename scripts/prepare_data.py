@@ -25,6 +25,9 @@ Train on it, and look later whether a copy is whole:
 Find captions that are not of their image, by a model that was trained on other pairs:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --score_with openai/clip-vit-base-patch32
 
+On the machines of a Ray cluster, with the same result; sources and result are on a drive that all share:
+    python scripts/launch_ray.py --num_workers 32 scripts/prepare_data.py --sources "web-{000..999}.tar" --output_dir data/web
+
 Push it to a private repository of the Hub, with its report and a card:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --push_to_hub --license cc-by-4.0
 
@@ -38,7 +41,7 @@ from mm_utils.arguments import parse_args
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
-from mm_utils.data.prepare.pipeline import PrepareArguments, ingest_sources, workspace
+from mm_utils.data.prepare.pipeline import Engine, PrepareArguments, ingest_sources, workspace
 from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, Source, resolved
@@ -51,8 +54,12 @@ from mm_utils.run.start import run_script, set_up_logging
 logger = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it."""
+def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[str, float]:
+    """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it.
+
+    Args:
+        engine: what does the work; default: this machine.
+    """
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments, ScoreArguments)
     given = parse_args(*groups, DatasetHubArguments, argv=argv, doc=__doc__)
@@ -69,10 +76,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
         sources = [resolved(Source.parse(item)) for item in args.sources]
-        ingested = ingest_sources(sources, paths, args.plan(checks, timed), work)
+        ingested = ingest_sources(sources, paths, args.plan(checks, timed, engine), work)
 
         # 3. Rows together: duplicates, leaks, splits.
-        found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl")
+        search = engine.search if engine else None
+        found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl", search=search)
 
         # 4. Write the data set, score its pairs if a model is given, and write the report.
         pairs, scores = write_pairs(found, ingested.parts, work / "result"), None

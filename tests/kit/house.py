@@ -40,8 +40,8 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_850,
-    "data": 10_020,
+    "core": 25_920,
+    "data": 10_080,
     "model": 4_050,
     "objectives": 1_800,
     "training": 2_300,
@@ -51,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 17_260,
-    "tests": 49_300,
+    "tests": 49_650,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

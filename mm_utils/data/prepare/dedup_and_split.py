@@ -31,6 +31,7 @@ from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     MOST_MIRRORED,
     RADIUS,
+    Run,
     assign_splits,
     groups,
     leaks,
@@ -111,6 +112,7 @@ def reconcile(
     leak_file: Path,
     *,
     own_ids: bool = False,
+    search: Run | None = None,
 ) -> Reconciled:
     """Decide about the rows of all `parts`.
 
@@ -119,6 +121,7 @@ def reconcile(
         leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused.
         own_ids: ids stay as the sources give them, only rows of one id or one file become one, and there may be no
             training images.
+        search: finds near copies, see `look_alikes`.
 
     Raises:
         ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
@@ -128,7 +131,7 @@ def reconcile(
         raise ValueError(
             "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
         )
-    state = _State(found.facts, args.near_duplicate_distance, seeks_mirrored=not own_ids)
+    state = _State(found.facts, args.near_duplicate_distance, not own_ids, search)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, found.facts, (args.validation_fraction, args.test_fraction))
@@ -152,7 +155,7 @@ class _State:
     `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
     """
 
-    def __init__(self, facts: pa.Table, distance: int, seeks_mirrored: bool):
+    def __init__(self, facts: pa.Table, distance: int, seeks_mirrored: bool, search: Run | None):
         self.image_N = _codes(facts["image_hash"])
         # With the source: files of two sources may have the same name, and rows the same number, by chance.
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
@@ -160,7 +163,7 @@ class _State:
         _, self.first_U = np.unique(self.image_N, return_index=True)
         prints_U = _prints(facts["fingerprint"], self.first_U)
         seeks_mirrored &= facts["medium"][0].as_py() == "image"  # which a report counts, and nothing else asks
-        self.near_P, self.mirrored = look_alikes(prints_U, distance, MOST_MIRRORED if seeks_mirrored else 0)
+        self.near_P, self.mirrored = look_alikes(prints_U, distance, MOST_MIRRORED if seeks_mirrored else 0, search)
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
         given = pc.fill_null(pc.index_in(facts["split"], pa.array(SPLITS)), -1)
         self.split_N = given.to_numpy().astype(np.int8)

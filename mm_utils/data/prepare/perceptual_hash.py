@@ -167,8 +167,10 @@ def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray],
             "Finding near copies of %s images: %s searches on %d cores take about %s and %.1f GiB of memory; %.1f GiB free",
             f"{len(hashes_N):,}", len(listed), cores, duration(hours), cores * need / 2**30, free / 2**30,
         )  # fmt: skip
-        if need > free:
-            logger.warning("One search does not fit into the free memory; the system may end this process")
+        if need > free or hours > 1:
+            logger.warning(
+                "Ray's machines search it together: scripts/launch_ray.py --num_workers N scripts/prepare_data.py"
+            )
     with ThreadPoolExecutor(cores) as pool, tqdm(total=len(listed), desc="Near copies", disable=not is_long) as bar:
 
         def search(choice: Choice) -> list[Sifted]:

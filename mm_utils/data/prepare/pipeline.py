@@ -15,8 +15,8 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +32,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import REASONS, is_hopeless, storable
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Chunk, ChunkResult, Storage, cut_into_chunks, ingest
+from mm_utils.data.prepare.perceptual_hash import Run, on_all_cores
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import BadRow, Record
@@ -96,11 +97,33 @@ class PrepareArguments:
         """Return the shorter side of stored images, in pixels."""
         return round(OVERSIZE * self.image_size)
 
-    def plan(self, checks: CheckArguments, timed: TimedArguments) -> "IngestPlan":
-        """Return the settings of `ingest_sources`."""
+    def plan(self, checks: CheckArguments, timed: TimedArguments, engine: "Engine | None" = None) -> "IngestPlan":
+        """Return the settings of `ingest_sources`; `engine` is by default this machine."""
         storage = Storage(self.store, None if self.keep_originals else self.short_side, timed)
-        workers = self.num_proc or distributed.available_cores()
-        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows)
+        engine = engine or Engine()
+        workers = engine.workers or self.num_proc or distributed.available_cores()
+        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows, engine.pool)
+
+
+def local_pool(workers: int) -> Executor:
+    """Return processes of this machine; forked ones need not import anything again, which would take longer than a small set."""
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
+    return ProcessPoolExecutor(workers, context, _set_up_worker, (os.getpid(),))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What does the work of preparing: the cores of this machine, or those of `mm_utils.extras.launch.preparing`.
+
+    Attributes:
+        pool: makes what checks and stores chunks.
+        search: finds near copies, see `look_alikes`.
+        workers: how many there are, where `num_proc` does not say it.
+    """
+
+    pool: Callable[[int], Executor] = local_pool
+    search: Run = on_all_cores
+    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +134,7 @@ class IngestPlan:
         workers: processes.
         max_bad_fraction: a source with a larger share of bad rows is refused.
         max_rows: rows that are read of each source; None reads all.
+        pool: makes the pool of the workers.
     """
 
     checks: CheckArguments
@@ -118,6 +142,7 @@ class IngestPlan:
     workers: int
     max_bad_fraction: float
     max_rows: int | None = None
+    pool: Callable[[int], Executor] = local_pool
 
 
 @dataclass
@@ -291,16 +316,7 @@ def ingest_rows(
     """
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
-    with (
-        tqdm(desc=title, unit=" rows", smoothing=0.05) as bar,
-        # Forked processes need not import anything again, which would take longer than a small data set.
-        ProcessPoolExecutor(
-            plan.workers,
-            multiprocessing.get_context("fork" if hasattr(os, "fork") else None),
-            _set_up_worker,
-            (os.getpid(),),
-        ) as pool,
-    ):
+    with tqdm(desc=title, unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
         try:
             arguments = (parts, plan.checks, plan.storage)
             for number, result in _in_order(pool, cut_into_chunks(rows), arguments, 2 * plan.workers):
@@ -333,13 +349,18 @@ def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[
 
 
 def _set_up_worker(parent: int) -> None:
-    """Limit a process of the pool to one thread, and silence the decoders' own messages."""
+    """Prepare a process of the pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+    quiet()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def quiet() -> None:
+    """Limit this process to one thread, and silence the decoders' own messages."""
     torch.set_num_threads(1)
     # Pillow's messages on damaged files name neither file nor row; the quarantine does.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
@@ -364,7 +385,7 @@ def _named(sources: list[Source]) -> list[Source]:
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, chunks: Iterable[Chunk], arguments: tuple[Any, ...], ahead: int
+    pool: Executor, chunks: Iterable[Chunk], arguments: tuple[Any, ...], ahead: int
 ) -> Iterator[tuple[int, ChunkResult]]:
     """Yield the results in the order of the chunks, with at most `ahead` of them under way."""
     under_way: deque[tuple[int, Future[ChunkResult]]] = deque()

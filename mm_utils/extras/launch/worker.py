@@ -95,8 +95,8 @@ def hide_bars() -> None:
     tqdm.__init__ = start_hidden  # type: ignore[method-assign]
 
 
-def load_main(path: str) -> Callable[..., dict[str, float]]:
-    """Return the `main(argv, callbacks)` of a script.
+def load_main(path: str, second: str = "callbacks") -> Callable[..., dict[str, float]]:
+    """Return the `main(argv, callbacks)` of a script, or one with another second argument.
 
     Raises:
         ValueError: if it has none.
@@ -109,9 +109,9 @@ def load_main(path: str) -> Callable[..., dict[str, float]]:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     main = getattr(module, "main", None)
-    if not callable(main) or "callbacks" not in main.__code__.co_varnames[: main.__code__.co_argcount]:
+    if not callable(main) or second not in main.__code__.co_varnames[: main.__code__.co_argcount]:
         raise ValueError(
-            f"the script is {path}; it has no main(argv, callbacks). Give a training script, such as scripts/pretrain.py."
+            f"the script is {path}; it has no main(argv, {second}). Give a training script, such as scripts/pretrain.py."
         )
     return main
 

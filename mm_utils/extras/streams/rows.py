@@ -6,7 +6,8 @@ format     rows are counted by                              a reader that starts
 Parquet    the footer                                       the rows before r in its row group
 Arrow      the record batches' headers, memory-mapped       nothing
 tar        walking the headers, once; on a remote server    on disk, the headers before r; from a server, the file
-           that is one pass over the file                   from its beginning
+           a file beside it (`noted_rows`), else one pass   from its beginning
+           over the file
 others     the extra's `COUNTS` (see its `door.py`)         as its row source, given `first`, does
 =========  ===============================================  =====================================================
 
@@ -16,11 +17,13 @@ unpacked to disk. Columns, captions and archives follow the rules of `mm_utils.d
 JPEG frames: training has no codec, and cuts nothing out at `start` and `end`.
 """
 
+import json
 import logging
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -41,6 +44,7 @@ from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tables import Table, find_table_columns, records_of
 from mm_utils.data.rows.text_files import BadLine, Rows
+from mm_utils.distributed import RunError
 from mm_utils.doors import entries, load
 from mm_utils.extras.tars.webdataset import (
     BoundedHeader,
@@ -49,6 +53,7 @@ from mm_utils.extras.tars.webdataset import (
     medium_of_samples,
     read_samples,
 )
+from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +88,27 @@ def features_of(medium: str) -> datasets.Features:
     return datasets.Features({**FEATURES, "image": media.FEATURES[medium], "seconds": datasets.Value("float64")})
 
 
+def store_of(url: str) -> tuple[Any, str]:
+    """Return the file system of an address, and the path in it.
+
+    Raises:
+        RunError: if it needs a package that is not installed.
+    """
+    try:
+        return fsspec.url_to_fs(url)
+    except ImportError as error:
+        name = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(
+            url.partition("://")[0]
+        )
+        raise RunError(
+            f"shard {url}; its store needs a package that is not installed ({one_line(error)}). "
+            f"{f'pip install {name}' if name else 'Install it'}, or download the shards first."
+        ) from error
+
+
 def open_shard(url: str) -> BinaryIO:
     """Open a file for reading with seeks; remote files by ranges of some megabytes."""
-    files, path = fsspec.url_to_fs(url)
+    files, path = store_of(url)
     if "file" in files.protocol:
         return open(path, "rb")
     ahead = "none" if shard_kind(url) == "parquet" else "readahead"  # pyarrow has its own buffers
@@ -95,9 +118,44 @@ def open_shard(url: str) -> BinaryIO:
     return file
 
 
+def noted_rows(url: str) -> int | None:
+    """Return the number of samples of a remote tar as a file beside it states it; None without one.
+
+    Read are `NAME_stats.json` (img2dataset), `sizes.json` (OpenCLIP) and `index.json` (wids).
+    """
+    folder, _, name = url.rpartition("/")
+    for file, find in (
+        (f"{name.removesuffix('.tar')}_stats.json", lambda found: found["successes"]),
+        ("sizes.json", lambda found: found[name]),
+        (
+            "index.json",
+            lambda found: {each["url"].rpartition("/")[2]: each["nsamples"] for each in found["shardlist"]}[name],
+        ),
+    ):
+        content = _beside(f"{folder}/{file}")
+        try:
+            if content is not None:
+                return int(find(json.loads(content)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s/%s does not state the samples of %s (%s)", folder, file, name, one_line(error))
+    return None
+
+
+@lru_cache(maxsize=64)
+def _beside(url: str) -> bytes | None:
+    """Return a file of a server, which may state the samples of many shards; None if it is not there."""
+    files, path = store_of(url)
+    try:
+        return files.cat_file(path)
+    except (FileNotFoundError, PermissionError):  # of a key that does not exist, to whom may not list
+        return None
+
+
 def count_rows(url: str) -> int:
-    """Count the rows of a file."""
+    """Count the rows of a file; those of a remote tar by the file that states them, if there is one."""
     kind = shard_kind(url)
+    if kind == "tar" and "://" in url and "?" not in url and (noted := noted_rows(url)) is not None:
+        return noted
     if kind in entries("COUNTS"):
         return int(load(entries("COUNTS")[kind])(Source(url)))
     if kind == "arrow":

@@ -3,25 +3,26 @@
 Counts are kept in the datasets cache, under the file's address, size and date.
 """
 
+import errno
 import hashlib
 import json
 import logging
+import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
-import fsspec
 import pyarrow as pa
 
 from mm_utils.data.faults import is_hopeless
 from mm_utils.data.paths import files_of_pattern, shard_kind
 from mm_utils.data.rows.source import Source
-from mm_utils.extras.streams.rows import Row, count_rows, read_rows
+from mm_utils.extras.streams.rows import Row, count_rows, read_rows, store_of
 from mm_utils.files import is_passing, retry
 from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line
@@ -30,7 +31,14 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 DAMAGE = (OSError, EOFError, ValueError, pa.ArrowException, tarfile.TarError, zlib.error, aiohttp.ClientError)
-"""The errors of libraries on a shard that is cut off, damaged or out of reach."""
+"""The errors of libraries on a shard that is cut off, damaged or out of reach; see `damage`."""
+_OF_STORES = (
+    *(("botocore.exceptions", name) for name in ("BotoCoreError", "ClientError")),
+    ("gcsfs.retry", "HttpError"),
+    ("azure.core.exceptions", "AzureError"),
+)
+_UNREACHABLE = (("botocore.exceptions", "ConnectionError"), ("botocore.exceptions", "HTTPClientError"))
+_BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO))  # what an answer of 5xx becomes
 
 _VERSION = 4  # of what is kept of a shard
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
@@ -52,9 +60,29 @@ class Shard:
         return shard_kind(self.url) != "tar"
 
 
+def damage(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """Return `DAMAGE`, the own errors of those stores' libraries that are loaded, and `more`."""
+    return (*DAMAGE, *_loaded(_OF_STORES), *more)
+
+
+def _loaded(names: Iterable[tuple[str, str]]) -> tuple[type[BaseException], ...]:
+    return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
+
+
 def expand(pattern: str) -> list[str]:
-    """Return, sorted, all files that a path or address with `*`, `{0..9}` or `{a,b}` names."""
-    return sorted(files_of_pattern(pattern))
+    """Return, sorted, all files that a path or address with `*`, `{0..9}` or `{a,b}` names.
+
+    Raises:
+        ValueError: if its server cannot be reached.
+    """
+    if "://" in pattern:
+        store_of(pattern)
+    try:
+        return sorted(_patiently(files_of_pattern, pattern))
+    except damage() as error:
+        raise ValueError(
+            f"shards {pattern} cannot be listed ({one_line(error)}). Check the address, the credentials and the connection."
+        ) from error
 
 
 def count_shards(urls: Sequence[str]) -> list[Shard]:
@@ -76,7 +104,7 @@ def _cached_count(url: str) -> tuple[int, str] | None:
     key = key_of(_VERSION, pa.__version__, _stamp(url))
     try:
         count, content = stored_value("shards", key, lambda: [_patiently(count_rows, url), _patiently(_content, url)])
-    except DAMAGE as error:
+    except damage() as error:
         _stamp(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
         return None
@@ -87,7 +115,8 @@ def _content(url: str) -> str:
     """Hash a file's size, first and last 64 KiB: pairs there, and others' lengths in a footer."""
     size = int(_info(url).get("size") or 0)
     digest = hashlib.blake2b(f"{size} ".encode(), digest_size=8)
-    with fsspec.open(url, "rb") as file:
+    files, path = store_of(url)
+    with files.open(path, "rb", **({"cache_type": "none"} if "://" in url else {})) as file:  # not megabytes ahead
         digest.update(file.read(_SAMPLE))
         if size > 2 * _SAMPLE:
             file.seek(size - _SAMPLE)
@@ -99,16 +128,16 @@ def _stamp(url: str) -> str:
     """Return address, size and date of a file, as far as the server states them."""
     try:
         about = _patiently(_info, url)
-    except DAMAGE as error:
+    except damage() as error:
         raise ValueError(
-            f"shard {url} cannot be opened ({one_line(error)}). Check its address and the connection."
+            f"shard {url} cannot be opened ({one_line(error)}). Check its address, the credentials and the connection."
         ) from error
     dates = ("mtime", "ETag", "etag", "LastModified", "last_modified", "last_commit", "blob_id", "updated")
     return json.dumps([url, about.get("size"), *(str(about.get(date)) for date in dates)])
 
 
 def _info(url: str) -> dict[str, Any]:
-    files, path = fsspec.url_to_fs(url)
+    files, path = store_of(url)
     return files.info(path)
 
 
@@ -117,8 +146,9 @@ def _patiently(ask: Callable[[str], _Answer], url: str) -> _Answer:
 
 
 def _may_pass(error: BaseException) -> bool:
-    unreachable = isinstance(error, (aiohttp.ClientError, ConnectionError, TimeoutError))
-    return is_passing(error) or (unreachable and not isinstance(error, FileNotFoundError))
+    unreachable = isinstance(error, (aiohttp.ClientError, ConnectionError, TimeoutError, *_loaded(_UNREACHABLE)))
+    is_busy = isinstance(error, OSError) and error.errno in _BUSY
+    return is_passing(error) or ((unreachable or is_busy) and not isinstance(error, FileNotFoundError))
 
 
 class ShardReader:
@@ -151,11 +181,11 @@ class ShardReader:
         url = self.shards[shard].url
 
         def passing(error: BaseException) -> bool:
-            return isinstance(error, DAMAGE) and not _is_gone(url, error) and ("://" in url or _may_pass(error))
+            return isinstance(error, damage()) and not _is_gone(url, error) and ("://" in url or _may_pass(error))
 
         try:
             retry(lambda: self._extend(rows, shard, start, stop), passing, _PAUSES)
-        except DAMAGE as error:
+        except damage() as error:
             if not _is_gone(url, error):
                 _stamp(url)  # raises if it is the connection that fails
             self._lose(rows, shard, start, stop, error)

@@ -43,7 +43,7 @@ from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remed
 from mm_utils.extras.streams.flags import GROUPS, StreamingArguments
 from mm_utils.extras.streams.order import InterleavedOrder
 from mm_utils.extras.streams.rows import Row, check_columns, features_of
-from mm_utils.extras.streams.shards import DAMAGE, Shard, ShardReader, count_shards, expand
+from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards, damage, expand
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         data_files = open_builder(name, data.dataset_config_name, data.allow_outside_root).config.data_files
     except Fault as fault:
         raise ValueError(f"{title}; {fault.detail}. {remedy(fault, data.allow_outside_root)}") from fault
-    except (*DAMAGE, RuntimeError) as error:
+    except damage(RuntimeError) as error:
         raise ValueError(
             f"{title}; it could not be found ({one_line(error)}). Check its spelling, its configuration and the connection."
         ) from error

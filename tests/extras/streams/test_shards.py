@@ -79,7 +79,9 @@ def test_a_server_without_ranges_and_a_missing_file_are_named(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(tmp_path, "parquet", [3])
-    with pytest.raises(ValueError, match=r"nothing.parquet cannot be opened .* Check its address and the connection"):
+    with pytest.raises(
+        ValueError, match=r"nothing.parquet cannot be opened .* Check its address, the credentials and the connection"
+    ):
         count_shards([f"{server}/nothing.parquet"])
     monkeypatch.setattr(Server, "ranges", False)
     with pytest.raises(ValueError, match="1 of 1 shards cannot be read"):

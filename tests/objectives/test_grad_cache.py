@@ -1,6 +1,7 @@
 """Cutting the batch into parts changes memory and time, never the gradient."""
 
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,20 +212,23 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     assert_same(found, step_in_parts(tiny_objective(kind), global_batch(), None))
 
 
-def one_rank_is_full(sizes: tuple[int, ...], fails: int) -> dict[str, Any]:
-    low = sum(sizes[: distributed.rank()])
-    objective = tiny_objective("contrastive_matching")
-    if distributed.rank() == 1:
-        Full(objective, 1, fails)
-    return until_it_fits(objective, share_of(global_batch(), low, low + sizes[distributed.rank()]), 2)
+def one_rank_is_full(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    low, found = sum(sizes[: distributed.rank()]), []
+    for fails in (0, 1):
+        objective = tiny_objective("contrastive_matching")
+        if distributed.rank() == 1:
+            Full(objective, 1, fails)
+        batch = share_of(global_batch(), low, low + sizes[distributed.rank()])
+        found.append(until_it_fits(objective, batch, 2))
+    return found
 
 
-@pytest.mark.parametrize("fails", [0, 1])
-def test_one_rank_without_memory_makes_all_repeat_the_step(fails):
-    found = run_on_ranks(2, one_rank_is_full, (5, 4), fails)
-    assert [case["size"] for case in found] == [2, 1]
-    for case in found:
-        assert_same(case, step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None))
+def test_one_rank_without_memory_makes_all_repeat_the_step():
+    expected = step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None)
+    for size, cases in zip((2, 1), run_on_ranks(2, one_rank_is_full, (5, 4)), strict=True):
+        assert [case["size"] for case in cases] == [size, size]
+        for case in cases:
+            assert_same(case, expected)
 
 
 WRAPPED = SimpleNamespace(**vars(ALONE))  # the accelerator of an objective that DDP wraps
@@ -272,10 +276,20 @@ def averaged_while_computed(full: bool) -> dict[str, Any]:
     return {"plain": plain, "found": measured(objective, report), "sent": sent, "size": micro_batch.size}
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_gradients_are_averaged_while_the_last_part_is_computed(full):
+def averaged_in_both_cases() -> list[dict[str, Any]]:
+    send_rest = GradientAverage.send_rest
+    found = []
+    for full in (False, True):
+        found.append(averaged_while_computed(full))
+        GradientAverage.send_rest = send_rest  # type: ignore[method-assign]
+    return found
+
+
+def test_gradients_are_averaged_while_the_last_part_is_computed():
     """Nearly all buckets are gone before the pass ends; two ranks give the same bits as averaging afterwards."""
-    for rank, case in enumerate(run_on_ranks(2, averaged_while_computed, full)):
+    by_rank = run_on_ranks(2, averaged_in_both_cases)
+    for rank, full in product(range(2), (False, True)):
+        case = by_rank[rank][full]
         assert case["size"] == (1 if full and rank else 2 + rank)
         assert len(case["sent"]) == 1 + full
         early, buckets, complete = case["sent"][0]

@@ -57,13 +57,6 @@ def test_a_signal_loses_no_step(
     status, (_, last, _) = alone(train, replace(run, strike=TinyRun(run.folder).strike))
     assert (status, last) == (0, STEPS)
     assert digest(run.folder) == digest(straight)
-
-
-def test_what_was_logged_is_that_of_the_straight_run(straight: Path, tmp_path: Path, fault: Record) -> None:
-    fault("signals", "SIGTERM in step 5: is its loss in the log?")
-    run = TinyRun(tmp_path / "run", strike=Signalled("forward", 5, signal.SIGTERM))
-    assert alone(exiting, run)[0] == 143
-    assert alone(train, TinyRun(run.folder))[0] == 0
     assert losses(run.folder) == losses(straight)
 
 
@@ -82,8 +75,11 @@ def test_a_second_signal_later_ends_at_once(tmp_path: Path, fault: Record) -> No
     assert newest_checkpoint(run.folder)[0] == run.folder / "checkpoint-3"
 
 
-@pytest.mark.parametrize("only", [0, 1, None])
-@pytest.mark.parametrize("place", [("forward", 5), ("evaluation", 4)], ids=lambda place: place[0])
+@pytest.mark.parametrize(
+    ("place", "only"),
+    [*((("forward", 5), only) for only in (0, 1, None)), (("evaluation", 4), 1),
+     *(pytest.param(("evaluation", 4), only, marks=pytest.mark.slow) for only in (0, None))],
+)  # fmt: skip
 def test_all_processes_stop_after_the_same_step(
     place: tuple[str, int], only: int | None, tmp_path: Path, fault: Record
 ) -> None:

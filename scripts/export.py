@@ -21,7 +21,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.export.graphs import check_packages, head_weights
-from mm_utils.extras.export.layouts import LAYOUTS, PRECISIONS, check_output, written
+from mm_utils.extras.export.layouts import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
@@ -37,7 +37,10 @@ class ExportArguments:
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, a stock CLIP, or a Hub id.")
     output_dir: str = required("The folder to write, a new one.")
     precision: str = arg("fp32", "fp32, fp16 and int8, or several of them, e.g. fp32,int8.")
-    layout: str = arg("plain", "How files are named and laid: plain, transformers.js or immich.")
+    layout: str = arg(
+        "plain",
+        "How files are named and laid: plain, transformers.js, immich, or open_clip (torch weights of a CLIP).",
+    )
     reranker: str = arg(
         "auto",
         "Export the head, too: yes, no, or auto: where training found that it helps (rerank_weights in config.json).",
@@ -57,6 +60,10 @@ class ExportArguments:
                 raise ValueError(f"--{name} is {getattr(self, name)}; choose one of {', '.join(choices)}.")
         if self.layout == "immich" and len(self.precisions) > 1:
             raise ValueError(f"--precision is {self.precision}; the layout immich has room for one. Give one.")
+        graphs = {"precision": "fp32", "reranker": "auto", "opset": 18, "split": "validation"}
+        for name, usual in graphs.items():
+            if self.layout == "open_clip" and getattr(self, name) != usual:
+                raise ValueError(f"--{name} is {getattr(self, name)}; --layout open_clip writes no graphs. Drop it.")
         if self.layout == "immich" and self.reranker == "yes":
             raise ValueError("--reranker is yes; Immich has no re-ranking. Give another --layout.")
 
@@ -72,7 +79,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     given = parse_args(ExportArguments, DataArguments, argv=argv, doc=__doc__)
     args, data_args = given[ExportArguments], given[DataArguments]
     model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
-    check_packages()
+    if args.layout != "open_clip":
+        check_packages()
     from mm_utils.extras.export.comparison import add_recall, compare, table
     from mm_utils.extras.export.folder import write_graphs, write_report
 
@@ -88,6 +96,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     # 2. Model, and data to compare on.
     processor = load_processor_of(model_name)
     model = load_model(model_name, fusion_layers=0).float().eval()
+    if args.layout == "open_clip":
+        return export_open_clip(output_dir, model, processor)
     if model.config.medium != "image" and args.layout != "plain":
         raise ValueError(
             f"--layout is {args.layout}; it is for images, and this model reads {model.config.medium}s. Drop it."

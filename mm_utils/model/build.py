@@ -40,7 +40,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     input_shape,
     vision_tower,
 )
-from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower
+from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower, opened
 from mm_utils.model.stock import is_dual_encoder, load_stock
 
 VISION_PRESETS: dict[str, dict[str, Any]] = {
@@ -331,7 +331,7 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     Raises:
         ValueError: if there is no model, or it needs Python code of its own.
     """
-    title = f"{name} holds no model"
+    title, name = f"{name} holds no model", opened(name)
     try:
         config = load_config(title, name)
         if is_dual_encoder(config):

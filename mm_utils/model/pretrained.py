@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
 
+from mm_utils.doors import entries, load
 from mm_utils.model.modeling_fusion_dual_encoder import probe_input
 from mm_utils.text import one_line
 
@@ -139,6 +140,16 @@ def explained(what: str, name: str) -> Iterator[None]:
                 "AutoModel.from_pretrained(...).save_pretrained(...)."
             ) from error
         raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
+
+
+def opened(name: str) -> str:
+    """Return the folder of a model in the format of transformers; one of another format is converted once by an extra."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        for file, path in entries("MODEL_FORMATS").items():
+            if (folder / file).is_file():
+                return load(path)(name)
+    return name
 
 
 def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTrainedConfig:

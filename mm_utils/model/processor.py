@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from mm_utils.model.build import ModelArguments, check_reads, vision_preset
-from mm_utils.model.pretrained import explained, load_config
+from mm_utils.model.pretrained import explained, load_config, opened
 from mm_utils.model.stock import complete
 from mm_utils.stored import key_of, place_of, stored, version_of
 from mm_utils.text import one_line
@@ -106,6 +106,7 @@ def _own_frames(args: ModelArguments) -> int | None:
 
 def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`, by default of its own size."""
+    name = opened(name)
     with explained(f"the processor of {name} is missing or damaged", name):
         kind: Any = ClapProcessor if _is_of_sounds(name) else VisionTextDualEncoderProcessor
         processor = kind.from_pretrained(name, trust_remote_code=False)

@@ -26,6 +26,7 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.model.build import load_config
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
+from mm_utils.model.pretrained import opened
 from mm_utils.model.stock import is_dual_encoder
 from mm_utils.run.restarts import code_digest, device_name, versions
 
@@ -107,7 +108,8 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
     """
     if name is None:
         return
-    title, path = f"{flag} is {name}", Path(name)
+    title, name = f"{flag} is {name}", opened(name)
+    path = Path(name)
     if not path.is_dir():
         folders = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, folders, n=1)

@@ -6,6 +6,7 @@ transformers.js  the same graphs in onnx/, and a config.json by which its CLIP c
 immich           visual/model.onnx, textual/model.onnx and the settings of an open_clip model, as the machine-learning service
                  of Immich reads them. It knows models by name and their embeddings by width, so that embeddings get zeros up
                  to the next width that it knows, which changes no cosine, and the folder has to get that model's name.
+open_clip        open_clip_config.json, open_clip_model.safetensors and the tokenizer, without graphs
 """
 
 import json
@@ -21,7 +22,7 @@ from mm_utils.distributed import RunError
 from mm_utils.files import atomic_folder, is_about
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
-LAYOUTS = ("plain", "transformers.js", "immich")
+LAYOUTS = ("plain", "transformers.js", "immich", "open_clip")
 PRECISIONS = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
 """What each precision adds to the names of files, as transformers.js expects it."""
 IMMICH_NAMES = {
@@ -58,6 +59,15 @@ def written(output_dir: str) -> Iterator[Path]:
         raise RunError(
             f"--output_dir is {output_dir}; it cannot be written: {error.strerror or error}. Free some space, or give another folder."
         ) from error
+
+
+def export_open_clip(output_dir: str, model: FusionDualEncoderModel, processor: ProcessorMixin) -> dict[str, Any]:
+    """Write a CLIP in open_clip's format; it has no graphs to compare, hence no figures."""
+    from mm_utils.extras.families.open_clip import write_open_clip
+
+    with written(output_dir) as folder:
+        write_open_clip(folder, model, processor)
+    return {}
 
 
 def graph_path(layout: str, part: str, precision: str) -> Path:

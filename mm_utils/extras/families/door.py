@@ -6,3 +6,4 @@ TOWER_CHANGES = {
 }
 TERMS = {"sentences": "mm_utils.extras.families.sentences.Sentences"}
 CALLBACKS = {"sentences": "mm_utils.extras.families.sentences.CacheSentences"}
+MODEL_FORMATS = {"open_clip_config.json": "mm_utils.extras.families.open_clip.as_transformers"}

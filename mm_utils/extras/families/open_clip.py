@@ -1,0 +1,243 @@
+"""Models in open_clip's format, read and written: `open_clip_config.json` and a file of weights.
+
+Read are models of open_clip's own two towers, a vision transformer and a causal text transformer, which are those of CLIP; each
+weight has another name, and query, key and value are one matrix. A folder is converted once into that of a `CLIPModel`, in the
+datasets cache. Towers of timm, and text towers of transformers with their two-layer projection, are refused by name.
+"""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, ProcessorMixin
+
+from mm_utils.data.media.medium import image_geometry
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.pretrained import explained
+from mm_utils.stored import key_of, stamp, stored
+
+CONFIG = "open_clip_config.json"
+WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "model.safetensors")
+_TOWERS = {  # what the two towers have besides layers
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.ln_pre": "vision_model.pre_layrnorm",
+    "visual.ln_post": "vision_model.post_layernorm",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final": "text_model.final_layer_norm",
+    "logit_scale": "logit_scale",
+}
+_PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}  # transposed
+_LAYERS = {
+    "visual.transformer.resblocks": "vision_model.encoder.layers",
+    "transformer.resblocks": "text_model.encoder.layers",
+}
+_PARTS = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_READ = {
+    "vision_cfg": {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"},
+    "text_cfg": {
+        "context_length",
+        "vocab_size",
+        "width",
+        "heads",
+        "layers",
+        "mlp_ratio",
+        "pool_type",
+        "eos_id",
+        "pad_id",
+    },
+}
+_UNREAD = {
+    "patch_dropout",
+    "output_tokens",
+    "hf_tokenizer_name",
+    "tokenizer_kwargs",
+    "tokenizer_mode",
+    "timm_model_pretrained",
+}
+_DEFAULTS = {"pool_type": "tok", "proj_type": "linear", "pos_embed_type": "learnable", "block_type": "default"}
+
+
+def as_transformers(name: str) -> str:
+    """Return the folder of the `CLIPModel` with a model's weights, made once.
+
+    Raises:
+        ValueError: if it has other towers, no safetensors, or no tokenizer.
+    """
+    folder = Path(name)
+    weights = next((folder / each for each in WEIGHTS if (folder / each).is_file()), None)
+    if weights is None:
+        raise ValueError(
+            f"{name} is in open_clip's format, without {WEIGHTS[0]}; pickles, which can run any code, are not read. Write one "
+            "with open_clip's push_to_hf_hub, where nothing can be lost."
+        )
+    with explained(f"{name} is in open_clip's format", name):
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (".json", ".txt", ".model"))
+    key = key_of("open_clip", content, stamp(weights), weights.resolve(), [(path.name, stamp(path)) for path in files])
+    return str(stored("open_clip", key, partial(_convert, folder=folder, content=content, file=weights)))
+
+
+def _convert(place: Path, folder: Path, content: dict[str, Any], file: Path) -> None:
+    config = _config(str(folder), content["model_cfg"])
+    with explained(f"{folder} is in open_clip's format; its tokenizer is missing or damaged", str(folder)):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.model_max_length = config.text_config.max_position_embeddings
+    with explained(f"{folder} is in open_clip's format", str(folder)):
+        model = CLIPModel(config)
+        model.load_state_dict(renamed(load_file(file)))
+    model.save_pretrained(place)
+    seen, side = content.get("preprocess_cfg", {}), config.vision_config.image_size
+    own = {f"image_{each}": seen[each] for each in ("mean", "std") if each in seen}
+    images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side}, **own)
+    CLIPProcessor(images, tokenizer).save_pretrained(place)
+
+
+def _config(name: str, given: dict[str, Any]) -> CLIPConfig:
+    """Return CLIP's configuration.
+
+    Raises:
+        ValueError: if the towers are others.
+    """
+    vision, text = given["vision_cfg"], given["text_cfg"]
+    for part, values in (("vision_cfg", vision), ("text_cfg", text)):
+        for field, value in values.items():
+            usual = value in (None, False, _DEFAULTS.get(field)) or field in (_READ[part] | _UNREAD)
+            if not usual or (field == "layers" and not isinstance(value, int)):
+                raise ValueError(
+                    f"{name} is in open_clip's format, and its {part} has {field} {value}; read are its own vision and text "
+                    "transformers. Look for the same model in transformers' format."
+                )
+    if text.get("pool_type", "argmax") not in ("argmax", "eos") or vision.get("pool_type", "tok") != "tok":
+        raise ValueError(
+            f"{name} is in open_clip's format, and pools its texts by {text.get('pool_type')}; read is CLIP's."
+        )
+    act = "quick_gelu" if given.get("quick_gelu") else "gelu"
+    wide, narrow = vision.get("width", 768), text.get("width", 512)
+    return CLIPConfig(
+        projection_dim=given["embed_dim"],
+        vision_config={
+            **{"hidden_size": wide, "num_hidden_layers": vision.get("layers", 12), "hidden_act": act},
+            "num_attention_heads": wide // vision.get("head_width", 64),
+            "intermediate_size": int(wide * vision.get("mlp_ratio", 4.0)),
+            "image_size": vision.get("image_size", 224),
+            "patch_size": vision.get("patch_size", 16),
+        },
+        text_config={
+            **{"hidden_size": narrow, "num_hidden_layers": text.get("layers", 12), "hidden_act": act},
+            "num_attention_heads": text.get("heads", 8),
+            "intermediate_size": int(narrow * text.get("mlp_ratio", 4.0)),
+            "max_position_embeddings": text.get("context_length", 77),
+            "vocab_size": text.get("vocab_size", 49408),
+            # By 2, of configurations of 2021, a text is pooled at its highest token, as open_clip does.
+            "eos_token_id": text.get("eos_id", 2) if text.get("pool_type") == "eos" else 2,
+        },
+    )
+
+
+def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return open_clip's weights under CLIP's names."""
+    found = {}
+    for name, value in weights.items():
+        name = name.removeprefix("text.")  # of its class with a text tower apart
+        layer = re.fullmatch(r"(.*resblocks)\.(\d+)\.(.*)", name)
+        if layer is None:
+            start, _, kind = name.rpartition(".")
+            if name in _PROJECTIONS:
+                found[_PROJECTIONS[name]] = value.T.contiguous()
+            elif name in _TOWERS:
+                found[_TOWERS[name]] = value.squeeze() if name == "logit_scale" else value
+            elif start in _TOWERS:
+                found[f"{_TOWERS[start]}.{kind}"] = value
+            elif name not in ("attn_mask", "logit_bias"):
+                raise ValueError(f"it has {name}, and CLIP has no such weight")
+            continue
+        place, part = f"{_LAYERS[layer[1]]}.{layer[2]}", layer[3]
+        if part.startswith("attn.in_proj_"):
+            for side, each in zip("qkv", value.chunk(3), strict=True):
+                found[f"{place}.self_attn.{side}_proj.{part.removeprefix('attn.in_proj_')}"] = each.contiguous()
+        else:
+            start, _, kind = part.rpartition(".")
+            found[f"{place}.{_PARTS[start]}.{kind}"] = value
+    return found
+
+
+def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: ProcessorMixin) -> None:
+    """Write a model for `open_clip.create_model_from_pretrained("local-dir:...")`.
+
+    Raises:
+        ValueError: if its towers are not CLIP's.
+    """
+    stock: Any = model.to_dual_encoder() if model.config.dual_encoder_type == "clip" else None
+    vision, text = (getattr(model.config, f"{side}_config") for side in ("vision", "text"))
+    if stock is None or vision.hidden_act != text.hidden_act or vision.hidden_act not in ("gelu", "quick_gelu"):
+        raise ValueError(
+            f"--layout is open_clip; it is written of a CLIP, and this is a {vision.model_type} with a {text.model_type}. Choose "
+            "another layout."
+        )
+    size, mean, std = image_geometry(processor)
+    eos = text.eos_token_id
+    by_highest = eos in (2, text.vocab_size - 1)
+    config = {
+        "embed_dim": model.config.projection_dim,
+        "quick_gelu": vision.hidden_act == "quick_gelu",
+        "vision_cfg": {
+            "image_size": size,
+            "layers": vision.num_hidden_layers,
+            "width": vision.hidden_size,
+            "head_width": vision.hidden_size // vision.num_attention_heads,
+            "mlp_ratio": vision.intermediate_size / vision.hidden_size,
+            "patch_size": vision.patch_size,
+        },
+        "text_cfg": {
+            "context_length": text.max_position_embeddings,
+            "vocab_size": text.vocab_size,
+            "width": text.hidden_size,
+            "heads": text.num_attention_heads,
+            "layers": text.num_hidden_layers,
+            "mlp_ratio": text.intermediate_size / text.hidden_size,
+            **({} if by_highest else {"pool_type": "eos", "eos_id": eos}),
+            **(
+                {} if text.vocab_size == 49408 else {"hf_tokenizer_name": "."}
+            ),  # not CLIP's own, which open_clip carries
+        },
+    }
+    content = {
+        "model_cfg": config,
+        "preprocess_cfg": {"mean": mean, "std": std, "interpolation": "bicubic", "resize_mode": "shortest"},
+    }
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    save_file(_back(stock.state_dict()), folder / WEIGHTS[0])
+    processor.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+
+
+def _back(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return CLIP's weights under open_clip's names."""
+    towers, parts = ({ours: theirs for theirs, ours in names.items()} for names in (_TOWERS, _PARTS))
+    layers = {ours: theirs for theirs, ours in _LAYERS.items()}
+    found = {theirs: weights[ours].T.contiguous() for theirs, ours in _PROJECTIONS.items()}
+    for name, value in weights.items():
+        layer = re.fullmatch(r"(.*layers)\.(\d+)\.(.*)\.(weight|bias)", name)
+        start, _, kind = name.rpartition(".")
+        if layer is None:
+            if name in towers or start in towers:
+                found[towers.get(name) or f"{towers[start]}.{kind}"] = value.contiguous()
+        elif layer[3] in parts:
+            found[f"{layers[layer[1]]}.{layer[2]}.{parts[layer[3]]}.{layer[4]}"] = value.contiguous()
+        elif layer[3].endswith("q_proj"):
+            three = [weights[name.replace("q_proj", f"{side}_proj")] for side in "qkv"]
+            found[f"{layers[layer[1]]}.{layer[2]}.attn.in_proj_{layer[4]}"] = torch.cat(three)
+    return found

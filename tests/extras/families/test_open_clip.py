@@ -1,0 +1,203 @@
+"""open_clip's format, read as a start and written by export, against its published layout and against open_clip itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.run.checks import check_model
+from scripts import export, pretrain
+from tests.kit.stock_folders import TEXTS, clip_tokenizer, noise, our_logits, write_stock
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def layout(tokenizer: Any) -> dict[str, Any]:
+    vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "mlp_ratio": 2.0}
+    text = {"context_length": 77, "vocab_size": len(tokenizer), "width": 24, "heads": 2, "layers": 2}
+    model = {"embed_dim": 20, "quick_gelu": True, "vision_cfg": vision, "text_cfg": text}
+    return {"model_cfg": model, "preprocess_cfg": {"mean": [0.4] * 3, "std": [0.2] * 3}}
+
+
+def layers(prefix: str, width: int, hidden: int, count: int) -> dict[str, tuple[int, ...]]:
+    each = {
+        "ln_1.weight": (width,), "ln_1.bias": (width,), "ln_2.weight": (width,), "ln_2.bias": (width,),
+        "attn.in_proj_weight": (3 * width, width), "attn.in_proj_bias": (3 * width,),
+        "attn.out_proj.weight": (width, width), "attn.out_proj.bias": (width,),
+        "mlp.c_fc.weight": (hidden, width), "mlp.c_fc.bias": (hidden,),
+        "mlp.c_proj.weight": (width, hidden), "mlp.c_proj.bias": (width,),
+    }  # fmt: skip
+    return {f"{prefix}.{place}.{name}": shape for place in range(count) for name, shape in each.items()}
+
+
+def random_weights(tokenizer: Any) -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "visual.class_embedding": (32,), "visual.conv1.weight": (32, 3, 8, 8), "visual.positional_embedding": (17, 32),
+        "visual.ln_pre.weight": (32,), "visual.ln_pre.bias": (32,), "visual.ln_post.weight": (32,),
+        "visual.ln_post.bias": (32,), "visual.proj": (32, 20), "token_embedding.weight": (len(tokenizer), 24),
+        "positional_embedding": (77, 24), "ln_final.weight": (24,), "ln_final.bias": (24,), "text_projection": (24, 20),
+        "logit_scale": (), **layers("visual.transformer.resblocks", 32, 64, 2), **layers("transformer.resblocks", 24, 96, 2),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    found = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: value + 1 if name.endswith(("ln_1.weight", "ln_2.weight")) else value for name, value in found.items()
+    }
+
+
+def blocks(weights: dict[str, Tensor], prefix: str, heads: int, states: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Residual blocks as the layout says: attention over the joint matrix, and quick GELU."""
+    width, place = states.shape[-1], 0
+    while f"{prefix}.{place}.ln_1.weight" in weights:
+        own = {
+            name[len(f"{prefix}.{place}.") :]: value
+            for name, value in weights.items()
+            if name.startswith(f"{prefix}.{place}.")
+        }
+        attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        attention.load_state_dict({name[5:]: value for name, value in own.items() if name.startswith("attn.")})
+        normed = F.layer_norm(states, (width,), own["ln_1.weight"], own["ln_1.bias"])
+        states = states + attention(normed, normed, normed, attn_mask=mask, need_weights=False)[0]
+        normed = F.layer_norm(states, (width,), own["ln_2.weight"], own["ln_2.bias"])
+        hidden = F.linear(normed, own["mlp.c_fc.weight"], own["mlp.c_fc.bias"])
+        states = states + F.linear(
+            hidden * torch.sigmoid(1.702 * hidden), own["mlp.c_proj.weight"], own["mlp.c_proj.bias"]
+        )
+        place += 1
+    return states
+
+
+@torch.no_grad()
+def plain(weights: dict[str, Tensor], pixels: Tensor, ids: Tensor) -> Tensor:
+    """`logits_per_image` of the published layout, written out."""
+    patches = F.conv2d(pixels, weights["visual.conv1.weight"], stride=8).flatten(2).transpose(1, 2)
+    first = weights["visual.class_embedding"].expand(len(pixels), 1, -1)
+    states = torch.cat([first, patches], 1) + weights["visual.positional_embedding"]
+    states = F.layer_norm(states, (32,), weights["visual.ln_pre.weight"], weights["visual.ln_pre.bias"])
+    states = blocks(weights, "visual.transformer.resblocks", 2, states)[:, 0]
+    image = (
+        F.layer_norm(states, (32,), weights["visual.ln_post.weight"], weights["visual.ln_post.bias"])
+        @ weights["visual.proj"]
+    )
+    length = ids.shape[1]
+    mask = torch.full((length, length), -torch.inf).triu(1)
+    states = weights["token_embedding.weight"][ids] + weights["positional_embedding"][:length]
+    states = blocks(weights, "transformer.resblocks", 2, states, mask)
+    states = F.layer_norm(states, (24,), weights["ln_final.weight"], weights["ln_final.bias"])
+    text = states[torch.arange(len(ids)), ids.argmax(1)] @ weights["text_projection"]
+    return weights["logit_scale"].exp() * F.normalize(image, dim=1) @ F.normalize(text, dim=1).T
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place, tokenizer = tmp_path / "theirs", clip_tokenizer()
+    place.mkdir()
+    (place / "open_clip_config.json").write_text(json.dumps(layout(tokenizer)))
+    save_file(random_weights(tokenizer), place / "open_clip_model.safetensors")
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def inputs(folder: Path) -> tuple[Tensor, Tensor]:
+    read = load_processor_of(str(folder))(text=TEXTS, images=noise(), padding=True, return_tensors="pt")  # type: ignore[operator]
+    return read.pixel_values, read.input_ids
+
+
+def test_a_folder_is_read_as_its_layout_says_and_trained(folder: Path, tiny_flags: list[str], tmp_path: Path) -> None:
+    right = plain(load_file(folder / "open_clip_model.safetensors"), *inputs(folder))
+    torch.testing.assert_close(our_logits(load_model(str(folder)), folder), right, rtol=0, atol=1e-5)
+    check_model(str(folder))
+    run = [*tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", str(folder), "--objectives", "contrastive"]
+    pretrain.main(
+        [
+            *run,
+            "--max_steps",
+            "1",
+            "--fusion_layers",
+            "0",
+            "--rerank_top_k",
+            "0",
+            "--output_dir",
+            str(tmp_path / "out"),
+        ]
+    )
+    assert (tmp_path / "out/dual_encoder/config.json").is_file()
+
+
+def test_export_writes_the_same_weights_again(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export.main(["--model_name_or_path", str(folder), "--output_dir", str(out), "--layout", "open_clip"])
+    own, again = (load_file(each / "open_clip_model.safetensors") for each in (folder, out))
+    assert own.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in own.items())
+    written = json.loads((out / "open_clip_config.json").read_text())
+    text = written["model_cfg"]["text_cfg"]
+    assert {**text, **layout(clip_tokenizer())["model_cfg"]["text_cfg"]} == text
+    torch.testing.assert_close(our_logits(load_model(str(out)), out), our_logits(load_model(str(folder)), folder))
+    with pytest.raises(ValueError, match="--precision is int8; --layout open_clip writes no graphs"):
+        export.main(
+            ["--model_name_or_path", str(folder), "--output_dir", "x", "--layout", "open_clip", "--precision", "int8"]
+        )
+    with pytest.raises(
+        ValueError, match="--layout is open_clip; it is written of a CLIP, and this is a siglip_vision_model"
+    ):
+        export.main(
+            [
+                "--model_name_or_path",
+                write_stock(tmp_path / "siglip", "siglip"),
+                "--output_dir",
+                str(tmp_path / "no"),
+                "--layout",
+                "open_clip",
+            ]
+        )
+
+
+def test_open_clip_itself_computes_the_same_both_ways(folder: Path, tmp_path: Path) -> None:
+    open_clip = pytest.importorskip("open_clip")
+    out = tmp_path / "out"
+    export.main(
+        [
+            "--model_name_or_path",
+            write_stock(tmp_path / "clip", "clip"),
+            "--output_dir",
+            str(out),
+            "--layout",
+            "open_clip",
+        ]
+    )
+    for place in (folder, out):
+        theirs = open_clip.create_model_from_pretrained(f"local-dir:{place}", return_transform=False).eval()
+        pixels, ids = inputs(place)
+        with torch.no_grad():
+            image, text, scale = theirs(pixels, F.pad(ids, (0, 77 - ids.shape[1])))
+        torch.testing.assert_close(
+            our_logits(load_model(str(place)), place), scale * image @ text.T, rtol=0, atol=1e-5
+        )
+
+
+def test_what_is_not_read_is_refused_by_name(folder: Path) -> None:
+    content = layout(clip_tokenizer())
+    for part, field, value in (
+        ("vision_cfg", "timm_model_name", "vit_base_patch16_224"),
+        ("vision_cfg", "layers", [3, 4, 6, 3]),
+        ("text_cfg", "hf_model_name", "xlm-roberta-base"),
+        ("text_cfg", "no_causal_mask", True),
+    ):
+        changed = json.loads(json.dumps(content))
+        changed["model_cfg"][part][field] = value
+        (folder / "open_clip_config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"open_clip's format, and its {part} has {field} ") as caught:
+            load_model(str(folder))
+        assert "\n" not in str(caught.value)
+    (folder / "open_clip_config.json").write_text(json.dumps(content))
+    (folder / "open_clip_model.safetensors").rename(folder / "open_clip_pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"without open_clip_model\.safetensors; pickles"):
+        load_model(str(folder))

@@ -92,7 +92,7 @@ def as_transformers(name: str) -> str:
 
 
 def _convert(place: Path, folder: Path, content: dict[str, Any], file: Path) -> None:
-    config = _config(str(folder), content["model_cfg"])
+    config: Any = _config(str(folder), content["model_cfg"])
     with explained(f"{folder} is in open_clip's format; its tokenizer is missing or damaged", str(folder)):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.model_max_length = config.text_config.max_position_embeddings
@@ -101,7 +101,7 @@ def _convert(place: Path, folder: Path, content: dict[str, Any], file: Path) -> 
         model.load_state_dict(renamed(load_file(file)))
     model.save_pretrained(place)
     seen, side = content.get("preprocess_cfg", {}), config.vision_config.image_size
-    own = {f"image_{each}": seen[each] for each in ("mean", "std") if each in seen}
+    own: Any = {f"image_{each}": seen[each] for each in ("mean", "std") if each in seen}
     images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side}, **own)
     CLIPProcessor(images, tokenizer).save_pretrained(place)
 

@@ -142,9 +142,7 @@ def test_export_writes_the_same_weights_again(folder: Path, tmp_path: Path) -> N
     assert {**text, **layout(clip_tokenizer())["model_cfg"]["text_cfg"]} == text
     torch.testing.assert_close(our_logits(load_model(str(out)), out), our_logits(load_model(str(folder)), folder))
     with pytest.raises(ValueError, match="--precision is int8; --layout open_clip writes no graphs"):
-        export.main(
-            ["--model_name_or_path", str(folder), "--output_dir", "x", "--layout", "open_clip", "--precision", "int8"]
-        )
+        export.ExportArguments(str(folder), "x", layout="open_clip", precision="int8")
     with pytest.raises(
         ValueError, match="--layout is open_clip; it is written of a CLIP, and this is a siglip_vision_model"
     ):

@@ -40,7 +40,7 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_920,
+    "core": 26_000,
     "data": 10_080,
     "model": 4_050,
     "objectives": 1_800,
@@ -51,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 17_450,
-    "tests": 49_650,
+    "tests": 49_950,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -307,6 +307,13 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
     links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)
     group_U = groups(len(state.first_U), np.concatenate([links_U2, _same_file(state, facts)]))
     group_N = group_U[state.image_N]
+    largest = int(np.bincount(group_N[unknown]).max())
+    if largest > 100 and sum(shares) and largest > (1 - sum(shares)) * np.count_nonzero(unknown):
+        logger.warning(
+            "%s of %s rows come into one split, as they look alike or have a group or file in common, each with some other; so "
+            "validation and test do not get their shares. If they only look alike, lower --near_duplicate_distance.",
+            f"{largest:,}", f"{np.count_nonzero(unknown):,}",
+        )  # fmt: skip
     of_group = np.full(len(state.first_U), -1, dtype=np.int8)
     np.maximum.at(of_group, group_N, state.split_N)
     keys = facts["image_hash"].take(state.first_U).to_pylist()

@@ -129,6 +129,14 @@ def test_rows_of_a_group_come_into_one_split_also_through_others(tmp_path: Path)
     assert len(set.union(*of_group.values())) == 3
 
 
+def test_rows_that_all_hang_together_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row(place % 40, group="one", where=place) | {"image_hash": f"{place:064d}"} for place in range(102)]
+    assert (
+        set(decide(rows, tmp_path, validation_fraction=0.3).rows) == {"train"} or "come into one split" in caplog.text
+    )
+    assert "102 of 102 rows come into one split" in caplog.text
+
+
 def test_ids_that_count_rows_are_no_leak(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [row(at, id=str(at), split="train") for at in range(12)]
     rows += [row(at + 12, id=str(at), split="validation") for at in range(12)]

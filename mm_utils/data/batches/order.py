@@ -136,31 +136,29 @@ class GlobalOrder:
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
         self._head = lru_cache(maxsize=2)(self._make_head)
 
-    def batch(self, step: int) -> list[Draw]:
-        """Return the draws of global batch `step`, counted from 0."""
-        size = self.sizes.at(step)
+    def batch(self, step: int, mine: slice = slice(None)) -> list[Draw]:
+        """Return the draws of global batch `step`, counted from 0; of a part of it, no others are computed."""
         epoch, low = divmod(self.sizes.before(step), self.num_rows)
-        missing = max(0, low + size - self.num_rows)
-        rows = self._places(epoch, low, low + size - missing)
-        epochs = np.full(size, epoch)
-        if missing:
-            rows = np.concatenate([rows, self._places(epoch + 1, 0, missing)])
-            epochs[-missing:] += 1
-        return list(zip(rows.tolist(), epochs.tolist(), strict=True))
+        places = np.arange(low, low + self.sizes.at(step))[mine]
+        now = places < self.num_rows
+        rows = self._places(epoch, places[now])
+        if len(rows) < len(places):
+            rows = np.concatenate([rows, self._places(epoch + 1, places[~now] - self.num_rows)])
+        return list(zip(rows.tolist(), np.where(now, epoch, epoch + 1).tolist(), strict=True))
 
-    def _places(self, epoch: int, low: int, high: int) -> np.ndarray:
-        """Return the rows at places `low` to `high` of an epoch."""
+    def _places(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Return the rows at ascending places of an epoch."""
         if not self._apart:
-            return self._epoch(epoch)[low:high]
+            return self._epoch(epoch)[places]
         head = self._head(epoch)
-        first = min(max(low, len(head)), high)
-        return np.concatenate([head[low:high], self._shuffled(epoch, first, high)])
+        inside = places < len(head)
+        return np.concatenate([head[places[inside]], self._shuffled(epoch, places[~inside])])
 
     def _make_epoch(self, epoch: int) -> np.ndarray:
         """Return all rows of an epoch in order; computing them takes all epochs before."""
-        rows = self._shuffled(0, 0, self.num_rows)
+        rows = self._shuffled(0, np.arange(self.num_rows))
         for later in range(1, epoch + 1):
-            before, rows = rows, self._shuffled(later, 0, self.num_rows)
+            before, rows = rows, self._shuffled(later, np.arange(self.num_rows))
             size, carried = self._crossing(later)
             if carried:
                 rows[:size] = _moved_behind(rows[:size], before[-carried:])
@@ -171,19 +169,19 @@ class GlobalOrder:
         size, carried = self._crossing(epoch)
         if not carried:
             return np.empty(0, np.int64)
-        tail = self._shuffled(epoch - 1, self.num_rows - carried, self.num_rows)
-        return _moved_behind(self._shuffled(epoch, 0, size), tail)
+        tail = self._shuffled(epoch - 1, np.arange(self.num_rows - carried, self.num_rows))
+        return _moved_behind(self._shuffled(epoch, np.arange(size)), tail)
 
     def _crossing(self, epoch: int) -> tuple[int, int]:
         """Return the size of the batch with an epoch's first row, and its rows of the epoch before."""
         step = self.sizes.step_of(epoch * self.num_rows)
         return self.sizes.at(step), epoch * self.num_rows - self.sizes.before(step)
 
-    def _shuffled(self, epoch: int, low: int, high: int) -> np.ndarray:
+    def _shuffled(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """Return the rows at places of an epoch's shuffle, copied; rows outside blocks come last."""
         if self.arrangement is None:
-            return self._shuffled_blocks(epoch, np.arange(low, high))
-        places = np.arange(low, high)
+            return self._shuffled_blocks(epoch, places)
+        places = places.copy()
         inside = places < self.num_rows // self.block * self.block
         block, offset = np.divmod(places[inside], self.block)
         places[inside] = self._shuffled_blocks(epoch, block) * self.block + offset
@@ -274,12 +272,12 @@ class Division:
 
     weights: tuple[float, ...] | None = None
 
-    def of_rank(self, draws: list[Draw], rank: int, world_size: int) -> list[Draw]:
-        """Return the rows of one rank; every row is of one."""
+    def of_rank(self, count: int, rank: int, world_size: int) -> slice:
+        """Return which of `count` rows are one rank's; every row is of one."""
         if self.weights is None:
-            return draws[rank::world_size]
+            return slice(rank, None, world_size)
         low, high = (sum(self.weights[:end]) / sum(self.weights) for end in (rank, rank + 1))
-        return draws[round(low * len(draws)) : round(high * len(draws))]
+        return slice(round(low * count), round(high * count))
 
 
 EQUAL_SHARES = Division()
@@ -295,9 +293,9 @@ class RankBatches(Sampler[list[Draw]]):
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> list[Draw]:
-        return self.division.of_rank(
-            self.order.batch(self.start + number), distributed.rank(), distributed.world_size()
-        )
+        step = self.start + number
+        size = self.order.sizes.at(step)
+        return self.order.batch(step, self.division.of_rank(size, distributed.rank(), distributed.world_size()))
 
     def __len__(self) -> int:
         return self.stop - self.start

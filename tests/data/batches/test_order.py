@@ -62,7 +62,7 @@ def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps
 def test_uneven_shares_hold_every_row_once_and_in_proportion(weights: list[int], batch_size: int) -> None:
     draws = in_order(batch_size, batch_size, 0).batch(0)
     division, world = Division(tuple(map(float, weights))), len(weights)
-    shares = [division.of_rank(draws, rank, world) for rank in range(world)]
+    shares = [draws[division.of_rank(len(draws), rank, world)] for rank in range(world)]
     assert [draw for share in shares for draw in share] == draws
     for share, weight in zip(shares, weights, strict=True):
         assert abs(len(share) - batch_size * weight / sum(weights)) <= 1

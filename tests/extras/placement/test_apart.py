@@ -115,8 +115,8 @@ def test_every_process_has_both_encoders_after_the_exchange() -> None:
 def test_every_row_and_pair_is_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "world_size", lambda: 5)
     split, draws = Split(2, 3), [(row, 0) for row in range(11)]
-    assert [row for rank in range(5) for row in split.division.of_rank(draws, rank, 5)] == draws
-    assert all(split.division.of_rank(draws, rank, 5) == [] for rank in (2, 3, 4))
+    assert [row for rank in range(5) for row in draws[split.division.of_rank(len(draws), rank, 5)]] == draws
+    assert all(draws[split.division.of_rank(len(draws), rank, 5)] == [] for rank in (2, 3, 4))
     assert [row for rows in split.text_rows(11) for row in rows] == list(range(11))
     assert list(map(len, split.text_rows(11)[:2])) == [0, 0]
     assert [row for rows in loss_rows(11) for row in rows] == list(range(11))

@@ -51,7 +51,8 @@ def test_rows_are_dealt_so_that_the_last_ends_as_early_as_can_be(seconds: list[f
     # To end earlier, every rank would have fewer rows than fit until then, or the one that it has anyway.
     earlier = [max(1, int(end * (1 - 1e-9) / each)) for each in seconds]
     assert sum(earlier) < size or end == pytest.approx(max(seconds))
-    dealt = [Division(tuple(map(float, rows))).of_rank([(0, 0)] * size, rank, len(rows)) for rank in range(len(rows))]
+    division = Division(tuple(map(float, rows)))
+    dealt = [range(size)[division.of_rank(size, rank, len(rows))] for rank in range(len(rows))]
     assert [len(each) for each in dealt] == rows
 
 
@@ -59,7 +60,7 @@ def test_rows_are_dealt_so_that_the_last_ends_as_early_as_can_be(seconds: list[f
 def test_no_rank_is_left_without_rows_when_batches_grow(seconds: list[float], more: int, growth: int) -> None:
     division = Division(tuple(map(float, deal(seconds, len(seconds) + more))))
     draws = [(row, 0) for row in range(len(seconds) + more + growth)]
-    shares = [division.of_rank(draws, rank, len(seconds)) for rank in range(len(seconds))]
+    shares = [draws[division.of_rank(len(draws), rank, len(seconds))] for rank in range(len(seconds))]
     assert [draw for share in shares for draw in share] == draws
     assert all(shares)
 
@@ -96,7 +97,7 @@ def train(
     def batches(start: int, stop: int) -> Any:
         for step in range(start, stop):
             draws = [((7 * step + place) % 20, 0) for place in range(BATCH)]
-            mine = data.loaders.division.of_rank(draws, distributed.rank(), distributed.world_size())
+            mine = draws[data.loaders.division.of_rank(len(draws), distributed.rank(), distributed.world_size())]
             seen.append([row for row, _ in mine])
             batch = batch_of(seen[-1])
             yield batch | {"pixel_values": batch["pixel_values"].double()} if exact else batch

@@ -50,7 +50,7 @@ class ObjectiveArguments:
     teacher_name_or_path: str | None = arg(
         None,
         "A larger dual encoder whose similarities the towers learn as soft targets, a folder or a Hub id as of "
-        "--model_name_or_path; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
+        "--model_name_or_path, or st:FOLDER of a SentenceTransformer of images and texts; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
     )
     matryoshka_dims: str | None = arg(
         None,

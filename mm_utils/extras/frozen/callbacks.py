@@ -57,8 +57,13 @@ class CacheTeacher(RunCallback):
     @classmethod
     def attach(cls, given: Parsed) -> "CacheTeacher":
         """Return the callback of a teacher that exists."""
+        from mm_utils.extras.frozen.sentence_teacher import Embedder
+
         name = given["teacher_name_or_path"]
-        check_model(name, "--teacher_name_or_path")
+        if name.startswith("st:"):
+            Embedder(name)  # which complains now, not after the data are loaded
+        else:
+            check_model(name, "--teacher_name_or_path")
         return cls(name)
 
     def on_start(self, run: Any) -> None:

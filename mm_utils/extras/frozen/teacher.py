@@ -19,6 +19,7 @@ from mm_utils.data.batches.tokens import fingerprint, tokenize_captions, tokeniz
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.extras.frozen.feature_cache import Block, Source, weights_digest
+from mm_utils.extras.frozen.sentence_teacher import PREFIX, Embedder, SentenceTeacher
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
@@ -37,6 +38,9 @@ def cache_teacher(name: str | None, data: TrainingData, objective: JointObjectiv
     terms = [term for term in objective.weights if isinstance(term, Distillation)]
     if not terms or name is None:
         return
+    if name.startswith(PREFIX):
+        _cache_sentence_teacher(name, data, accelerator)
+        return
     model, processor = load_model(name, fusion_layers=0).float().eval(), load_processor_of(name)
     padding = model.config.text_padding or {"length": processor.tokenizer.model_max_length}
     length, train = min(data.max_seq_length, padding["length"]), data.splits["train"]
@@ -52,6 +56,17 @@ def cache_teacher(name: str | None, data: TrainingData, objective: JointObjectiv
     data.identity["teacher"] = weights_digest(model)
     for term in terms:
         term.scale = model.logit_scale.exp().item()
+
+
+def _cache_sentence_teacher(name: str, data: TrainingData, accelerator: Accelerator) -> None:
+    """Put the embeddings of a SentenceTransformer beside the rows."""
+    train = data.splits["train"]
+    if data.medium != "image":
+        raise ValueError(f"--teacher_name_or_path is {name}; it embeds images, and the data are {data.medium}s.")
+    embedder = Embedder(name)
+    found = SentenceTeacher(train, data, embedder, accelerator).open_or_compute()
+    data.features = datasets.concatenate_datasets([data.features or train, found], axis=1)
+    data.identity["teacher"] = weights_digest(embedder)
 
 
 class _Teacher(Source):

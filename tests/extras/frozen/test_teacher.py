@@ -15,6 +15,7 @@ from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize_captions
+from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.frozen.distillation import Distillation
@@ -24,6 +25,7 @@ from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from scripts import pretrain
+from tests.extras.families.letters import write_bert
 from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, rows_of
 from tests.kit.small_media import split_of
@@ -176,3 +178,40 @@ def test_a_run_learns_from_its_teacher_and_goes_on_with_no_other(
 def test_a_teacher_that_is_not_there_is_named(tiny_flags: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--teacher_name_or_path is .*; there is no such folder"):
         pretrain.main([*tiny_flags, "--teacher_name_or_path", str(tmp_path / "none")])
+
+
+def test_a_sentence_transformer_of_images_and_texts_teaches(
+    teacher: str, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its embeddings are those of `encode`, computed once; a run learns from them."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    saved = str(tmp_path / "st")
+    sentence_transformers.SentenceTransformer(teacher, device="cpu").save_pretrained(saved)
+    name, rows = f"st:{saved}", rows_of(12, BROKEN)
+    data = opened(name)
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "_compute", lambda *_: pytest.fail("the teacher ran"))
+        again = opened(name)
+    assert data.features is not None
+    assert again.features is not None
+    assert again.identity == data.identity
+    theirs = sentence_transformers.SentenceTransformer(saved, device="cpu")
+    there = [row for row in range(12) if row not in BROKEN]
+    given = [open_image(rows[row]["image"]) for row in there], [rows[row]["captions"][0] for row in there]
+    for column, items in zip(("teacher_image", "teacher_text"), given, strict=True):
+        values = [again.features[row][column] for row in there]
+        first = torch.tensor(values if column == "teacher_image" else [value[0] for value in values])
+        right = theirs.encode(items, convert_to_tensor=True, normalize_embeddings=True)
+        torch.testing.assert_close(first.view_as(right), right, rtol=0, atol=2e-3)
+    run = [*tiny_flags, "--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0"]
+    pretrain.main([*run, "--teacher_name_or_path", name, "--output_dir", str(tmp_path / "out")])
+    assert (tmp_path / "out/metrics.jsonl").read_text().count("distillation_loss") == 4
+
+
+def test_what_is_no_sentence_transformer_of_images_is_named(tiny_flags: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    with pytest.raises(ValueError, match=r"--teacher_name_or_path is st:.*; there is no such folder"):
+        pretrain.main([*tiny_flags, "--teacher_name_or_path", f"st:{tmp_path / 'none'}"])
+    text = write_bert(tmp_path / "text")
+    with pytest.raises(ValueError, match=r"it cannot embed an image and a text: .*Choose a model that embeds both"):
+        pretrain.main([*tiny_flags, "--teacher_name_or_path", f"st:{text}"])

@@ -50,7 +50,7 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 17_450,
+    "extras": 17_600,
     "tests": 49_950,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""

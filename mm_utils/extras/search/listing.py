@@ -23,6 +23,7 @@ from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, file_fault, read_fil
 from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
+from mm_utils.data.rows.folders import RAW_SUFFIXES
 from mm_utils.data.rows.source import Source
 from mm_utils.extras.search.index import STAMPS
 from mm_utils.extras.tars.webdataset import Sample, captions_of_sample, read_shard, shard_paths
@@ -72,10 +73,13 @@ def list_folder(folder: str, allow_outside: bool = False, medium: str = "image")
     for place, folders, files in os.walk(folder, onerror=set_aside):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
-            if name.startswith(".") or not name.lower().endswith(suffixes):
+            is_raw = medium == "image" and name.lower().endswith(RAW_SUFFIXES)
+            if name.startswith(".") or not (is_raw or name.lower().endswith(suffixes)):
                 continue
             path = os.path.relpath(os.path.join(place, name), folder)
             try:
+                if is_raw:
+                    raise Fault("image_unknown_format", "a RAW photograph is not read")
                 jail.resolve(path)
                 if storable(path) != path:
                     raise Fault("bad_path", f"{storable(path)} is not UTF-8")

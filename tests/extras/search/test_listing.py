@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.extras.search.listing import shard_listing, stamps
+from mm_utils.extras.search.listing import list_folder, shard_listing, stamps
 from tests.kit.fault_images import grey
 from tests.kit.reading import write_tar
 
@@ -22,6 +22,16 @@ def test_images_come_with_and_without_captions(tmp_path: Path, own_cache: Path) 
     assert [row["image"]["bytes"] for row in found.rows] == [grey(10), grey(20), grey(30)]
     assert found.rows["captions"][:] == [[], ["a grey square"], ["dark"]]
     assert [(line["id"], line["reason"]) for line in found.skipped] == [("web-1/c", "image_missing")]
+
+
+def test_raw_photographs_are_named_and_not_passed_over(tmp_path: Path) -> None:
+    for name in ("a.jpg", "a.NEF", "b.cr2", ".c.nef", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    names, skipped = list_folder(str(tmp_path))
+    assert names == ["a.jpg"]
+    assert [(line["id"], line["reason"]) for line in skipped] == [
+        (name, "image_unknown_format") for name in ("a.NEF", "b.cr2")
+    ]
 
 
 def test_only_changed_images_have_another_hash(tmp_path: Path, own_cache: Path) -> None:

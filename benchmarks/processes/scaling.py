@@ -68,12 +68,12 @@ def loss_seconds(rows: int, batch: int, width: int, args: ScalingArguments) -> f
     return products / (args.fp32_tflops * 1e12) + passes / (args.memory_gb * 1e9)
 
 
-def order_seconds(pairs: int, batch: int) -> float:
-    """The CPU time in which a process draws the rows of a batch, measured on this core."""
+def order_seconds(pairs: int, batch: int, gpus: int) -> float:
+    """The CPU time in which one of `gpus` processes draws its rows of a batch, measured on this core."""
     order = GlobalOrder(pairs, BatchSizes((0,), (batch,)), 0)
-    order.batch(1)
+    order.batch(1, slice(0, None, gpus))
     begin = time.process_time()
-    order.batch(2)
+    order.batch(2, slice(0, None, gpus))
     return time.process_time() - begin
 
 
@@ -160,9 +160,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
     results: list[dict[str, Any]] = []
     for batch in map(int, args.global_batch.split(",")):
-        drawn = order_seconds(args.pairs, batch)
         for gpus in map(int, args.gpus.split(",")):
             if gpus <= batch:
+                drawn = order_seconds(args.pairs, batch, gpus)
                 results.append(reckon(gpus, batch, flops, parameters, width, drawn, args))
     sys.stdout.write(report(results, parameters, flops.training_step(1, [args.tokens]) / 1e9, args))
     return results

@@ -72,7 +72,7 @@ def test_a_turn_taker_may_die(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a process with its parent")
 def test_a_turn_taker_ends_with_its_parent_before_it_serves(tmp_path, children):
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)")
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)")
 
     def body(report):
         report(str(TurnTaker(tmp_path / "slow.py").process.pid))
@@ -80,6 +80,7 @@ def test_a_turn_taker_ends_with_its_parent_before_it_serves(tmp_path, children):
 
     _, reading = fork(children, body)
     pid = int(read_report(reading))
+    children.append(pid)
     assert wait_until(lambda: not is_alive(pid))
 
 

@@ -37,8 +37,7 @@ from mm_utils.extras.classes.objective import ClassificationObjective, weigh_cla
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.callbacks import default_callbacks
-from mm_utils.run.doors import Doors, RunContext
+from mm_utils.run.doors import Doors, RunContext, default_callbacks
 from mm_utils.run.flags import check_flags
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import FinetuningArguments

@@ -42,12 +42,12 @@ from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import Engine, PrepareArguments, ingest_sources, workspace
-from mm_utils.data.prepare.summary import describe, summarize
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, Source, resolved
 from mm_utils.extras.data_reports.card import write_data_card
 from mm_utils.extras.data_reports.pair_scores import ScoreArguments, score_and_set_aside, write_scores
 from mm_utils.extras.data_reports.report import write_report
+from mm_utils.extras.data_reports.summary import describe, summarize
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
 from mm_utils.run.start import run_script, set_up_logging
 

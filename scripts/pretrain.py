@@ -31,8 +31,7 @@ from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import build_objective
 from mm_utils.run import flags
-from mm_utils.run.callbacks import default_callbacks
-from mm_utils.run.doors import Doors, RunContext
+from mm_utils.run.doors import Doors, RunContext, default_callbacks
 from mm_utils.run.finish import finish_run
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.optim import build_optimizer

@@ -227,3 +227,12 @@ def _margin(split: Embeddings) -> float:
     true, pairs = int((counts[0] * counts[1]).sum()), len(split.image_ME) * len(split.text_TE)
     cosines = pairs * (_centroid(split.image_ME) @ _centroid(split.text_TE)).item()
     return true_cosines / max(1, true) - (cosines - true_cosines) / max(1, pairs - true)
+
+
+def helps(ranks: dict[str, DirectionRanks]) -> bool:
+    """Return whether re-ranking gains recall@1 beyond its interval, and loses in no direction."""
+    gains = [
+        mean_interval((each.reranked_Q <= 1).double() - (each.cosine_Q <= 1).double(), each.queries.group)
+        for each in ranks.values()
+    ]
+    return min(gain for gain, _ in gains) >= 0 and sum(gain - half_width for gain, half_width in gains) > 0

@@ -5,7 +5,11 @@ The score of a pair is the scaled cosine + sum_v weight_v x voice v. The head ha
 - caption: the log probability of the caption given the image (arXiv 2306.01879), minus the log probability of the caption
   alone, estimated by the mean probability over the caption's candidate images. That is the same for all images of a caption:
   it changes image to text, and not text to image.
-`mm_utils.evaluation.rerank_weights` fits the weights.
+
+A voice's weight on the training pairs says nothing, because the towers rank those right already. So weights are fitted on the
+validation split. Its own figures are cross-fitted: the images, those with equal captions together, are cut into two folds, and each
+fold is ranked with the weights fitted on the other. If that does not gain beyond its interval of 95 %, all weights are 0. The
+weights that the model keeps are then fitted on both folds together; other splits play no part.
 
 Shape letters: M images, T texts, V voices, Q queries, K candidates, P pairs.
 """
@@ -41,6 +45,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 
 PAIRS = 256  # pairs per forward of the head
 FOLDS = 2  # of the images, by their id, for weights that were fitted on the other one
+SMALLEST = 0.01  # a weight below it is 0, and its voice need not be computed
 
 
 def stored_weights(model: FusionDualEncoderModel) -> dict[str, float]:
@@ -253,3 +258,49 @@ def _score_block(
     _, states = model.encode_text(read.input_ids, read.attention_mask)
     scores = model.voice_scores(voices, own, states[place], read.attention_mask[place], read.input_ids[place])
     return scores.float(), read.input_ids.shape[1]
+
+
+class Listed(NamedTuple):
+    """The candidates of the queries of one direction."""
+
+    cosine_QK: Tensor  # scaled cosines
+    voices_VQK: Tensor
+    right_QK: Tensor  # whether the candidate is right
+    group_Q: Tensor  # images with equal captions are one group, see `Keyed`
+
+    def of_fold(self, fold: int) -> "Listed":
+        """Return the queries of one fold."""
+        mine = self.group_Q % FOLDS == fold
+        return Listed(self.cosine_QK[mine], self.voices_VQK[:, mine], self.right_QK[mine], self.group_Q[mine])
+
+
+def fit_weights(directions: list[Listed]) -> list[float]:
+    """Return the weights of the voices by which the right candidates are most likely, from 0 on.
+
+    They maximise the mean log likelihood of the right candidates under softmax_k(a cosine_k + sum_v b_v voice_vk), the
+    conditional logit (McFadden 1974), over queries with a right and a wrong candidate; the weights are b / a.
+    """
+    listed = [
+        (torch.cat([one.cosine_QK[None], one.voices_VQK])[:, some].double().cpu(), one.right_QK[some].cpu())
+        for one in directions
+        for some in [one.right_QK.any(1) & ~one.right_QK.all(1)]
+    ]
+    listed = [(score, right) for score, right in listed if len(right) and score.isfinite().all()]
+    voices = len(directions[0].voices_VQK)
+    if len(listed) < len(directions):
+        return [0.0] * voices
+    log_weight = torch.zeros(1 + voices, dtype=torch.double, requires_grad=True)
+    optimizer = torch.optim.LBFGS([log_weight], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        total = log_weight.new_zeros(())
+        for score, right in listed:
+            logits = torch.einsum("v,vqk->qk", log_weight.exp(), score)
+            total = total + (logits.logsumexp(1) - logits.masked_fill(~right, -torch.inf).logsumexp(1)).mean()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    found = (log_weight[1:] - log_weight[0]).detach().exp()
+    return [round(value, 3) if SMALLEST <= value < math.inf else 0.0 for value in found.tolist()]

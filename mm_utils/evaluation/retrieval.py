@@ -21,17 +21,18 @@ from torch import Tensor
 from mm_utils.arguments import arg
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
-from mm_utils.evaluation.metrics import embedding_health, mean_recall, retrieval_metrics
+from mm_utils.evaluation.metrics import embedding_health, helps, mean_recall, retrieval_metrics
 from mm_utils.evaluation.probes import Probes, probe_cosines
-from mm_utils.evaluation.rerank_weights import Listed, fit_weights, helps
 from mm_utils.evaluation.reranking import (
     FOLDS,
     Candidates,
     DirectionRanks,
+    Listed,
     PairScores,
     combine,
     describe_weights,
     find_candidates,
+    fit_weights,
     rank_directions,
     score_pairs,
     stored_weights,
@@ -95,7 +96,7 @@ class RetrievalEvaluator:
 
     Args:
         probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
-        fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.rerank_weights`), and write
+        fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.reranking`), and write
             them into the model's config, unless the arguments give them.
         own_captions: count only an image's own captions as right, as published figures of benchmarks do; else also captions
             of other images that are equal to one of them.

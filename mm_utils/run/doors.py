@@ -1,4 +1,4 @@
-"""What attaches to a run: the callbacks of the extras, those of `--callbacks`, and those that `main` is given.
+"""What attaches to a run: callbacks that every run has, those of the extras and of `--callbacks`, and those of `main`.
 
 A script asks for the flags of the extras before it parses (`arguments`), and for their callbacks after that (`open`). Then
 `start` calls `on_start`, when data, model, objective and optimizer exist, and `finish` calls `on_finish`, when the model is
@@ -8,20 +8,28 @@ saved, and when its card is written `on_publish`. Starts go by the names of the 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from mm_utils.arguments import Parsed
 from mm_utils.data.training_data import TrainingData
 from mm_utils.doors import entries, load, load_own
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
+from mm_utils.model.flops import measure_flops
 from mm_utils.objectives import Objective
+from mm_utils.reliability.skipped_samples import SkippedSamples
+from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
+from mm_utils.run.output_folder import save_config
+from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
-from mm_utils.training.callbacks import RunCallback
+from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
+from mm_utils.training.diagnosis import CollapseWarning
+from mm_utils.training.throughput import Communication, LoaderAdvice, Throughput
 
 
 @dataclass
@@ -99,6 +107,9 @@ class Doors:
         names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
         own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
         wanted = [kind for kind in self._kinds if kind.flag is None or given[kind.flag]]
+        for kind in self._kinds:
+            if kind not in wanted and not given.is_trial:  # which turns flags off behind the user's
+                given.refuse(kind.reads, f"there is no --{kind.flag}")
         attached = [found for kind in wanted if (found := kind.attach(given)) is not None]
         self.callbacks = [*attached, *own, *self._of_main]
 
@@ -132,3 +143,38 @@ def _call(event: str, callbacks: Sequence[TrainerCallback], context: RunContext)
     for callback in callbacks:
         if (method := getattr(callback, event, None)) is not None:
             method(context)
+
+
+def default_callbacks(
+    run: Run, objective: Objective, data: TrainingData, highest_scale: float | None = None
+) -> list[TrainerCallback]:
+    """Return the callbacks that every run has; those that add values to the log come first.
+
+    Args:
+        run: the started run.
+        objective: the objective that is trained.
+        data: the data that it is trained on.
+        highest_scale: the bound of the inverse temperature; None for an objective without one.
+    """
+    device, args, caches = run.accelerator.device, run.args, bool(run.settings.get("cache_features"))
+    flops = None
+    if highest_scale is not None and len(data.media) == 1:
+        shape = data.loaders.blank(1).shape[1:]
+        flops = measure_flops(objective.model, shape, data.max_seq_length, not caches)
+    callbacks: list[TrainerCallback] = [
+        HangDetection(args.ddp_timeout),
+        Throughput(device, flops, objective.pairs_per_image),
+        Communication(run.accelerator.distributed_type),
+        StragglerDetection(),
+        SkippedSamples(),
+        RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
+        ProgressBar(),
+    ]
+    if highest_scale is not None:
+        warmup = run.settings["warmup_ratio"]
+        callbacks += [TemperatureClamp(highest_scale), CollapseWarning(warmup, highest_scale)]
+    if not (caches and run.settings["freeze_vision"]):  # cached features cost the loader nothing
+        callbacks.append(LoaderAdvice(lambda: data.loaders.workers))
+    if args.early_stopping_patience:
+        callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
+    return callbacks

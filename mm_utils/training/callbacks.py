@@ -121,11 +121,13 @@ class RunCallback(TrainerCallback):
     Attributes:
         scripts: the scripts that it is for.
         flag: the flag without which it is not asked for; None if `attach` decides.
+        reads: the names of further flags that are not read without it, separated by spaces.
         arguments: the dataclass of its flags, if it has any.
     """
 
     scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")
     flag: ClassVar[str | None] = None
+    reads: ClassVar[str] = ""
     arguments: ClassVar[type | None] = None
 
     @classmethod

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mm_utils.evaluation import retrieval
-from mm_utils.evaluation.rerank_weights import Listed, fit_weights
+from mm_utils.evaluation.reranking import Listed, fit_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel
 

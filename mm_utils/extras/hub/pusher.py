@@ -90,6 +90,8 @@ class HubPusher(RunCallback):
     """
 
     arguments = HubArguments
+    flag = "push_to_hub"
+    reads = "hub_model_id hub_private_repo hub_strategy"
 
     def __init__(
         self,
@@ -113,11 +115,9 @@ class HubPusher(RunCallback):
         self._settled: set[str] = set()  # those that are pushed, or reported as lost
 
     @classmethod
-    def attach(cls, given: Parsed) -> "HubPusher | None":
+    def attach(cls, given: Parsed) -> "HubPusher":
         """Return the callback with --push_to_hub."""
-        if not given["push_to_hub"] and not given.is_trial:
-            given.refuse("hub_model_id hub_private_repo hub_strategy", "there is no --push_to_hub")
-        return cls(given[HubArguments]) if given["push_to_hub"] else None
+        return cls(given[HubArguments])
 
     def open(self, output_dir: Path) -> None:
         """Set the folder that is pushed."""

@@ -15,13 +15,12 @@ class Streaming(RunCallback):
 
     scripts = ("pretrain",)
     arguments = StreamingArguments
+    flag = "streaming"
+    reads = "stream_interleave shuffle_block_size"
 
     @classmethod
-    def attach(cls, given: Parsed) -> "Streaming | None":
+    def attach(cls, given: Parsed) -> "Streaming":
         """Return the callback with --streaming."""
-        if not given["streaming"]:
-            given.refuse("stream_interleave shuffle_block_size", "there is no --streaming")
-            return None
         if given["similar_captions_per_batch"] > 1:
             raise ValueError(
                 f"--similar_captions_per_batch is {given['similar_captions_per_batch']}; a stream's captions are not known "

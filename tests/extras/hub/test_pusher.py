@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.arguments import Parsed
+from mm_utils.arguments import parse_args
 from mm_utils.extras.hub.pusher import STAGING, HubArguments, HubPusher
+from mm_utils.run.doors import Doors
+from mm_utils.run.flags import PRETRAINING
 from tests.kit.hub import CUT, TOKEN, HubServer, MadePushers, wait_for_push
 
 OTHER_TOKEN = "hf_anotherTokenOfAnotherPerson0123456"
@@ -85,7 +87,9 @@ def test_a_push_uploads_exact_bytes_and_nothing_unfinished(
 
 
 def test_nothing_is_sent_unless_asked(server: HubServer, run_dir: Path, pusher: MadePushers) -> None:
-    assert HubPusher.attach(Parsed([HubArguments()])) is None
+    doors = Doors("pretrain")
+    doors.open(parse_args(*PRETRAINING, *doors.arguments, argv=[]))
+    assert HubPusher not in map(type, doors.callbacks)
     other_rank = pusher(run_dir, hub_strategy="every_save")
     begin(other_rank, is_main=False)
     save(other_rank, 10, is_main=False)

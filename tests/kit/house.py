@@ -40,8 +40,8 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 26_000,
-    "data": 10_080,
+    "core": 25_760,
+    "data": 9_900,
     "model": 4_050,
     "objectives": 1_800,
     "training": 2_300,
@@ -50,7 +50,7 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 17_600,
+    "extras": 17_800,
     "tests": 49_950,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""

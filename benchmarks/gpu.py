@@ -5,7 +5,7 @@
 
 Each setting of `--pairs`, `--objectives_tried` and `--compiled` takes steps of the real `TrainStep` on random pixels and captions
 of about 13 tokens (a normal distribution, deviation 3, cut to 7 to 40) that stay on the device, so no loader takes part.
-`--micro_batch_size auto` finds the size as `pretrain` does. `packed` is the same with `--pack_captions`. `bare` is the loop one
+`--micro_batch_size auto` finds the size as `pretrain` does. `packed` is the same with `--set pack_captions=true`. `bare` is the loop one
 would write: both towers once, captions padded to the longest, two cross-entropies of the whole matrix of logits, the same fused
 AdamW and clipping, and one `.item()` a step. The loss of the last step, from equal weights and batches, shows what a precision,
 compiling or packing changes.
@@ -77,7 +77,7 @@ class GpuBenchmarkArguments:
     compiled: str = arg("false,true", "With and without --torch_compile.")
     loops: str = arg(
         "tandem,bare",
-        "tandem is this project's step, packed the same with --pack_captions; bare, for contrastive alone, a plain one.",
+        "tandem is this project's step, packed the same with --set pack_captions=true; bare, for contrastive alone, a plain one.",
     )
     micro_batch_size: str | None = arg(None, "Pairs held at a time, or auto, as in pretrain.")
     rounds: int = arg(3, "Turns.")

@@ -102,11 +102,19 @@ def is_rare(field: dataclasses.Field) -> bool:
 class Parsed:
     """What was parsed: an instance of each dataclass, found by its class, or the value of a flag, by its name.
 
-    `config` is the file of `--config`, and `named` has the names of the flags on the command line.
+    `config` is the file of `--config`; `named` has the names of the flags on the command line, and `in_config` those in the
+    file.
     """
 
-    def __init__(self, parsed: Sequence[Any], config: str | None = None, named: Collection[str] = ()):
-        self._parsed, self.config, self.named = list(parsed), config, frozenset(named)
+    def __init__(
+        self,
+        parsed: Sequence[Any],
+        config: str | None = None,
+        named: Collection[str] = (),
+        in_config: Collection[str] = (),
+    ):
+        self._parsed, self.config = list(parsed), config
+        self.named, self.in_config = frozenset(named), frozenset(in_config)
 
     @overload
     def __getitem__(self, key: type[T]) -> T: ...
@@ -134,6 +142,17 @@ class Parsed:
     def is_trial(self) -> bool:
         """Whether these are a run's flags with those of its dry run behind them."""
         return "dry_run" in self.named and not self["dry_run"]
+
+    def is_given(self, *names: str) -> bool:
+        """Return whether the command line or the file of ``--config`` has one of some flags."""
+        return not (self.named | self.in_config).isdisjoint(names)
+
+    def default(self, **values: Any) -> None:
+        """Change flags that are not given."""
+        for each in self._parsed:
+            for name in values.keys() & _names(each):
+                if not self.is_given(name):
+                    setattr(each, name, values[name])
 
     def refuse(self, names: str, reason: str) -> None:
         """Refuse flags that would have no effect, and that ask for something: those above 0 and unlike their default.
@@ -200,8 +219,7 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         parser.add_argument("--set", metavar="NAME=VALUE", help="Set a flag by its name: the rare ones below, or any.")
         parser.add_argument_group("Rare settings")._group_actions.extend(parser.rare)
     path = _take_config(parser, argv)
-    if path is not None:
-        _set_defaults(parser, path)
+    in_config = [] if path is None else _set_defaults(parser, path)
     words = _explicit(parser, argv)
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     named = {action.dest for action in actions if action is not None}
@@ -215,13 +233,16 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         given = {rest: " ".join(unknown)}
         return Parsed(
-            [dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed], path, named
+            [dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed],
+            path,
+            named,
+            in_config,
         )
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
-    return Parsed(parsed, path, named)
+    return Parsed(parsed, path, named, in_config)
 
 
 def to_dict(*parsed: Any) -> dict[str, Any]:
@@ -400,7 +421,8 @@ def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _set_defaults(parser: HfArgumentParser, path: str) -> None:
+def _set_defaults(parser: HfArgumentParser, path: str) -> list[str]:
+    """Make the values of a file the defaults; return their names."""
     try:
         entries = read_flat_yaml(path)
     except ValueError as error:
@@ -411,6 +433,7 @@ def _set_defaults(parser: HfArgumentParser, path: str) -> None:
         if key not in known:
             parser.error(f"{place}: unknown key '{key}'{_did_you_mean(key, known)}")
         known[key].default, known[key].required = _typed(parser, known[key], value, place), False
+    return list(entries)
 
 
 def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:

@@ -63,7 +63,7 @@ class TrainingData:
             same.
         eval_batch_size: images per process and forward pass in evaluation.
         total_rows: the rows of every split before `--max_train_samples` and `--max_eval_samples`.
-        features: the training rows with the stored output of frozen towers, in place of `splits["train"]`.
+        features: rows with the stored output of frozen towers, by split, in place of those of `splits`.
         name: what `--dataset_name` calls them, if it names several data sets.
     """
 
@@ -74,7 +74,7 @@ class TrainingData:
     identity: dict[str, Any]
     eval_batch_size: int
     total_rows: dict[str, int] = field(default_factory=dict)
-    features: datasets.Dataset | None = None
+    features: dict[str, datasets.Dataset] = field(default_factory=dict)
     name: str | None = None
 
     @property
@@ -116,13 +116,17 @@ class TrainingData:
         """This rank's share of the validation split, each image with all its captions."""
         return self.evaluation("validation") if "validation" in self.splits else None
 
+    def rows(self, split: str) -> datasets.Dataset:
+        """Return the rows of a split, with what frozen towers have returned where that is stored."""
+        return self.features.get(split) or self.splits[split]
+
     def evaluation(self, split: str) -> DeviceLoader:
         """Return this rank's share of a split, each image with all its captions, in order."""
-        return self.loaders.evaluation(self.splits[split], self.eval_batch_size)
+        return self.loaders.evaluation(self.rows(split), self.eval_batch_size)
 
     def train_batches(self, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
-        return self.loaders.train(self.features or self.splits["train"], self.order, start, stop)
+        return self.loaders.train(self.rows("train"), self.order, start, stop)
 
     def __str__(self) -> str:
         counts = {"train": self.num_rows, **{name: len(rows) for name, rows in self.splits.items()}}

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.model.stored_outputs import encode_image, stored_text
 
 LANGUAGES = 10  # languages measured separately; with two directions and three cut-offs they make 60 metrics
 BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
@@ -195,8 +196,9 @@ def embed_split(
             cache.add(None)
             continue
         with accelerator.autocast():
-            image_bE, keys_values = model.encode_image(batch["pixel_values"], with_keys_values=cache.has_room)
-            text_tE, _ = model.encode_text(batch["input_ids"], batch["attention_mask"])
+            image_bE, keys_values = encode_image(model, batch, cache.has_room)
+            stored = stored_text(model, batch, with_states=False)
+            text_tE, _ = stored or model.encode_text(batch["input_ids"], batch["attention_mask"])
         cache.add(keys_values)
         images.append(image_bE.float())
         texts.append(text_tE.float())
@@ -256,7 +258,7 @@ def image_shares(
             for batch in islice(batches, split.batches_held):
                 if len(batch["rows"]):
                     with accelerator.autocast():
-                        cache.add(model.encode_image(batch["pixel_values"])[1])
+                        cache.add(encode_image(model, batch)[1])
             keys_values = cache.joined(split.batches_held) or ()
         images = range(start, start + (keys_values[0].shape[1] if keys_values else 0))
         yield images, keys_values

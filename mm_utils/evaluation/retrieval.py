@@ -105,7 +105,10 @@ class RetrievalEvaluator:
         split: embeddings of the last evaluation.
         directions: its ranks in each direction.
         scores: its pair scores; None without a head.
+        reads_features: True for an evaluator that reads batches with the output of frozen towers in place of the media.
     """
+
+    reads_features = True
 
     def __init__(
         self,

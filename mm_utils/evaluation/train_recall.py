@@ -1,6 +1,7 @@
 """Recall in training: of held-out images, and beside it of training images; the gap is the overfit."""
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 from accelerate import Accelerator
@@ -29,25 +30,32 @@ def validation_evaluator(args: EvaluationArguments, data: TrainingData) -> Retri
 
 
 def train_recall(data: TrainingData, seed: int) -> list[Evaluate]:
-    """Return what measures `train_mean_recall`, on a sample of the training images; nothing for a stream.
+    """Return what measures `train_mean_recall`; nothing for a stream, whose rows cannot be picked."""
+    return [TrainRecall(data, seed)] if "train" in data.splits else []
+
+
+class TrainRecall:
+    """Measure `train_mean_recall`, on a sample of the training images.
 
     The sample has as many images as the validation split, at most `MOST_IMAGES`, each with all its captions and as evaluation
-    sees it. It is a function of the training rows and the seed. The rows of a stream cannot be picked.
+    sees it. It is a function of the training rows and the seed.
     """
-    if "train" not in data.splits:
-        return []
-    sample = _sample(data, seed)
 
-    def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        checked = loader.beside(sample) if isinstance(loader, CheckedLoader) else sample
+    reads_features = True
+
+    def __init__(self, data: TrainingData, seed: int):
+        self.data, self.seed = data, seed
+
+    @cached_property
+    def sample(self) -> DeviceLoader:
+        """This rank's share of the sample, once frozen towers have run."""
+        rows = self.data.rows("train")
+        images = min(len(rows), len(self.data.splits["validation"]), MOST_IMAGES)
+        places = np.random.default_rng(self.seed).choice(len(rows), images, replace=False)
+        return self.data.loaders.evaluation(rows.select(np.sort(places)), self.data.eval_batch_size)
+
+    def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Evaluate `model`; the loader is that of the validation split."""
+        checked = loader.beside(self.sample) if isinstance(loader, CheckedLoader) else self.sample
         split = embed_split(model, checked, accelerator)
         return {"train_mean_recall": retrieval_metrics(split, rank_directions(split))["mean_recall"]}
-
-    return [measure]
-
-
-def _sample(data: TrainingData, seed: int) -> DeviceLoader:
-    rows = data.splits["train"]
-    images = min(len(rows), len(data.splits["validation"]), MOST_IMAGES)
-    places = np.random.default_rng(seed).choice(len(rows), images, replace=False)
-    return data.loaders.evaluation(rows.select(np.sort(places)), data.eval_batch_size)

@@ -34,6 +34,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     DIRECTIONS,
     DUAL_ENCODERS,
     POOLINGS,
+    PROJECTIONS,
     FusionDualEncoderConfig,
     FusionDualEncoderModel,
     input_name,
@@ -104,6 +105,11 @@ class ModelArguments:
     projection_dim: int | None = arg(
         None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone."
     )
+    projection: str = arg(
+        "linear",
+        "From a backbone's output to the embedding: linear, or mlp, linear and beside it a small network with much dropout, for "
+        "frozen backbones and some thousand images (docs/training.md); stock transformers classes have no such projection.",
+    )
     vision_pooling: str = arg(
         "auto",
         "pooler, mean, cls, or auto: the pooler if there is one, of a map of a sound with what is early and late, else the mean.",
@@ -163,6 +169,7 @@ class ModelArguments:
                 )
         for name, choices in (
             ("fusion_direction", DIRECTIONS),
+            ("projection", PROJECTIONS),
             ("vision_pooling", POOLINGS),
             ("text_pooling", POOLINGS),
             ("backbone_dropout", DROPOUTS),
@@ -237,6 +244,7 @@ def build_model(
             # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
             freeze_batch_norm=bool(args.vision_model_name_or_path),
             projection_dim=args.projection_dim,
+            projection=args.projection,
             **_head(args),
         )
     if args.backbone_dropout == "off":

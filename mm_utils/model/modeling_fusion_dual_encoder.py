@@ -49,10 +49,13 @@ from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_pictur
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
 DIRECTIONS = ("text_to_image", "both")
+PROJECTIONS = ("linear", "mlp")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap", "xclip")
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
+PROJECTION_HIDDEN = 1_024
+FEATURE_DROPOUT = {"vision": 0.7, "text": 0.5}  # of `ResidualProjection`
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
 _MOST_TOKENS = 512  # of a text, where neither tokenizer nor tower says it
 _POSITIONS = ("position_embedding", "position_embeddings", "embed_positions", "wpe")
@@ -73,6 +76,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
         vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
         projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
+        projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`.
         logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
         logit_bias_init_value: initial bias of the sigmoid loss; None for a model without bias.
         vision_pooling, text_pooling: one of `POOLINGS`. `auto` is resolved when the model is built: `pooler` if the backbone
@@ -106,7 +110,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
     model_type = "fusion-dual-encoder"
     sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012
     has_no_defaults_at_init = True
-    medium = "image"
+    medium, projection = "image", "linear"
     media = None  # type: dict[str, dict[str, Any]] | None  # other models' files say nothing of it
 
     def __init__(
@@ -116,6 +120,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         *,
         medium: str = "image",
         projection_dim: int | None = None,
+        projection: str = "linear",
         logit_scale_init_value: float = 2.6592,
         logit_bias_init_value: float | None = None,
         vision_pooling: str = "auto",
@@ -151,6 +156,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             ("medium", medium, MEDIA),
             ("vision_pooling", vision_pooling, (*POOLINGS, "timed")),
             ("text_pooling", text_pooling, POOLINGS),
+            ("projection", projection, PROJECTIONS),
             ("fusion_direction", fusion_direction, DIRECTIONS),
             ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
         ):
@@ -162,8 +168,9 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             raise ValueError(
                 f"fusion_dim is {fusion_dim} with {fusion_heads} heads; it must be a multiple of 4 x fusion_heads."
             )
-        if medium != "image":  # so that the files of image models stay as they were
-            self.medium = medium
+        for name, value in {"medium": medium, "projection": projection}.items():
+            if value != getattr(self, name):  # the class has the usual ones, which files do not name
+                setattr(self, name, value)
         self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
         self.logit_scale_init_value = logit_scale_init_value
         self.logit_bias_init_value = logit_bias_init_value
@@ -931,7 +938,33 @@ def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.M
         return ClapProjectionLayer(own)
     if config.dual_encoder_type in UNPROJECTED or (config.dual_encoder_type, tower) == ("xclip", "vision"):
         return nn.Identity()
+    if config.projection == "mlp":
+        return ResidualProjection(width, config.projection_dim, FEATURE_DROPOUT[tower])
     return nn.Linear(width, config.projection_dim, bias=False)
+
+
+class ResidualProjection(nn.Linear):
+    """A linear projection of standardised features, and beside it a small network that is zero at initialisation.
+
+    z = W x + W2 GELU(W1 x), where x are pooled features `[B, C]` at unit length, less `center`, at a variance of about 1. In
+    training a large share of x is dropped, without which the network learns small data sets by heart.
+    """
+
+    center: Tensor
+
+    def __init__(self, width: int, dim: int, dropout: float):
+        super().__init__(width, dim, bias=False)
+        self.hidden, self.output = nn.Linear(width, PROJECTION_HIDDEN), nn.Linear(PROJECTION_HIDDEN, dim, bias=False)
+        self.dropouts = nn.ModuleList([nn.Dropout(dropout), nn.Dropout(0.3)])
+        self.register_buffer("center", torch.zeros(width))
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """`[B, C]` -> `[B, E]`."""
+        of_input, of_hidden = self.dropouts
+        # The squares of unit features add up to 1, so what the mean leaves of it is the variance.
+        variance = (1 - self.center.square().sum()).clamp(min=1e-6) / len(self.center)
+        features = of_input((F.normalize(pooled, dim=-1) - self.center) * variance.rsqrt())
+        return super().forward(features) + self.output(of_hidden(F.gelu(self.hidden(features))))
 
 
 class MediaTower(nn.Module):
@@ -1000,6 +1033,9 @@ class FusionDualEncoderModel(PreTrainedModel):
             return
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
+            if isinstance(module, ResidualProjection):
+                nn.init.zeros_(module.output.weight)
+                nn.init.zeros_(module.center)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):
@@ -1606,6 +1642,10 @@ class FusionDualEncoderModel(PreTrainedModel):
             ValueError: if the stock class cannot express this model, with the reason.
         """
         kind, weights = self.config.dual_encoder_type, dict(self.state_dict())
+        if self.config.projection != "linear":
+            raise ValueError(
+                f"the stock class has linear projections, and this model --projection {self.config.projection}"
+            )
         if kind == "xclip":
             raise ValueError("the stock class makes a text depend on the clip, and this model does not")
         if self.config.medium != "image" and kind != "clap":

@@ -4,6 +4,8 @@ They depend neither on the number of processes nor on how a batch is cut, and a 
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -63,6 +65,11 @@ class RowNoise(nn.Module):
         """Return uniform numbers in (0, 1), `[rows, columns]`."""
         if self.keys is None:
             return torch.rand(rows, columns, device=device)
+        if len(self.keys) != rows:
+            raise ValueError(
+                f"{type(self).__name__} draws by pair, and was given {rows} rows of {len(self.keys)} pairs: a term of --objectives "
+                "embeds other texts. Drop altered, regions, moments and mined negatives, or --projection mlp."
+            )
         return uniform_noise(self.keys, torch.arange(columns, device=device), self.place)
 
 
@@ -76,14 +83,36 @@ def set_row_keys(model: nn.Module, keys: Tensor | None) -> None:
             module.keys = keys
 
 
+@contextmanager
+def part_of_rows(module: nn.Module, rows: slice) -> Iterator[None]:
+    """Inside the `with` block a module is given these of the rows, not all."""
+    drawing = [(each, each.keys) for each in module.modules() if isinstance(each, RowNoise) and each.keys is not None]
+    for each, keys in drawing:
+        each.keys = keys[rows]
+    yield
+    for each, keys in drawing:
+        each.keys = keys
+
+
 class RowDropout(RowNoise):
-    """Dropout of features `[n, C]`."""
+    """Dropout of features `[n, C]`.
 
-    place = 1
+    Args:
+        p: the share to drop.
+        place: see `RowNoise`.
+    """
 
-    def __init__(self, p: float):
+    def __init__(self, p: float, place: int = 1):
         super().__init__()
-        self.p = p
+        self.p, self.place = p, place
+
+    @classmethod
+    def replace(cls, layers: nn.ModuleList | nn.Sequential, place: int = 1) -> None:
+        """Let the dropout among some layers draw by row, numbered from `place` on."""
+        for number, layer in enumerate(layers):
+            if isinstance(layer, nn.Dropout):
+                layers[number] = cls(layer.p, place)
+                place += 1
 
     def forward(self, features: Tensor) -> Tensor:
         """Zero a share `p` of the features in training, and scale the others."""

@@ -64,6 +64,7 @@ class ObjectiveArguments:
         False,
         "Encode the captions of a batch in one row of tokens, without padding, in place of groups of about one length: less "
         "computing, and fewer kernels than of several groups. For GPUs, with bf16 or fp16; not measured on one yet.",
+        rare=True,
     )
     max_logit_scale: float | None = arg(
         None,
@@ -178,10 +179,10 @@ def build_objective(
     objective = JointObjective(model, weights)
     objective.added = frozenset(model.state_dict()) - before
     if args.pack_captions and not (
-        objective.groups_texts and entry("TEXT_ENCODERS", "packed", "--pack_captions is set")(model)
+        objective.groups_texts and entry("TEXT_ENCODERS", "packed", "--set pack_captions is set")(model)
     ):
         logger.warning(
-            "--pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",
+            "--set pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",
             type(model.text_model).__name__,
         )
     if model.fusion is not None:

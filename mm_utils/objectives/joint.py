@@ -17,8 +17,9 @@ from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.adapt import WeightAverage
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.row_noise import row_keys, set_row_keys
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
+from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
+from mm_utils.model.stored_outputs import stored_text, vision_features
 from mm_utils.objectives.losses import GlobalBatch, gather_batch
 from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import (
@@ -74,6 +75,9 @@ class Objective(nn.Module):
     def __init__(self, model: FusionDualEncoderModel):
         super().__init__()
         self.model = model
+        for place, projection in enumerate((model.visual_projection, model.text_projection), start=1):
+            if isinstance(projection, ResidualProjection):
+                RowDropout.replace(projection.dropouts, 10 * place)
 
     @property
     def reads_pairs(self) -> bool:
@@ -212,7 +216,7 @@ class JointObjective(Objective):
         set_row_keys(self.model, batch.get("row_keys"))
         with_pairs = for_backward and self.reads_pairs
         teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
-        pooled, taps = self._vision_features(batch, with_pairs or self.embeds_taps)
+        pooled, taps = vision_features(self.model, batch, with_pairs or self.embeds_taps, self.medium)
         image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else (), self.medium)
         text_nE, text_states = self._encode_text(batch, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
@@ -314,31 +318,18 @@ class JointObjective(Objective):
         training = self.model.training
         with self.teacher.applied():
             self.model.eval()
-            image_nE, _ = self.model.project_image(self._vision_features(batch, False)[0], (), self.medium)
+            pooled, _ = vision_features(self.model, batch, False, self.medium)
+            image_nE, _ = self.model.project_image(pooled, (), self.medium)
             text_nE, _ = self._encode_text(batch, False)
             self.model.train(training)
         torch.clear_autocast_cache()  # it holds the average's weights in half precision
         return {"teacher_image": image_nE, "teacher_text": text_nE}
 
-    def _vision_features(self, batch: Batch, with_taps: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        model = self.model
-        if "vision_pooled" not in batch:
-            return model.vision_features(batch["pixel_values"], with_taps, self.medium)
-        taps = range(len(model.fusion.taps)) if with_taps and model.fusion is not None else ()
-        pooled, *read = (
-            batch[name].to(model.dtype) for name in ("vision_pooled", *map("vision_taps_{}".format, taps))
-        )
-        return pooled, tuple(read)
-
     def _encode_text(self, batch: Batch, with_states: bool) -> tuple[Tensor, Tensor]:
-        input_ids, attention_mask = batch["input_ids"], batch["attention_mask"]
-        if "text_pooled" in batch:
-            pooled = batch["text_pooled"].to(self.model.dtype)
-            # A part of a batch is padded to its own longest caption.
-            states = batch["text_states"][:, : attention_mask.shape[1]].to(pooled) if with_states else None
-            return self.model.project_text(pooled, states)
+        if (found := stored_text(self.model, batch, with_states)) is not None:
+            return found
         lengths = batch.get("lengths") if self.groups_texts else None
-        return encode_in_groups(self.model, input_ids, attention_mask, lengths, with_states)
+        return encode_in_groups(self.model, batch["input_ids"], batch["attention_mask"], lengths, with_states)
 
 
 def blank_pair(batch: Batch) -> Batch:

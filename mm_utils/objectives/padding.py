@@ -3,7 +3,7 @@
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
 in language and style; it cost a third of the recall (docs/log.md). A text tower, though, reads every caption by itself. So
-the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group; or, with `--pack_captions`, as
+the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group; or, with `--set pack_captions=true`, as
 `ENCODERS` has it (`mm_utils.extras.packing`).
 """
 
@@ -23,6 +23,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.row_noise import part_of_rows
 
 PASS_TOKENS = {"cpu": 32, "cuda": 8192}
 """Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device (H100)."""
@@ -89,7 +90,8 @@ def encode_in_groups(
         rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
         # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
         tokens, mask = (given[rows, :longest].contiguous() for given in (input_ids, attention_mask))
-        with knows_padding(min(lengths[group.start : group.stop]) < longest):
+        shortest = min(lengths[group.start : group.stop])
+        with knows_padding(shortest < longest), part_of_rows(model.text_projection, rows):
             found = model.encode_text(tokens, mask, with_states)
         embeds.append(found[0])
         missing = input_ids.shape[1] - longest if found[1].shape[1] else 0

@@ -26,6 +26,7 @@ OF_NEW_MODELS = [
     "tokenizer_name_or_path",
     "vocab_size",
     "projection_dim",
+    "projection",
     "vision_pooling",
     "text_pooling",
 ]

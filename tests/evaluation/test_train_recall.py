@@ -51,7 +51,11 @@ def test_a_sample_of_all_rows_has_the_recall_of_these_rows() -> None:
 
 def test_a_sample_is_as_large_as_validation_and_a_function_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def places(data: TrainingData, seed: int) -> list[int]:
-        return [row for batch in train_recall._sample(data, seed) for row in batch["ids"][:, 0].unique().tolist()]
+        return [
+            row
+            for batch in train_recall.TrainRecall(data, seed).sample
+            for row in batch["ids"][:, 0].unique().tolist()
+        ]
 
     first, again, other = (places(opened(), seed) for seed in (0, 0, 1))
     assert len(set(first)) == len(set(other)) == 5

@@ -40,9 +40,9 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 25_760,
+    "core": 25_850,
     "data": 9_900,
-    "model": 4_050,
+    "model": 4_160,
     "objectives": 1_800,
     "training": 2_300,
     "checkpointing": 900,
@@ -50,8 +50,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 900,
     "run": 1_770,
-    "extras": 17_800,
-    "tests": 49_950,
+    "extras": 17_830,
+    "tests": 50_000,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -61,13 +61,14 @@ TERMS = {
     "moments": "contrastive:1,moments:0.5",
     "self_distillation": "contrastive:0.6,self_distillation:0.4",
     "distillation": "contrastive:1,distillation:0.5",
+    "mlp": "contrastive:1,matching:0.7,distillation:0.5",
     "own": "contrastive:1,tests.kit.objectives.Uniformity:0.3",
     "everything": "sigmoid:1,altered:0.5,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
 
-def tiny_model(fusion_layers: int = 2) -> FusionDualEncoderModel:
+def tiny_model(fusion_layers: int = 2, projection: str = "linear") -> FusionDualEncoderModel:
     """A ConvNeXt and a BERT of a few channels, in fp64, without dropout; the same one in every process."""
     torch.manual_seed(0)
     vision = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 16}
@@ -77,6 +78,7 @@ def tiny_model(fusion_layers: int = 2) -> FusionDualEncoderModel:
         AutoModel.from_config(AutoConfig.for_model("convnext", **vision)),
         AutoModel.from_config(AutoConfig.for_model("bert", **text, **dropout, vocab_size=50)),
         fusion_layers=fusion_layers,
+        projection=projection,
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -98,7 +100,8 @@ def tiny_objective(kind: str) -> JointObjective:
     widths = "3,8" if "widths" in kind else None
     args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
     model = tiny_model(
-        fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions", "moments"} else 0
+        fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions", "moments"} else 0,
+        projection="mlp" if kind == "mlp" else "linear",
     )
     objective = build_objective(model, args, 3, tiny_tokenizer())
     model.double()

@@ -22,6 +22,7 @@ from scripts.finetune import FLAGS
 OTHER = {
     "vocab_size": "100",
     "projection_dim": "48",
+    "projection": "mlp",
     "vision_pooling": "cls",
     "text_pooling": "cls",
 }

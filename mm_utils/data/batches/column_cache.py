@@ -1,6 +1,6 @@
 """Columns beside the rows of a data set: computed once, cached on disk, read without copies.
 
-Features are written by `mm_utils.training.features` and read in the tower's place (C channels, N tokens of an image, L of a
+Features are written by `mm_utils.extras.frozen` and read in the tower's place (C channels, N tokens of an image, L of a
 caption, E embedding width):
 
 ==================  =============================  =====================================================
@@ -34,6 +34,7 @@ from mm_utils.stored import open_rows, stamp, stored
 
 Columns = dict[str, list]
 FEATURES = ("vision_pooled", "vision_taps_", "text_pooled", "text_states", "teacher_")  # beginnings of columns
+OF_TEACHER = "teacher_"
 _PER_CAPTION = ("text_", "teacher_text")
 SKIPPED = "vision_skipped"
 
@@ -132,10 +133,12 @@ def to_tensor(row: pa.Scalar) -> Tensor:
     return torch.tensor(values.to_numpy().reshape(shape))
 
 
-def feature_tensors(row: dict[str, Any], caption: int) -> dict[str, Tensor]:
-    """Return the features of a row, whose values are Arrow scalars, and of one of its captions."""
+def feature_tensors(row: dict[str, Any], captions: Sequence[int]) -> dict[str, list[Tensor]]:
+    """Return the features of a row, whose values are Arrow scalars: one value, or one for each of some captions."""
     return {
-        name: to_tensor(row[name].values[caption] if name.startswith(_PER_CAPTION) else row[name])
+        name: [to_tensor(row[name].values[caption]) for caption in captions]
+        if name.startswith(_PER_CAPTION)
+        else [to_tensor(row[name])]
         for name in row
         if name.startswith(FEATURES)
     }

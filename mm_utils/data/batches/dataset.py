@@ -81,19 +81,21 @@ class Transform(ABC):
 
 @dataclass
 class EvaluationTransform(Transform):
-    """Show an image's central square, or a clip's or sound's middle, with all its captions."""
+    """Show an image's central square, or a clip's or sound's middle, with all its captions, or frozen towers' features."""
 
     def _show(self, row: dict[str, Any]) -> Example:
-        shown, size, window = self.medium.read(row["image"])
+        count, shown = len(row["input_ids"]), None
         example = {
-            "pixel_values": shown,
             "input_ids": row["input_ids"],
             "caption_keys": row["caption_keys"],
-            "languages": row.get("languages") or [""] * len(row["input_ids"]),
+            "languages": row.get("languages") or [""] * count,
         }
+        if SKIPPED not in row:
+            example["pixel_values"], size, window = self.medium.read(row["image"])
+            shown = Shown(size, window)
         for reader in self.readers:
-            example |= reader.example(row, Shown(size, window), None)
-        return example
+            example |= reader.example(row, shown, None)
+        return {**example, **feature_tensors(row, range(count))}
 
 
 @dataclass
@@ -145,7 +147,7 @@ class TrainingTransform(Transform):
             shown = Shown(size, window)
         for reader in self.readers:
             example |= reader.example(row, shown, self.seed)
-        return {**example, **feature_tensors(row, row["caption"])}
+        return {**example, **feature_tensors(row, [row["caption"]])}
 
     def _part(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[float, float], Window]:
         """Return what is shown, the size of the stored medium, and the part of it that is shown."""
@@ -254,11 +256,14 @@ class Collator:
         input_ids, attention_mask = pad_captions(captions, self.pad_token_id)
         counts = torch.tensor([len(example["input_ids"]) for example in kept], dtype=torch.long)
         keys = [(example["image_key"], key) for example in kept for key in example["caption_keys"]]
-        empty = dict(self.cached)
-        if "vision_pooled" not in empty:
-            empty["pixel_values"] = self.medium.blank(0)
+        stacked = {
+            name: _stack([value for example in kept for value in example[name]], none)
+            for name, none in self.cached.items()
+        }
+        if "vision_pooled" not in stacked:
+            stacked["pixel_values"] = _stack([example["pixel_values"] for example in kept], self.medium.blank(0))
         return {
-            **{name: _stack([example[name] for example in kept], none) for name, none in empty.items()},
+            **stacked,
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "ids": torch.tensor(keys, dtype=torch.long).view(-1, 2),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.copies import DeviceCopies
-from mm_utils.data.batches.column_cache import column_digest, empty_features, image_digest
+from mm_utils.data.batches.column_cache import OF_TEACHER, column_digest, empty_features, image_digest
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import (
     Batch,
@@ -233,9 +233,10 @@ class Loaders:
             ValueError: if the rows hold other media than the model is for.
         """
         self.check_medium(rows)
+        rows = rows.remove_columns([name for name in rows.column_names if name.startswith(OF_TEACHER)])
         readers = [reader for reader in self._readers(rows) if reader.in_evaluation]
         pairs = Pairs(rows, EvaluationTransform(self.medium, readers))
-        collate = Collator(self.pad_token_id, self.medium, readers=readers)
+        collate = Collator(self.pad_token_id, self.medium, cached=empty_features(rows), readers=readers)
         return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate, self.arguments.num_workers)
 
     def _readers(self, rows: datasets.Dataset) -> list[ColumnReader]:

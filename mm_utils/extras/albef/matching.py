@@ -188,7 +188,8 @@ def _texts(
         pooled, foreign_states = model.text_features(plan.input_ids[chosen, :longest], wanted_mask)
     if "text_states" in batch:  # rounded as this rank's own are, which were stored
         foreign_states = foreign_states.to(batch["text_states"].dtype).to(pooled)
-    _, foreign_states = model.project_text(pooled, foreign_states)
+    head: Any = model.fusion
+    foreign_states = head.encode_text(foreign_states)
     width = max(longest, encoded.text_states.shape[1])
     parts = ((encoded.text_states[:own], batch["attention_mask"]), (foreign_states, wanted_mask))
     states = torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _ in parts])

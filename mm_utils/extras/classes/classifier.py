@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from mm_utils.arguments import arg, required
 from mm_utils.model.adapt import (
@@ -79,9 +78,7 @@ def build_classifier(
     config.label2id = {name: number for number, name in enumerate(classes)}
     model = FusionDualEncoderForClassification(config, base.vision_model, base.text_model)
     model.load_state_dict(base.state_dict(), strict=False)
-    for place, layer in enumerate(model.classifier):
-        if isinstance(layer, nn.Dropout):  # by row, so that its masks are the same on any number of processes
-            model.classifier[place] = RowDropout(layer.p)
+    RowDropout.replace(model.classifier)  # so that its masks are the same on any number of processes
     if args.backbone_dropout == "off":
         switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):

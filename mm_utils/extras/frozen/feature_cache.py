@@ -1,6 +1,7 @@
 """Run a frozen tower once over the training data, store its output, and train from that.
 
-The output of a frozen tower never changes. All processes compute it before the first step, and keep it in the datasets cache
+The output of a frozen tower never changes. All processes compute it before the first step, of training rows and, unless an
+evaluator asks for the media themselves, of those that are evaluated, and keep it in the datasets cache
 under a fingerprint of everything it depends on: weights and config of the tower, preprocessing, precision and data, but not
 the number of processes or the batch size. A later run with the same tower and data reads it. A step then runs only what is
 trained, and decodes no image. The price is cropping: every epoch sees the centre square of an image, as evaluation does.
@@ -42,36 +43,43 @@ Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
 """Some rows: the arguments of `to_arrow` for every column of features, and further columns."""
 
 DTYPES = (torch.float16, torch.float32)
-"""Features are stored in the first of these types that holds all of them."""
 ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
 
 
-def cache_features(data: TrainingData, objective: Objective, accelerator: Accelerator) -> None:
-    """Put frozen towers' output beside the rows, as `data.features`.
+def cache_features(
+    data: TrainingData, objective: Objective, accelerator: Accelerator, splits: Sequence[str] = ("train",)
+) -> None:
+    """Put frozen towers' output beside the rows of splits, as `data.features`.
 
     Called on all ranks, before the model is prepared.
 
     Raises:
         ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
     """
-    sources = [kind(data, objective, accelerator) for kind in (_Vision, _Text)]
-    frozen = [source for source in sources if not is_trained(source.tower)]
-    if not frozen:
-        raise ValueError(
-            "--cache_features is set, and both towers are trained; only the output of a frozen tower can be kept. Set "
-            "--freeze_vision or --freeze_text, or drop --cache_features."
-        )
-    rows = data.splits["train"]
-    for source in frozen:
-        features = source.open_or_compute()
-        if source.name == "vision":
-            logger.info("Vision features are cached: training sees centre squares, and --min_crop_area has no effect")
-            skipped = features.data.column(SKIPPED).drop_null()
-            if len(skipped):
-                logger.warning("%d training images cannot be decoded: %s", len(skipped), skipped[:3].to_pylist())
-            rows = rows.remove_columns("image")
-        rows = datasets.concatenate_datasets([rows, features], axis=1)
-    data.features = rows
+    for split in splits:
+        sources = [kind(split, data, objective, accelerator) for kind in (_Vision, _Text)]
+        frozen = [source for source in sources if not is_trained(source.tower)]
+        if not frozen:
+            raise ValueError(
+                "--cache_features is set, and both towers are trained; only the output of a frozen tower can be kept. Set "
+                "--freeze_vision or --freeze_text, or drop --cache_features."
+            )
+        rows = data.splits[split]
+        for source in frozen:
+            features = source.open_or_compute()
+            if source.name == "vision":
+                if split == "train":
+                    logger.info(
+                        "Vision features are cached: training sees centre squares, and --min_crop_area has no effect"
+                    )
+                skipped = features.data.column(SKIPPED).drop_null()
+                if len(skipped):
+                    kind, first = {"train": "training"}.get(split, split), skipped[:3].to_pylist()
+                    logger.warning("%d %s images cannot be decoded: %s", len(skipped), kind, first)
+                rows = rows.remove_columns("image")
+            rows = datasets.concatenate_datasets([rows, features], axis=1)
+        data.features[split] = rows
+    vars(data).pop("eval_loader", None)  # it may have been made of the rows before
 
 
 class Source(ABC):
@@ -80,10 +88,12 @@ class Source(ABC):
     Attributes:
         name: what the store is of.
         flag: the flag that asks for it.
+        dtypes: features are stored in the first of these types that holds all of them.
     """
 
     name: str
     flag = "--cache_features"
+    dtypes: Sequence[torch.dtype] = DTYPES
 
     def __init__(
         self,
@@ -115,7 +125,7 @@ class Source(ABC):
         with ExitStack() as writing:
             folder = temporary = None
             if self.accelerator.is_main_process:
-                parts = (weights_digest(self.tower), self.accelerator.mixed_precision, DTYPES, self.depends_on())
+                parts = (weights_digest(self.tower), self.accelerator.mixed_precision, self.dtypes, self.depends_on())
                 folder = place_of("features", key_of(self.name, *parts))
                 if not is_whole(folder):
                     discard(folder)
@@ -139,7 +149,7 @@ class Source(ABC):
         was_training, home = self.model.training, next(self.tower.parameters()).device
         self.model.eval()
         self.tower.to(self.accelerator.device)
-        if not any(self._write(folder, dtype) for dtype in DTYPES):
+        if not any(self._write(folder, dtype) for dtype in self.dtypes):
             raise ValueError(
                 f"{self.flag} is set, and the frozen {self.name} tower computes values that are not finite. Train in bf16 or "
                 f"fp32, take another tower, or drop {self.flag}."
@@ -178,11 +188,18 @@ class Source(ABC):
 
 
 class _Tower(Source):
-    """A frozen tower of the model that is trained."""
+    """A frozen tower of the model that is trained.
 
-    def __init__(self, data: TrainingData, objective: Objective, accelerator: Accelerator):
-        super().__init__(data.splits["train"], data.loaders, data.eval_batch_size, objective.model, accelerator)
-        self.reads_pairs, self.reads_taps = objective.reads_pairs, objective.reads_taps
+    Of rows that are evaluated features are exact, for the figures are those of the saved model, with image taps for a head that
+    re-ranks. States of captions are computed there, for the chosen pairs alone.
+    """
+
+    def __init__(self, split: str, data: TrainingData, objective: Objective, accelerator: Accelerator):
+        super().__init__(data.splits[split], data.loaders, data.eval_batch_size, objective.model, accelerator)
+        trains = split == "train"
+        self.reads_pairs = objective.reads_pairs and trains
+        self.reads_taps = objective.reads_taps or (not trains and bool(self.model.voices))
+        self.dtypes = DTYPES if trains else DTYPES[-1:]
 
 
 class _Vision(_Tower):

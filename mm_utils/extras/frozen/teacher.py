@@ -27,7 +27,7 @@ from mm_utils.objectives import JointObjective
 
 
 def cache_teacher(name: str | None, data: TrainingData, objective: JointObjective, accelerator: Accelerator) -> None:
-    """Put the teacher's embeddings beside the rows, as `data.features`; its scale in the term.
+    """Put the teacher's embeddings beside the training rows, in `data.features`; its scale in the term.
 
     Nothing if no term learns from it. A resumed run must have the same teacher. Called on all ranks, before the model is
     prepared and after `cache_features`.
@@ -52,7 +52,7 @@ def cache_teacher(name: str | None, data: TrainingData, objective: JointObjectiv
     loaders = make_loaders(own, accelerator.device, processor)
     source = _Teacher(rows, loaders, data.eval_batch_size, model, accelerator)
     source.words = length, tokenizer_digest(processor.tokenizer)
-    data.features = datasets.concatenate_datasets([data.features or train, source.open_or_compute()], axis=1)
+    data.features["train"] = datasets.concatenate_datasets([data.rows("train"), source.open_or_compute()], axis=1)
     data.identity["teacher"] = weights_digest(model)
     for term in terms:
         term.scale = model.logit_scale.exp().item()
@@ -65,7 +65,7 @@ def _cache_sentence_teacher(name: str, data: TrainingData, accelerator: Accelera
         raise ValueError(f"--teacher_name_or_path is {name}; it embeds images, and the data are {data.medium}s.")
     embedder = Embedder(name)
     found = SentenceTeacher(train, data, embedder, accelerator).open_or_compute()
-    data.features = datasets.concatenate_datasets([data.features or train, found], axis=1)
+    data.features["train"] = datasets.concatenate_datasets([data.rows("train"), found], axis=1)
     data.identity["teacher"] = weights_digest(embedder)
 
 

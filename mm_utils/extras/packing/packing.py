@@ -39,7 +39,7 @@ def pack_captions(model: FusionDualEncoderModel) -> bool:
     """
     if _varlen_attn() is None:
         raise ValueError(
-            f"--pack_captions is true; the varlen_attn that it needs is not in torch {torch.__version__}, or takes no "
+            f"--set pack_captions is true; the varlen_attn that it needs is not in torch {torch.__version__}, or takes no "
             "scale and window. Drop the flag, or upgrade torch."
         )
     tower = model.text_model
@@ -139,14 +139,14 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **named
         )
     if dropout:
-        raise RunError("--pack_captions is true; its attention has no dropout. Set --backbone_dropout off.")
+        raise RunError("--set pack_captions is true; its attention has no dropout. Set --backbone_dropout off.")
     window = (named.get("sliding_window") or 0) - 1  # tokens to each side; -1: all
     flat = [side[0].transpose(0, 1) for side in (query, key, value)]
     if query.device.type != "cuda":
         return _attend_one_by_one(flat, ends.tolist(), scaling, window)[None], None
     if query.dtype == torch.float32:
         raise RunError(
-            "--pack_captions is true, and its attention on a GPU needs half precision. Set mixed_precision: bf16 in "
+            "--set pack_captions is true, and its attention on a GPU needs half precision. Set mixed_precision: bf16 in "
             "accelerate's config, or drop the flag."
         )
     varlen, longest = _varlen_attn(), named["max_length_q"]

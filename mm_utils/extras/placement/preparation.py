@@ -117,7 +117,7 @@ def reason_against(
         "--streaming assigns shards of its own to every process. Use together.": not isinstance(
             data.order, GlobalOrder
         ),
-        "--cache_features has run a frozen encoder before training. Use together.": data.features is not None,
+        "--cache_features has run a frozen encoder before training. Use together.": bool(data.features),
         "--micro_batch_size auto tries pairs, of which no process has both sides. Give a number of rows, or use "
         "together.": args.micro_batch_size == "auto",
     }

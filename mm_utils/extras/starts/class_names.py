@@ -1,60 +1,91 @@
-"""Read off images which of the classes that a vision backbone knows by name they show.
+"""Read off media which of the classes that a backbone knows by name they show.
 
-A backbone that was trained on named classes, such as ImageNet's thousand, comes with a classifier that a dual encoder does not
-use. Its answers are words, and so a second caption that nobody had to write.
+A backbone that was trained on named classes, such as ImageNet's thousand or AudioSet's 527, comes with a classifier that a dual
+encoder does not use. Its answers are words, and so a second caption that nobody had to write.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageClassification, PreTrainedModel
+from transformers import AutoModelForAudioClassification, AutoModelForImageClassification, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from mm_utils.model.modeling_fusion_dual_encoder import probe_input
 from mm_utils.model.pretrained import explained, load_config
 
 TEMPERATURE = 2.0  # of the probabilities, so that the second and the third class count too
-ClassReader = Callable[[Tensor], Tensor]
-"""Called with images that the tower has just seen, returns the probabilities of the classes, `[B, classes]`."""
+CLASSIFIERS: dict[str, Any] = {
+    "ForImageClassification": AutoModelForImageClassification,
+    "ForAudioClassification": AutoModelForAudioClassification,
+}
+
+
+class SeenClasses:
+    """The classifier of a backbone, which reads what a tower has just returned.
+
+    Attributes:
+        names: the names of the classes.
+        reads_pooled: whether the pooled output of the tower is all that it reads.
+    """
+
+    def __init__(self, names: list[str], classifier: Any, tower: PreTrainedModel):
+        self.names, self.classifier, self._replay = names, classifier, _Replay()
+        setattr(classifier, classifier.base_model_prefix, self._replay)
+        self.handle = tower.register_forward_hook(self._replay.keep)
+        self.reads_pooled = self._reads_pooled(tower)
+
+    def __call__(self, pooled_BC: Tensor | None = None) -> Tensor:
+        """Return the probabilities of the classes, `[B, classes]`, by the tower's last output, or by a pooled one."""
+        if pooled_BC is not None:
+            self._replay.output = BaseModelOutputWithPooling(pooled_BC.new_empty(0), pooled_BC)
+        return (self.classifier(None).logits.float() / TEMPERATURE).softmax(-1)
+
+    @torch.no_grad()
+    def _reads_pooled(self, tower: PreTrainedModel) -> bool:
+        tower(**probe_input(tower, "vision"))
+        expected = self()
+        try:
+            return torch.allclose(expected, self(self._replay.output.pooler_output.flatten(1)), atol=1e-5)
+        except Exception:  # what a classifier raises that asks for more depends on the family
+            return False
 
 
 @contextmanager
-def read_classes(name: str | None, tower: PreTrainedModel) -> Iterator[tuple[list[str], ClassReader | None]]:
-    """Yield the names of a backbone's classes and their reader; no names and None without any.
+def read_classes(name: str | None, tower: PreTrainedModel) -> Iterator[SeenClasses | None]:
+    """Yield the classes of a backbone; None without any that have names.
 
     A classifier whose backbone is of another class than the tower, as timm's are, is not read.
 
     Args:
         name: the folder or the Hub id that the tower was loaded from; None for that of a whole model, which has no classes.
-        tower: the tower, which is not run again.
+        tower: the tower, in evaluation mode.
     """
     if name is None:
-        yield [], None
+        yield None
         return
     title = f"--vision_model_name_or_path is {name}"
     config = load_config(title, name)
     names = [value for _, value in sorted((getattr(config, "id2label", None) or {}).items())]
-    is_classifier = any(
-        kind.endswith("ForImageClassification") for kind in getattr(config, "architectures", None) or ()
+    kinds = (
+        kind for each in getattr(config, "architectures", None) or () for kind in CLASSIFIERS if each.endswith(kind)
     )
-    if not is_classifier or not names or names[0] == "LABEL_0":
-        yield [], None
+    kind = next(kinds, None)
+    if kind is None or not names or names[0] == "LABEL_0":
+        yield None
         return
     with explained(title, name):
-        classifier = AutoModelForImageClassification.from_pretrained(
-            name, use_safetensors=True, dtype="float32"
-        ).eval()
+        classifier = CLASSIFIERS[kind].from_pretrained(name, use_safetensors=True, dtype="float32").eval()
     if type(getattr(classifier, classifier.base_model_prefix, None)) is not type(tower):
-        yield [], None
+        yield None
         return
-    replay = _Replay()
-    setattr(classifier, classifier.base_model_prefix, replay)
-    classifier.to(tower.device)
-    handle = tower.register_forward_hook(replay.keep)
+    found = SeenClasses(names, classifier.to(tower.device), tower)
     try:
-        yield names, lambda images: (classifier(images).logits.float() / TEMPERATURE).softmax(-1)
+        yield found
     finally:
-        handle.remove()
+        found.handle.remove()
 
 
 class _Replay(nn.Module):

@@ -146,6 +146,7 @@ class ClosedForm:
 
     Attributes:
         image_AE, text_BE: the maps.
+        image_mean_A, text_mean_B: the means of the unit features.
         scale: inverse temperature.
         shrinkage, name_weight: the chosen settings.
         recalls: recall@1 text to image and image to text of pairs that the maps were not fitted to.
@@ -159,6 +160,8 @@ class ClosedForm:
     name_weight: float
     recalls: tuple[float, float]
     candidates: int
+    image_mean_A: Tensor
+    text_mean_B: Tensor
 
 
 def fit(features: Features, width: int) -> ClosedForm:
@@ -200,7 +203,8 @@ def fit(features: Features, width: int) -> ClosedForm:
     shrinkage, name_weight = min(judged, key=judged.__getitem__)
     _, scale, *recalls = judged[shrinkage, name_weight]
     maps = everything.maps(shrinkage, name_weight, width)
-    return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS)
+    means = (total / everything.captions.weight for total in (everything.captions.image, everything.captions.text))
+    return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS, *means)
 
 
 def _judge(held_out: Features, image_AE: Tensor, text_BE: Tensor) -> tuple[Tensor, Tensor]:

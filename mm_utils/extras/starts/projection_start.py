@@ -27,7 +27,8 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.starts.class_names import read_classes
 from mm_utils.extras.starts.closed_form import ClosedForm, Features, fit
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
+from mm_utils.model.stored_outputs import vision_features
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ def start_projections(
     Raises:
         ValueError: on all ranks, if fewer images than are needed can be read, or a tower's output is not finite.
     """
-    begin, rows = time.monotonic(), _sample(data.splits["train"], images)
-    features = paired_features(model, rows, data, accelerator, vision_name)
+    begin = time.monotonic()
+    features = paired_features(model, images, data, accelerator, vision_name)
     found: Any = None
     if accelerator.is_main_process:
         try:
@@ -75,13 +76,11 @@ def start_projections(
 
 @torch.no_grad()
 def paired_features(
-    model: FusionDualEncoderModel,
-    rows: datasets.Dataset,
-    data: TrainingData,
-    accelerator: Accelerator,
-    vision_name: str | None,
+    model: FusionDualEncoderModel, images: int, data: TrainingData, accelerator: Accelerator, vision_name: str | None
 ) -> Features:
-    """Run both towers over rows, shared by ranks; return all features in the rows' order.
+    """Run both towers over at most N training rows, shared by ranks; return all features in the rows' order.
+
+    Where a frozen tower has run over the rows already, its stored output is read.
 
     Raises:
         ValueError: if no image can be decoded.
@@ -90,34 +89,35 @@ def paired_features(
     model.eval()
     model.to(device)  # type: ignore[arg-type]
     width = model.config.vision_pooled_width if vision_name else model.config.projection_dim
-    images = [torch.empty(0, width, device=device)]
+    pooled = [torch.empty(0, width, device=device)]
     texts, seen = ([torch.empty(0, model.config.text_width, device=device)] for _ in range(2))
     owners, number = [torch.empty(0, dtype=torch.long, device=device)], 0
-    loader = data.loaders.evaluation(rows, data.eval_batch_size)
-    progress = tqdm(loader, desc="Closed form", leave=False, disable=not accelerator.is_main_process, delay=2)
-    with read_classes(vision_name, model.vision_model) as (names, reader), accelerator.autocast():
-        name_NB = _embed_names(model, names, data, device)
-        for batch in progress:
+    with read_classes(vision_name, model.vision_model) as classes, accelerator.autocast():
+        reads_stored = classes is None or (classes.reads_pooled and model.config.vision_pooling == "pooler")
+        rows = _sample(data.rows("train") if reads_stored else data.splits["train"], images)
+        loader = data.loaders.evaluation(rows, data.eval_batch_size)
+        name_NB = None if classes is None else _embed_names(model, classes.names, data, device)
+        for batch in tqdm(loader, desc="Closed form", leave=False, disable=not accelerator.is_main_process, delay=2):
             if not len(batch["rows"]):
                 continue
-            pooled, _ = model.vision_features(batch["pixel_values"], with_taps=False)
-            images.append((pooled if vision_name else model.project_image(pooled, ())[0]).float())
-            if reader is not None:
-                seen.append(reader(batch["pixel_values"]) @ name_NB)
-            texts.append(model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)[0].float())
+            seen_BC, _ = vision_features(model, batch, with_taps=False)
+            pooled.append((seen_BC if vision_name else model.project_image(seen_BC, ())[0]).float())
+            if classes is not None and name_NB is not None:
+                seen.append(classes(pooled[-1] if "vision_pooled" in batch else None) @ name_NB)
+            texts.append(_text_features(model, batch))
             owners.append(batch["caption_image"] + number)
             number += len(batch["rows"])
     model.to(home)  # type: ignore[arg-type]
     model.train(was_training)
-    sizes, caption_sizes = (distributed.gather_sizes(sum(map(len, each)), device) for each in (images, texts))
+    sizes, caption_sizes = (distributed.gather_sizes(sum(map(len, each)), device) for each in (pooled, texts))
     if not sum(sizes):
         raise ValueError("no training image of the sample for --closed_form_images could be decoded; 0 leaves it out.")
     owners = [owner + sum(sizes[: distributed.rank()]) for owner in owners]
     return Features(
-        distributed.gather(torch.cat(images), sizes),
+        distributed.gather(torch.cat(pooled), sizes),
         distributed.gather(torch.cat(texts), caption_sizes),
         distributed.gather(torch.cat(owners), caption_sizes),
-        distributed.gather(torch.cat(seen), sizes) if names else None,
+        None if classes is None else distributed.gather(torch.cat(seen), sizes),
     )
 
 
@@ -127,11 +127,16 @@ def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
 
     A model with a bias, for the sigmoid loss, keeps its temperature: the fitted one is that of a softmax.
     """
-    for projection, map_CE in ((model.visual_projection, found.image_AE), (model.text_projection, found.text_BE)):
+    for projection, map_CE, mean_C in (
+        (model.visual_projection, found.image_AE, found.image_mean_A),
+        (model.text_projection, found.text_BE, found.text_mean_B),
+    ):
         if not len(map_CE):
             continue
         assert isinstance(projection, nn.Linear)
         projection.weight.copy_(map_CE.T * (projection.weight.norm() / map_CE.norm()))
+        if isinstance(projection, ResidualProjection):
+            projection.center.copy_(mean_C)
     if model.logit_bias is None:
         model.logit_scale.fill_(math.log(found.scale))
 
@@ -140,6 +145,13 @@ def _sample(rows: datasets.Dataset, images: int) -> datasets.Dataset:
     """Return rows at equal distances, in their order."""
     images = min(images, len(rows))
     return rows if images == len(rows) else rows.select([place * len(rows) // images for place in range(images)])
+
+
+def _text_features(model: FusionDualEncoderModel, batch: dict[str, Any]) -> Tensor:
+    """Return the pooled output of the text tower for the captions of a batch, `[t, B]`."""
+    if "text_pooled" in batch:
+        return batch["text_pooled"].float()
+    return model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)[0].float()
 
 
 def _embed_names(model: FusionDualEncoderModel, names: list[str], data: TrainingData, device: torch.device) -> Tensor:

@@ -14,23 +14,31 @@ import datasets
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, ViTImageProcessor
 
 from mm_utils import distributed
 from mm_utils import stored as stored_results
+from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches.column_cache import empty_features, feature_tensors, to_arrow, to_tensor
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation import train_recall
+from mm_utils.evaluation.probes import Probes
 from mm_utils.extras.frozen import feature_cache
+from mm_utils.extras.frozen.callbacks import FROZEN_DEFAULTS, MLP_RATE, CacheFeatures
 from mm_utils.extras.frozen.feature_cache import cache_features
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import Objective, ObjectiveArguments, build_objective
+from mm_utils.run.doors import Doors
+from mm_utils.run.flags import PRETRAINING
 from scripts import pretrain
 from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, png, rows_of
@@ -69,8 +77,7 @@ def loaders(workers: int = 0, size: int = SIZE, mean: float = 0.5, std: float = 
 def cached(rows: Dataset, objective: Objective, batch_size: int = 5, **changes: Any) -> Dataset:
     data = training_data(rows, batch_size, **changes)
     cache_features(data, objective, Accelerator())
-    assert data.features is not None
-    return data.features
+    return data.features["train"]
 
 
 def training_data(rows: Dataset, batch_size: int = 5, **changes: Any) -> TrainingData:
@@ -112,12 +119,12 @@ def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...], dtype: torch.dty
 def test_no_rows_have_the_shape_of_rows(rows: Dataset) -> None:
     found = cached(rows, frozen())
     row = found.with_format("arrow")[[3]]
-    example = feature_tensors({name: row[name][0] for name in row.column_names}, 2)
+    example = feature_tensors({name: row[name][0] for name in row.column_names}, [2])
     assert row["vision_skipped"].to_pylist() == [None]
     empty = empty_features(found)
     for name, none in empty.items():
-        assert none.dtype == example[name].dtype == torch.float16
-        width = example[name].shape[1:] if name == "text_states" else example[name].shape
+        assert none.dtype == example[name][0].dtype == torch.float16
+        width = example[name][0].shape[1:] if name == "text_states" else example[name][0].shape
         assert none.shape == (0, *((1,) if name == "text_states" else ()), *width), name
     assert set(empty) == set(example) == {"vision_pooled", "vision_taps_0", "text_pooled", "text_states"}
     assert empty_features(rows) == {}
@@ -533,6 +540,87 @@ def test_training_from_features_is_training_with_frozen_towers(
     assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=rough)
     for name, value in weights(tmp_path / "live").items():
         torch.testing.assert_close(weights(tmp_path / "cached")[name], value, rtol=rough, atol=fine, msg=name)
+
+
+def write_towers(folder: Path) -> list[str]:
+    """Folders of a vision backbone whose classifier reads the pooled output, and of a text backbone; the flags that take them."""
+    torch.manual_seed(0)
+    names = dict(enumerate(("red", "blue", "round")))
+    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    vision = AutoConfig.for_model("resnet", **shape, id2label=names)
+    AutoModelForImageClassification.from_config(vision).save_pretrained(folder / "vision")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vision")
+    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    tokenizer = new_tokenizer()
+    AutoModel.from_config(AutoConfig.for_model("bert", **tower, vocab_size=len(tokenizer))).save_pretrained(
+        folder / "text"
+    )
+    tokenizer.save_pretrained(folder / "text")
+    return [word for name in ("vision", "text") for word in (f"--{name}_model_name_or_path", str(folder / name))]
+
+
+def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed form, training and all evaluations read one pass; the names of classes are the only other texts."""
+    rows: dict[str, int] = {}
+
+    def counted(name: str) -> None:
+        run = getattr(FusionDualEncoderModel, name)
+
+        def noted(self: FusionDualEncoderModel, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows[name] = rows.get(name, 0) + (len(first) if len(first) > 2 else 0)  # one or two are blanks, for shapes
+            return run(self, first, *args, **kwargs)
+
+        monkeypatch.setattr(FusionDualEncoderModel, name, noted)
+
+    counted("vision_features")
+    counted("text_features")
+    monkeypatch.setattr(train_recall, "caption_probes", lambda *_: Probes.none())
+    flags = [
+        "--train_file",
+        str(corpus),
+        *write_towers(tmp_path),
+        "--freeze_vision",
+        "--freeze_text",
+        "--logging_steps",
+        "1",
+    ]
+    small = ["--global_batch_size", "8", "--max_steps", "4", "--dataloader_num_workers", "0"]
+    pretrain.main([*flags, *small, "--output_dir", str(tmp_path / "run")])
+    lines = [json.loads(line) for line in corpus.read_text().splitlines()]
+    captions = sum(len(line["captions"]) for line in lines)
+    assert rows == {"vision_features": len(lines), "text_features": captions + 3}
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    found = {name: saved[name] for name in FROZEN_DEFAULTS}
+    assert found == {**FROZEN_DEFAULTS, "global_batch_size": 8}
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval_mean_recall" in row for row in log) >= 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "cached"),
+    [
+        ("--freeze_vision --freeze_text", True),
+        ("--freeze_vision --freeze_text --projection mlp", True),
+        ("--freeze_vision", False),
+        ("--freeze_vision --freeze_text --objectives contrastive:1,captioning:1", False),
+        ("--freeze_vision --freeze_text --rerank_top_k 5", False),
+        ("--freeze_vision --freeze_text --min_crop_area 0.5", False),
+        ("--freeze_vision --freeze_text --cache_features false", False),
+        ("--freeze_vision --freeze_text --closed_form_images 0", False),
+        ("--freeze_vision --freeze_text --streaming", False),
+        ("--freeze_vision --freeze_text --dataset_name scenes,sounds", False),
+    ],
+)
+def test_the_defaults_of_frozen_towers_yield_to_what_is_given(flags: str, cached: bool) -> None:
+    doors = Doors("pretrain")
+    argv = ["--vision_model_name_or_path", "a", "--text_model_name_or_path", "b", *flags.split()]
+    given = parse_args(*PRETRAINING, *doors.arguments, argv=argv)
+    attached = CacheFeatures.attach(given)
+    assert (attached is not None) == given["cache_features"] == cached
+    wanted = {**FROZEN_DEFAULTS, **({"backbone_learning_rate": MLP_RATE} if "mlp" in flags else {})}
+    assert all((given[name] == value) == cached for name, value in wanted.items())
 
 
 @pytest.mark.slow

@@ -111,11 +111,10 @@ def test_a_teacher_of_sounds_has_its_own_window(tmp_path: Path) -> None:
     cache_teacher(folder, data, objective, Accelerator(cpu=True))
     model, timed = load_model(folder).eval(), read_by(load_processor_of(folder), 1.0)
     assert isinstance(timed, media.Sound)
-    assert data.features is not None
     with torch.no_grad():
         heard = timed.features(torch.stack([timed.read(value, None)[0] for value in rows["image"]]))
         right = model.encode_image(heard)[0]
-    found = torch.tensor(data.features["teacher_image"][:]).view_as(right)
+    found = torch.tensor(data.features["train"]["teacher_image"][:]).view_as(right)
     torch.testing.assert_close(found, right, rtol=0, atol=1e-3)
 
 
@@ -125,15 +124,14 @@ def test_a_second_run_does_not_run_the_teacher(teacher: str, monkeypatch: pytest
         patch.setattr(Source, "_compute", lambda *_: pytest.fail("the teacher ran"))
         again = opened(str(moved))
     assert again.identity == first.identity
-    assert first.features is not None
-    assert again.features is not None
     columns = ["teacher_image", "teacher_text"]
-    one, two = (each.select_columns(columns).with_format("arrow")[:] for each in (first.features, again.features))
+    one, two = (
+        each.select_columns(columns).with_format("arrow")[:] for each in (first.rows("train"), again.rows("train"))
+    )
     assert one.equals(two)
     other = opened(write_stock(tmp_path / "other", "siglip"))
     assert other.identity["teacher"] != first.identity["teacher"]
-    assert other.features is not None
-    assert not other.features.select_columns(columns).with_format("arrow")[:].equals(one)
+    assert not other.rows("train").select_columns(columns).with_format("arrow")[:].equals(one)
 
 
 @pytest.mark.slow
@@ -192,14 +190,12 @@ def test_a_sentence_transformer_of_images_and_texts_teaches(
     with monkeypatch.context() as patch:
         patch.setattr(Source, "_compute", lambda *_: pytest.fail("the teacher ran"))
         again = opened(name)
-    assert data.features is not None
-    assert again.features is not None
     assert again.identity == data.identity
     theirs = sentence_transformers.SentenceTransformer(saved, device="cpu")
     there = [row for row in range(12) if row not in BROKEN]
     given = [open_image(rows[row]["image"]) for row in there], [rows[row]["captions"][0] for row in there]
     for column, items in zip(("teacher_image", "teacher_text"), given, strict=True):
-        values = [again.features[row][column] for row in there]
+        values = [again.rows("train")[row][column] for row in there]
         first = torch.tensor(values if column == "teacher_image" else [value[0] for value in values])
         right = theirs.encode(items, convert_to_tensor=True, normalize_embeddings=True)
         torch.testing.assert_close(first.view_as(right), right, rtol=0, atol=2e-3)

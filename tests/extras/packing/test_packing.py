@@ -174,7 +174,7 @@ def test_the_flag_packs_or_says_why_not(caplog: pytest.LogCaptureFixture) -> Non
         build_objective(other, args, 0)
     assert other.text_model not in ENCODERS
     assert computed_tokens(other, LENGTHS, "cuda") == 11 * 6
-    assert "--pack_captions is true; a MPNetModel cannot be packed" in caplog.text
+    assert "--set pack_captions is true; a MPNetModel cannot be packed" in caplog.text
 
 
 def test_what_is_saved_says_nothing_of_it(tmp_path: Path) -> None:

@@ -53,12 +53,16 @@ def test_probabilities_are_those_of_the_stock_classifier(kind: str, tmp_path: Pa
     runs: list[None] = []
     tower.register_forward_hook(lambda *_: runs.append(None))
     images = torch.randn(3, 3, 32, 32)
-    with read_classes(str(tmp_path), tower) as (names, reader):
-        assert names == list(NAMES.values())
-        assert reader is not None
+    with read_classes(str(tmp_path), tower) as classes:
+        assert classes is not None
+        assert classes.names == list(NAMES.values())
+        runs.clear()
         for part in images.split(2):
-            tower(part, output_hidden_states=True)
-            torch.testing.assert_close(reader(part), (stock(part).logits / TEMPERATURE).softmax(-1), rtol=0, atol=1e-6)
+            output, expected = tower(part, output_hidden_states=True), (stock(part).logits / TEMPERATURE).softmax(-1)
+            torch.testing.assert_close(classes(), expected, rtol=0, atol=1e-6)
+            if classes.reads_pooled:
+                torch.testing.assert_close(classes(output.pooler_output.flatten(1)), expected, rtol=0, atol=1e-6)
+        assert classes.reads_pooled == (kind in ("mobilenet_v2", "resnet", "convnext"))
     assert len(runs) == 2
     assert len(tower._forward_hooks) == 1
 
@@ -67,13 +71,13 @@ def test_a_classifier_of_another_kind_is_not_read(tmp_path: Path) -> None:
     """Its head would be random, or read what the tower does not give."""
     classifier("vit", tmp_path)
     other = AutoModel.from_config(AutoConfig.for_model("dinov2", **KINDS["dinov2"]))
-    with read_classes(str(tmp_path), other) as (names, reader):
-        assert (names, reader) == ([], None)
+    with read_classes(str(tmp_path), other) as classes:
+        assert classes is None
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = ["DeiTForImageClassificationWithTeacher"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path)) as (names, reader):
-        assert (names, reader) == ([], None)
+    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path)) as classes:
+        assert classes is None
 
 
 @pytest.mark.parametrize("names", [{0: "LABEL_0", 1: "LABEL_1"}, None])
@@ -82,6 +86,5 @@ def test_a_backbone_without_named_classes_has_no_reader(names: dict[int, str] | 
         AutoModel.from_config(AutoConfig.for_model("vit", **KINDS["vit"], id2label=NAMES)).save_pretrained(tmp_path)
     else:
         classifier("vit", tmp_path, names)
-    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path)) as (found, reader):
-        assert found == []
-        assert reader is None
+    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path)) as classes:
+        assert classes is None

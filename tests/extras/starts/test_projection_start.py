@@ -48,9 +48,9 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {f"{name}_model_name_or_path": str(root / name) for name in ("vision", "text")}
 
 
-def joined(towers: dict[str, str]) -> FusionDualEncoderModel:
+def joined(towers: dict[str, str], **changes: Any) -> FusionDualEncoderModel:
     torch.manual_seed(0)
-    args = ModelArguments(**towers, fusion_layers=0)  # type: ignore[arg-type]
+    args = ModelArguments(**towers, fusion_layers=0, **changes)  # type: ignore[arg-type]
     return build_model(args, train_tokenizer(["a"], 100))
 
 
@@ -72,8 +72,23 @@ def start(towers: dict[str, str], images: int = 100, batch_size: int = 4) -> tup
     Accelerator(cpu=True)
     data, model = training_data(towers, batch_size), joined(towers)
     start_projections(images, towers["vision_model_name_or_path"], data, model, Accelerator())
-    features = paired_features(model, data.splits["train"], data, Accelerator(), towers["vision_model_name_or_path"])
+    features = paired_features(model, 100, data, Accelerator(), towers["vision_model_name_or_path"])
     return model, features
+
+
+def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, str]) -> None:
+    Accelerator(cpu=True)
+    data, cosines = training_data(towers), []
+    [batch] = data.loaders.evaluation(data.splits["train"], 20)
+    for projection in ("linear", "mlp"):
+        model = joined(towers, projection=projection)
+        start_projections(100, towers["vision_model_name_or_path"], data, model, Accelerator())
+        model.eval().double()
+        with torch.no_grad():
+            image_ME, _ = model.encode_image(batch["pixel_values"].double())
+            cosines.append(image_ME @ model.encode_text(batch["input_ids"], batch["attention_mask"])[0].T)
+    torch.testing.assert_close(*cosines, rtol=0, atol=1e-4)
+    assert cosines[0].std() > 0.1
 
 
 def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:

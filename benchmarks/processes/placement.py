@@ -73,8 +73,7 @@ class Rows:
     def batch(self) -> dict[str, Any]:
         """This process's rows, longest caption first, as the collator pads them."""
         division: Division = self.loaders.division
-        draws = division.of_rank([(row, 0) for row in range(self.pairs)], distributed.rank(), distributed.world_size())
-        rows = [row for row, _ in draws]
+        rows = [*range(self.pairs)][division.of_rank(self.pairs, distributed.rank(), distributed.world_size())]
         found: dict[str, Any] = {
             name: value[rows] if isinstance(value, Tensor) else [value[row] for row in rows] if value else value
             for name, value in self.everything.items()

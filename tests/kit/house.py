@@ -51,7 +51,7 @@ BUDGETS = {
     "reports": 900,
     "run": 1_770,
     "extras": 17_830,
-    "tests": 50_000,
+    "tests": 50_010,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -308,7 +308,8 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
     group_U = groups(len(state.first_U), np.concatenate([links_U2, _same_file(state, facts)]))
     group_N = group_U[state.image_N]
     largest = int(np.bincount(group_N[unknown]).max())
-    if largest > 100 and sum(shares) and largest > (1 - sum(shares)) * np.count_nonzero(unknown):
+    held_out = shares[0] + shares[1]
+    if largest > 100 and held_out and largest > (1 - held_out) * np.count_nonzero(unknown):
         logger.warning(
             "%s of %s rows come into one split, as they look alike or have a group or file in common, each with some other; so "
             "validation and test do not get their shares. If they only look alike, lower --near_duplicate_distance.",

@@ -538,8 +538,9 @@ def test_training_from_features_is_training_with_frozen_towers(
         assert calls == ([] if towers in (name, "both") else [8] * 4)  # pairs in each of four steps
     rough, fine = (1e-5, 1e-6) if precise else (2e-3, 2e-4)
     assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=rough)
+    cached = weights(tmp_path / "cached")
     for name, value in weights(tmp_path / "live").items():
-        torch.testing.assert_close(weights(tmp_path / "cached")[name], value, rtol=rough, atol=fine, msg=name)
+        torch.testing.assert_close(cached[name], value, rtol=rough, atol=fine, msg=name)
 
 
 def write_towers(folder: Path) -> list[str]:

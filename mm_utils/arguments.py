@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import yaml
-from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser
 
 from mm_utils.command import scripts_folder
 from mm_utils.text import printable, redact

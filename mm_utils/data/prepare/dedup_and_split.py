@@ -1,6 +1,7 @@
 """Compare all checked rows: merge equal images, find leaks, give each row split and id.
 
-Only the small columns of the parts are read, some 500 bytes a row; images stay in their files. The order of decisions:
+Only the small columns of the parts are read, and they stay in their files, as images do: what is held in memory is some
+300 bytes a row, numbers in the main. The order of decisions:
 
 1. Rows form a group if their images are equal or nearly equal, or if they have the same id, or the same value of
    `group_column`: a patient, a site.
@@ -14,6 +15,7 @@ Only the small columns of the parts are read, some 500 bytes a row; images stay 
 
 import json
 import logging
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ import pyarrow.compute as pc
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import escaped
-from mm_utils.data.prepare.ingest import read_facts
+from mm_utils.data.prepare.ingest import pieces, read_facts
 from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     MOST_MIRRORED,
@@ -118,7 +120,7 @@ def reconcile(
 
     Args:
         weights: the sources' shares, None where a source has none.
-        leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused.
+        leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused; beside it is room to work.
         own_ids: ids stay as the sources give them, only rows of one id or one file become one, and there may be no
             training images.
         search: finds near copies, see `look_alikes`.
@@ -131,7 +133,7 @@ def reconcile(
         raise ValueError(
             "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
         )
-    state = _State(found.facts, args.near_duplicate_distance, not own_ids, search)
+    state = _State(found.facts, args.near_duplicate_distance, not own_ids, search, leak_file.parent)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, found.facts, (args.validation_fraction, args.test_fraction))
@@ -155,13 +157,13 @@ class _State:
     `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
     """
 
-    def __init__(self, facts: pa.Table, distance: int, seeks_mirrored: bool, search: Run | None):
+    def __init__(self, facts: pa.Table, distance: int, seeks_mirrored: bool, search: Run | None, work: Path):
         self.image_N = _codes(facts["image_hash"])
         # With the source: files of two sources may have the same name, and rows the same number, by chance.
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         self.of_group_N = _codes(facts["group"])  # of all sources: a site is the same one everywhere
         _, self.first_U = np.unique(self.image_N, return_index=True)
-        prints_U = _prints(facts["fingerprint"], self.first_U)
+        prints_U = _prints(facts, self.first_U, work)
         seeks_mirrored &= facts["medium"][0].as_py() == "image"  # which a report counts, and nothing else asks
         self.near_P, self.mirrored = look_alikes(prints_U, distance, MOST_MIRRORED if seeks_mirrored else 0, search)
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
@@ -174,22 +176,19 @@ class _State:
         return codes_N * len(SPLITS) + self.split_N
 
 
-def _prints(column: pa.ChunkedArray, rows: np.ndarray) -> np.ndarray:
-    """Return the fingerprints of ascending rows, without a Python object for each."""
-    found, begin = np.empty(len(rows), FINGERPRINT), 0
-    for chunk in column.chunks:
-        low, high = np.searchsorted(rows, [begin, begin + len(chunk)])
-        taken = chunk.cast(pa.binary(FINGERPRINT.itemsize)).take(pa.array(rows[low:high] - begin))
-        found[low:high] = np.frombuffer(
-            taken.buffers()[1], FINGERPRINT, len(taken), taken.offset * FINGERPRINT.itemsize
-        )
-        begin += len(chunk)
-    return found
+def _prints(facts: pa.Table, rows: np.ndarray, work: Path) -> np.ndarray:
+    """Return the fingerprints of ascending rows, in a file of `work` that is gone with them: 200 bytes a row are many."""
+    with tempfile.TemporaryFile(dir=work) as file:
+        for piece in pieces(facts.select(["fingerprint"]), rows):
+            file.write(piece["fingerprint"].cast(pa.binary(FINGERPRINT.itemsize)).buffers()[1])
+        file.flush()
+        return np.memmap(file, FINGERPRINT, mode="r+", shape=len(rows))
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
     """Number equal strings equally, in the order of their first occurrence; null is -1."""
-    return pc.fill_null(column.combine_chunks().dictionary_encode().indices, -1).to_numpy().astype(np.int64)
+    found = [pc.fill_null(chunk.indices, -1) for chunk in column.dictionary_encode().chunks]
+    return pa.chunked_array(found, pa.int32()).to_numpy().astype(np.int64)
 
 
 def _first_of(codes_N: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -317,7 +316,8 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
         )  # fmt: skip
     of_group = np.full(len(state.first_U), -1, dtype=np.int8)
     np.maximum.at(of_group, group_N, state.split_N)
-    keys = facts["image_hash"].take(state.first_U).to_pylist()
+    hashes = pieces(facts.select(["image_hash"]), state.first_U)
+    keys = (key for piece in hashes for key in piece["image_hash"].to_pylist())
     by_hash_U = assign_splits(group_U, keys, (1 - sum(shares), *shares))
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
@@ -384,17 +384,17 @@ def _thin_out(state: _State, facts: pa.Table, weights: dict[str, float | None]) 
     without = [name for name in weights if name not in given]
     if without:
         raise ValueError(f"--sources sets weights, but none for {', '.join(without)}. Set one for every source.")
-    names = np.array(facts["source"].to_pylist())
-    rows = {name: np.flatnonzero(state.keep_N & (state.split_N == 0) & (names == name)) for name in given}
+    trains_N = state.keep_N & (state.split_N == 0)
+    rows = {name: np.flatnonzero(trains_N & pc.equal(facts["source"], name).to_numpy()) for name in given}
     scale = min(len(rows[name]) / weight for name, weight in given.items())
     for name, weight in given.items():
-        hashes = np.array(facts["image_hash"].take(rows[name]).to_pylist())
-        surplus = rows[name][np.argsort(hashes)][round(scale * weight) :]
+        hashes = pa.chunked_array([piece["image_hash"] for piece in pieces(facts, rows[name])], pa.string())
+        surplus = rows[name][pc.sort_indices(hashes).to_numpy()][round(scale * weight) :]
         state.keep_N[surplus] = False
 
 
 def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:
-    return facts["name"].take(rows).to_pylist()
+    return [facts["name"][int(row)].as_py() for row in rows]
 
 
 def _place(facts: pa.Table, row: int) -> str:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -189,6 +190,16 @@ def read_part(path: Path, columns: Sequence[str]) -> pa.Table:
     """Read some columns of a part; the file is mapped, so only those are loaded."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_stream(file).read_all().select(columns)
+
+
+def pieces(table: pa.Table, rows: np.ndarray) -> Iterator[pa.RecordBatch]:
+    """Yield ascending rows of a table, batch by batch; `Table.take` would first join all batches of text in memory."""
+    begin = 0
+    for batch in table.to_batches():
+        low, high = np.searchsorted(rows, [begin, begin + len(batch)])
+        if high > low:
+            yield batch.take(pa.array(rows[low:high] - begin))
+        begin += len(batch)
 
 
 def read_facts(parts: Sequence[Path], own_ids: bool) -> pa.Table:

@@ -110,11 +110,10 @@ def _with_image(pairs: DatasetDict) -> DatasetDict:
 
 def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
     """Write all splits into `folder`, images straight from the `parts`; return them."""
-    columns, rows = _columns(found), found.rows
-    medium = found.facts["medium"][0].as_py()
+    columns, medium = _Columns(found), found.facts["medium"][0].as_py()
     stored = _STORED if medium == "image" else ("image", "seconds", *_STORED[1:3])
-    tables = {split: _with_images(parts, rows[split], columns[split], stored) for split in rows}
-    return write_splits(tables, sum(map(len, rows.values())), folder, medium)
+    tables = {split: _with_images(parts, rows, columns, stored) for split, rows in found.rows.items()}
+    return write_splits(tables, sum(map(len, found.rows.values())), folder, medium)
 
 
 def write_splits(
@@ -129,16 +128,16 @@ def write_splits(
 
 
 def _with_images(
-    parts: Sequence[Path], rows: np.ndarray, columns: pa.Table, stored: Sequence[str]
+    parts: Sequence[Path], rows: np.ndarray, columns: "_Columns", stored: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Lay the `stored` columns of `rows` beside `columns`, a batch at a time."""
+    """Lay the `stored` columns of `rows` beside the others, a batch at a time."""
     begin = 0
     for part in parts:
         for batch in read_part(part, stored).to_batches():
             low, high = np.searchsorted(rows, [begin, begin + len(batch)])
             if high > low:
                 images = batch.take(pa.array(rows[low:high] - begin))
-                table = columns.slice(low, high - low).combine_chunks()
+                table = columns.of(rows[low:high], begin, len(batch))
                 for at, name in enumerate(stored, start=1):
                     table = table.add_column(at, name, images[name])
                 yield table
@@ -203,8 +202,9 @@ def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
         for row, part in zip(rows, np.searchsorted(begins, rows, side="right") - 1, strict=True)
     ]
     table = pa.concat_tables(images) if images else pa.schema([PART_SCHEMA.field("image")]).empty_table()
-    own = found.facts.take(rows)
-    named_table = pa.table({"id": own["name"], "image": table["image"], "captions": own["captions"]})
+    own = {name: [found.facts[name][row].as_py() for row in rows.tolist()] for name in ("name", "captions")}
+    captions = pa.array(own["captions"], PART_SCHEMA.field("captions").type)
+    named_table = pa.table({"id": pa.array(own["name"], pa.string()), "image": table["image"], "captions": captions})
     features = Features.from_arrow_schema(named_table.schema)
     features["image"] = FEATURES[found.facts["medium"][0].as_py()]
     return Dataset(named_table.cast(features.arrow_schema))
@@ -284,31 +284,38 @@ def _verified(rows: Dataset) -> Iterator[bool]:
             yield content.is_valid and content_id(stored_hash(content.as_buffer()), captions) == wanted
 
 
-def _columns(found: Reconciled) -> dict[str, pa.Table]:
-    """Return the columns beside the images of every split."""
-    facts = found.facts
-    texts = facts.select(_TEXT)
-    joined = [_join(texts.take(rows).to_pylist()) for rows in found.merged.values()]
-    texts = pa.concat_tables([texts, pa.Table.from_pylist(joined, schema=texts.schema)])
-    text_of = np.arange(len(facts))
-    text_of[list(found.merged)] = len(facts) + np.arange(len(found.merged))
-    optional = [name for name in _TEXT[1:] if facts[name].null_count < len(facts)]
-    tables = {}
-    for split, rows in found.rows.items():
-        own, text = facts.take(rows), texts.take(text_of[rows])
-        captions = text["captions"].to_pylist()
-        hashes = own["stored_hash"].to_pylist()
-        tables[split] = pa.table(
+class _Columns:
+    """The columns beside the images, of some rows at a time; those of all would be held in memory."""
+
+    def __init__(self, found: Reconciled):
+        self.facts = found.facts
+        self.optional = [name for name in _TEXT[1:] if found.facts[name].null_count < len(found.facts)]
+        self.merged = {first: _join([self._text(row) for row in rows]) for first, rows in found.merged.items()}
+
+    def _text(self, row: int) -> dict[str, Any]:
+        return {name: self.facts[name][row].as_py() for name in _TEXT}
+
+    def of(self, rows: np.ndarray, begin: int, length: int) -> pa.Table:
+        """Return the columns of rows that lie among the `length` from `begin`."""
+        own = self.facts.slice(begin, length).combine_chunks().take(pa.array(rows - begin))
+        text = own.select(_TEXT)
+        joined = [(place, self.merged[row]) for place, row in enumerate(rows.tolist()) if row in self.merged]
+        if joined:
+            more = pa.Table.from_pylist([row for _, row in joined], schema=text.schema)
+            places = np.arange(len(rows))
+            places[[place for place, _ in joined]] = len(rows) + np.arange(len(joined))
+            text = pa.concat_tables([text, more]).combine_chunks().take(pa.array(places))
+        hashes, captions = own["stored_hash"].to_pylist(), text["captions"].to_pylist()
+        return pa.table(
             {
                 "id": own["name"],
                 "captions": text["captions"],
-                **{name: _no_nulls(text, name) for name in optional},
+                **{name: _no_nulls(text, name) for name in self.optional},
                 "source": own["source"],
                 "image_hash": own["image_hash"],
                 "content_id": [content_id(*pair) for pair in zip(hashes, captions, strict=True)],
             }
         )
-    return tables
 
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
     return np.stack([dropped, winner[dropped]], axis=1)
 
 
-def assign_splits(groups_N: np.ndarray, keys: Sequence[str], fractions: Sequence[float], salt: str = "") -> np.ndarray:
+def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence[float], salt: str = "") -> np.ndarray:
     """Return each row's split, from 0, by a hash of the key of the first row of its group.
 
     Rows added behind these leave them where they are, except where a new one connects two groups.
@@ -238,8 +238,10 @@ def assign_splits(groups_N: np.ndarray, keys: Sequence[str], fractions: Sequence
     if min(fractions) < 0 or not math.isclose(sum(fractions), 1):
         raise ValueError(f"the split fractions are {list(fractions)}; they make {sum(fractions):g}. Give shares of 1.")
     first, place = np.unique(groups_N, return_inverse=True)
-    digests = b"".join(_digest(f"{salt}\0{keys[row]}") for row in first)
-    positions = np.frombuffer(digests, dtype="<u8") / 2.0**64
+    digests_N = np.fromiter(
+        (int.from_bytes(_digest(f"{salt}\0{key}"), "little") for key in keys), "<u8", len(groups_N)
+    )
+    positions = digests_N[first] / 2.0**64
     bounds = np.cumsum(fractions)[:-1]
     return np.searchsorted(bounds, positions, side="right").astype(np.int8)[place]
 

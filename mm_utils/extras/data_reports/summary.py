@@ -82,10 +82,10 @@ def describe(summary: dict[str, Any], folder: str) -> str:
 
 def _timed(settings: dict[str, Any], found: Reconciled) -> dict[str, Any] | None:
     """Return kind, seconds and rates (before, after) of clips or sounds; None for images."""
-    kept = found.facts.take(np.concatenate(list(found.rows.values())))
-    medium = kept["medium"][0].as_py()
+    medium = found.facts["medium"][0].as_py()
     if medium == "image":
         return None
+    kept = found.facts.select(["seconds", "rate", "moments"]).take(np.concatenate(list(found.rows.values())))
     seconds = kept["seconds"].to_numpy()
     rates = Counter(round(rate, 2) for rate in kept["rate"].to_pylist())
     moments = pc.sum(pc.list_value_length(kept["moments"])).as_py()
@@ -191,7 +191,7 @@ def _captions(pairs: DatasetDict, templated: bool) -> dict[str, Any]:
 def _storage(args: PrepareArguments, found: Reconciled) -> dict[str, Any]:
     """Return bytes per pair before and after storing, and the measured loss of quality."""
     rows = np.concatenate(list(found.rows.values()))
-    kept = found.facts.take(rows)
+    kept = found.facts.select(["psnr", "original_bytes", "stored_bytes"]).take(rows)
     losses = kept["psnr"].drop_null().to_numpy()
     return {
         "store": "originals" if args.keep_originals else args.store,

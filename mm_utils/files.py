@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import glob
 import json
 import logging
 import math
@@ -17,12 +18,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+if sys.platform != "win32":
+    import fcntl
+
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536  # the limit that a run asks for; data workers and shards use most of it
 _Result = TypeVar("_Result")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what only writing meets
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN)
+_UNFINISHED = ".unfinished"  # ends the names of folders that are being written
 _failed: set[Path] = set()
 
 
@@ -95,6 +100,11 @@ def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | No
     return content
 
 
+def changed_ns(status: os.stat_result) -> int:
+    """Return when a file was changed, in nanoseconds of 64 bits; a broken clock may have written the year 10,000."""
+    return min(max(status.st_mtime_ns, -(2**63)), 2**63 - 1)
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file and rename it: readers see the old content or the new, never a part.
 
@@ -161,20 +171,49 @@ def _exchange(one: Path, other: Path) -> bool:
 def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a hidden folder; rename it to `final` at the end, remove it if the block fails.
 
-    If another process has made `final` meanwhile, that one stays.
+    If another process has made `final` meanwhile, that one stays. What a killed process left of `final` is removed first.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    for left in final.parent.glob(f".{glob.escape(final.name)}-*{_UNFINISHED}"):
+        with suppress(FileNotFoundError), folder_lock(left) as is_left:
+            if is_left:
+                shutil.rmtree(left, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", suffix=_UNFINISHED, dir=final.parent))
     try:
         temporary.chmod(0o777 & ~_umask())
-        yield temporary
-        try:
-            temporary.rename(final)
-        except OSError:
-            if not final.is_dir():
-                raise
+        with folder_lock(temporary):
+            yield temporary
+            try:
+                temporary.rename(final)
+            except OSError:
+                if not final.is_dir():
+                    raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[bool | None]:
+    """Lock a folder while the block runs or this process lives; yield whether it could be locked, None where nothing can.
+
+    Raises:
+        OSError: if it cannot be opened.
+    """
+    if sys.platform == "win32":
+        yield None
+        return
+    descriptor, is_locked = os.open(folder, os.O_RDONLY), None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    except BlockingIOError:
+        is_locked = False
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield is_locked
+    finally:
+        os.close(descriptor)
 
 
 def errno_of(error: BaseException | None) -> int:

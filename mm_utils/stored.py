@@ -24,7 +24,7 @@ from typing import Any
 import datasets
 from filelock import FileLock
 
-from mm_utils.files import atomic_folder, is_about, write_atomic
+from mm_utils.files import atomic_folder, folder_lock, is_about, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,9 @@ def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(".*"):
         with suppress(OSError):  # its run may be renaming it
             if folder.is_dir() and time.time() - max(_dates(folder)) > ABANDONED:
-                shutil.rmtree(folder)
+                with folder_lock(folder) as is_left:  # the clock may have jumped
+                    if is_left is not False:
+                        shutil.rmtree(folder)
 
 
 def _dates(folder: Path) -> Iterator[float]:

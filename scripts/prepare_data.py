@@ -52,6 +52,7 @@ from mm_utils.extras.data_reports.pair_scores import ScoreArguments, score_and_s
 from mm_utils.extras.data_reports.report import write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
+from mm_utils.run.checks import check_model
 from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
         logger.info("%s: all %s rows are what was written", args.verify, f"{rows:,}")
         return {"rows": rows}
 
+    check_model(scoring.score_with, "--score_with")  # before the rows are read
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.

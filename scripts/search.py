@@ -11,6 +11,7 @@ A page and a JSON API on this machine (pip install starlette uvicorn):
 import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
 
 # isort: split
+import errno
 import json
 import os
 import sys
@@ -107,6 +108,10 @@ def main(argv: list[str] | None = None) -> None:
             lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+    lost = getattr(sys.stdout, "lost", None)  # of `run_script`
+    if lost and lost.errno != errno.EPIPE:  # a reader that has gone, such as head, has what it wanted
+        raise ValueError(f"The hits cannot be written to the standard output: {lost.strerror}. Let it lead somewhere.")
 
 
 if __name__ == "__main__":

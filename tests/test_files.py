@@ -60,6 +60,16 @@ def test_an_atomic_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+def test_what_a_killed_process_left_is_removed_and_what_one_writes_is_not(tmp_path: Path) -> None:
+    (tmp_path / ".one-original").mkdir()  # not of ours
+    (tmp_path / ".one-abcdefgh.unfinished").mkdir()
+    (tmp_path / ".one[1]-abcdefgh.unfinished").mkdir()
+    with atomic_folder(tmp_path / "one") as first, atomic_folder(tmp_path / "one") as second:
+        assert first.is_dir()
+        (second / "part").write_text("whole")
+    assert {path.name for path in tmp_path.iterdir()} == {".one-original", ".one[1]-abcdefgh.unfinished", "one"}
+
+
 @pytest.fixture
 def open_files() -> Iterator[tuple[int, int]]:
     """The limit of open files, put back afterwards."""

@@ -18,6 +18,7 @@ The rules of pictures, which give the same pixels on every machine. `decode` nam
 import io
 import math
 import os
+import struct
 import urllib.request
 import wave
 from bisect import bisect_right
@@ -334,8 +335,19 @@ def upright(frame: Any, shape: Any) -> Image.Image:
     image: Image.Image = frame.to_image()
     if shape and shape != 1 and 0.25 <= shape <= 4:
         image = image.resize((max(1, round(image.width * float(shape))), image.height), Image.Resampling.BICUBIC)
+    turn = turn_of(frame)
+    return image if turn is None else image.transpose(turn)
+
+
+def turn_of(frame: Any) -> Image.Transpose | None:
+    """Return what the display matrix of a frame of PyAV does to it: a turn, or the mirror of a front camera; None if nothing."""
+    parts = [bytes(each) for each in frame.side_data if each.type.name == "DISPLAYMATRIX"]
+    a, b, _, c, d, *_ = struct.unpack("=9i", parts[0][:36]) if parts else (1, 0, 0, 0, 1)
+    if a * d < b * c:
+        along, across = (_Turn.FLIP_LEFT_RIGHT, _Turn.FLIP_TOP_BOTTOM), (_Turn.TRANSVERSE, _Turn.TRANSPOSE)
+        return along[a > 0] if abs(a) >= abs(b) else across[b > 0]
     turns = round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 360 else 0  # a matrix of zeros turns by no angle
-    return image.transpose((_Turn.ROTATE_90, _Turn.ROTATE_180, _Turn.ROTATE_270)[turns - 1]) if turns else image
+    return (_Turn.ROTATE_90, _Turn.ROTATE_180, _Turn.ROTATE_270)[turns - 1] if turns else None
 
 
 def samples_of(sound: Any, extractor: Any) -> np.ndarray:

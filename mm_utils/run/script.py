@@ -33,7 +33,8 @@ def run_script(main: Callable[[], Any]) -> None:
     With several processes, the first that fails says why and ends the others: see `mm_utils.reliability.failures`.
     """
     monitor = failures.start_monitor()
-    stderr, sys.stderr = sys.stderr, _Log(sys.stderr)  # type: ignore[assignment]
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_Log, streams)  # type: ignore[assignment]
     try:
         main()
         if workers := sys.modules.get("mm_utils.data.batches.workers"):  # only who has loaded it has any
@@ -50,14 +51,20 @@ def run_script(main: Callable[[], Any]) -> None:
     else:
         monitor.finish()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
-        sys.stderr = stderr
+        sys.stdout, sys.stderr = streams
 
 
 class _Log:
-    """The standard error: closed, a broken pipe or a file on a full disk, it costs what is logged and not the run."""
+    """The standard output or error: closed, a broken pipe or a file on a full disk, it costs what is shown and not the run.
+
+    Attributes:
+        lost: the error by which something was lost, if it was.
+    """
 
     def __init__(self, stream: Any):
+        self.lost = OSError(errno.EBADF, "it is closed") if stream is None else None
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, text: str) -> int:
@@ -70,7 +77,9 @@ class _Log:
     def _do(self, work: Callable[[], Any]) -> None:
         try:
             work()
-        except OSError:  # what waits in its buffer goes nowhere, so that it fails no later line and no exit
+        except (OSError, ValueError) as error:  # a ValueError says that a library has closed it
+            self.lost = error if isinstance(error, OSError) else OSError(errno.EBADF, str(error))
+            # What waits in its buffer goes nowhere, so that it fails no later line and no exit.
             with suppress(OSError, ValueError), open(os.devnull, "w", encoding="utf-8") as nowhere:
                 kept, at = os.dup(self._stream.fileno()), self._stream.fileno()
                 os.dup2(nowhere.fileno(), at)

@@ -158,10 +158,11 @@ def test_every_door_reads_the_same_text(model: FusionDualEncoderModel) -> None:
         torch.testing.assert_close(model.encode(texts=text)[0], together[place], atol=1e-5, rtol=0)
 
 
-def turned_video() -> bytes:
+def turned_video(a: int = 0, b: int = 1, c: int = -1, d: int = 0) -> bytes:
+    """A video whose header turns a pixel at x, y to a x + c y, b x + d y; by default by a quarter."""
     content = bytearray(video(steady(8, 4), form="mp4", size=(48, 32)))
     at = content.index(b"tkhd") + 44
-    content[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # by a quarter
+    content[at : at + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
     return bytes(content)
 
 
@@ -199,6 +200,21 @@ CLIPS = {
     "WebP": lambda: animated("WEBP"),
     "PNG": lambda: animated("PNG"),
 }
+
+
+def test_the_matrix_of_a_camera_turns_and_mirrors() -> None:
+    """The eight ways to hold a camera, compared with the same movement of the corners of the plain frame."""
+
+    def shown(*matrix: int) -> np.ndarray:
+        frame = read_clip(turned_video(*matrix), 4, None).jpegs[0]
+        return np.asarray(Image.open(io.BytesIO(frame)).convert("RGB"), np.float32)
+
+    plain = shown(1, 0, 0, 1)
+    for a, b, c, d in ((1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0),
+                       (-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)):  # fmt: skip
+        moved = plain if a or d else plain.swapaxes(0, 1)
+        right = moved[:: -1 if b + d < 0 else 1, :: -1 if a + c < 0 else 1]
+        assert abs(shown(a, b, c, d) - right).mean() < 4, (a, b, c, d)
 
 
 def test_every_door_sees_the_same_frames(tmp_path: Path) -> None:

@@ -46,30 +46,38 @@ def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
         assert sum(not is_rare(field) for field in found) <= {"pretrain": 100, "finetune": 77}[script]
 
 
-@pytest.mark.parametrize("stderr", ["closed", "broken pipe", "full disk"])
-def test_no_log_ends_a_run(stderr: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [1, 2])
+@pytest.mark.parametrize("how", ["closed", "closed later", "broken pipe", "full disk"])
+def test_no_stream_ends_a_run(how: str, stream: int, tmp_path: Path) -> None:
+    name = {1: "stdout", 2: "stderr"}[stream]
+
     def main() -> None:
         set_up_logging()
         logging.getLogger("mm_utils").warning("a line")
         for _ in tqdm(range(3), mininterval=0):
-            sys.stderr.write("x" * 100_000)
+            getattr(sys, name).write("x" * 100_000)
+        if how == "closed later":  # by a library
+            getattr(sys, name).close()
+        print("step 1")
+        logging.getLogger("mm_utils").warning("another line")
         (tmp_path / "done").touch()
 
     if (child := os.fork()) == 0:
-        if stderr == "closed":
-            os.close(2)
-        elif stderr == "full disk":
-            os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-        else:
+        if how == "closed":
+            os.close(stream)
+        elif how == "full disk":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
+        elif how == "broken pipe":
             reads, writes = os.pipe()
-            os.dup2(writes, 2)
+            os.dup2(writes, stream)
             os.close(reads)
             os.close(writes)
-        sys.stderr = None if stderr == "closed" else os.fdopen(2, "w", closefd=False)  # type: ignore[assignment]
+        setattr(sys, name, None if how == "closed" else os.fdopen(stream, "w", closefd=False))
         flushed = False
         try:
             run_script(main)
-            print(end="", file=sys.stderr, flush=True)  # as Python does at its end
+            if how != "closed later":
+                print(end="", file=getattr(sys, name), flush=True)  # as Python does at its end
             flushed = True
         finally:
             os._exit(0 if flushed else 1)

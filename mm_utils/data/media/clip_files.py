@@ -27,7 +27,7 @@ from mm_utils.data.media.containers import (
     seconds_of,
     signature,
 )
-from mm_utils.model.reading import upright
+from mm_utils.model.reading import turn_of, upright
 
 _ANIMATIONS = ("GIF", "WEBP", "PNG")
 _STILLS = ("JPEG", "BMP", "TIFF", "AVIF")
@@ -230,7 +230,7 @@ def _video(container: Any, stream: Any, max_pixels: int, sampler: _Sampler) -> I
         time = last + usual if stamp is None else stamp
         own = float(frame.duration * frame.time_base) if frame.duration else usual
         last = time
-        if "turned" not in sampler.notes and frame.rotation % 360:
+        if "turned" not in sampler.notes and turn_of(frame) is not None:
             sampler.notes.append("turned")
         yield Frame(time, time + own, partial(upright, frame, stream.sample_aspect_ratio))
 

@@ -143,7 +143,7 @@ def read_lines(path: str) -> list[list[str]]:
         ValueError: if there is no such file, it is not of UTF-8, or a line has another number of sentences than the first.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"--set parallel_sentences is {path}; it cannot be read: {error}. Give a file of tabs."

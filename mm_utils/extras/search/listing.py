@@ -27,6 +27,7 @@ from mm_utils.data.rows.folders import RAW_SUFFIXES
 from mm_utils.data.rows.source import Source
 from mm_utils.extras.search.index import STAMPS
 from mm_utils.extras.tars.webdataset import Sample, captions_of_sample, read_shard, shard_paths
+from mm_utils.files import changed_ns
 from mm_utils.model.reading import CLIP_FPS, center_square
 from mm_utils.reports.pictures import picture
 
@@ -195,7 +196,7 @@ def _stamp(image: Mapping[str, Any], captions: list[str]) -> dict[str, Any]:
         return {**own, "captions": captions}
     try:
         status = os.stat(path)
-        size, changed = status.st_size, status.st_mtime_ns
+        size, changed = status.st_size, changed_ns(status)
     except OSError:
         size, changed = -1, 0
     return {"path": path, "size": size, "mtime_ns": changed, "content_hash": "", "captions": captions}
@@ -239,7 +240,7 @@ class Reader(Dataset):
         if not content:
             try:
                 status = os.stat(path)
-                own = {"path": path, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+                own = {"path": path, "size": status.st_size, "mtime_ns": changed_ns(status)}
             except OSError:
                 pass  # `read_file` says what is wrong
             content = read_file(path, self.limits)

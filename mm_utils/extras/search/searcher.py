@@ -27,6 +27,7 @@ from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
 from mm_utils.extras.search.index import STAMPS, check_same_model, open_index
+from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, center_square, open_picture, token_ids
@@ -230,7 +231,7 @@ class Searcher:
         known, side = self._rows[row], self._medium.image_size
         try:
             status = os.stat(known["path"])
-            if (status.st_size, status.st_mtime_ns) == (known["size"], known["mtime_ns"]):
+            if (status.st_size, changed_ns(status)) == (known["size"], known["mtime_ns"]):
                 return open_image({"bytes": None, "path": known["path"]}, side)
         except (OSError, UnreadableImageError):
             pass

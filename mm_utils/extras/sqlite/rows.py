@@ -2,8 +2,8 @@
 
 import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -55,8 +55,13 @@ def _opened(source: Source) -> Iterator[tuple[sqlite3.Connection, str]]:
     try:
         database = _open(os.path.abspath(source.path), os.getpid())
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        tables = [
+            name for name in tables if not name.startswith("sqlite_")
+        ]  # of SQLite itself: AUTOINCREMENT, ANALYZE
         if source.config not in tables and (source.config or len(tables) != 1):
-            raise ValueError(f"{source.title}; its tables are {', '.join(tables)}. Name one of them, by config=NAME.")
+            raise ValueError(
+                f"{source.title}; its tables are {', '.join(tables) or 'none'}. Name one of them, by config=NAME."
+            )
         yield database, _quoted(source.config or tables[0])
     except sqlite3.Error as error:
         raise ValueError(
@@ -67,10 +72,10 @@ def _opened(source: Source) -> Iterator[tuple[sqlite3.Connection, str]]:
 def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder, first: int) -> Table:
     path, names = (
         os.path.abspath(builder.source.path),
-        [row[1] for row in database.execute(f"PRAGMA table_info({table})")],
+        [row[1] for row in database.execute(f"PRAGMA table_xinfo({table})") if row[6] != 1],  # generated ones, too
     )
     columns = find_columns(names, builder.source.title, builder.source.columns)
-    image = _quoted(str(columns.image))
+    image, key_name = _quoted(str(columns.image)), _key_of(database, table, names, builder.source.title)
     cells = [
         f"iif(typeof({image}) = 'blob', length({image}), {name})" if name == image else name
         for name in map(_quoted, names)
@@ -78,16 +83,34 @@ def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder, fir
 
     def rows() -> Rows:
         for key, is_file, *found in database.execute(
-            f"SELECT rowid, typeof({image}), {', '.join(cells)} FROM {table} ORDER BY rowid LIMIT -1 OFFSET ?",
+            f"SELECT {key_name}, typeof({image}), {', '.join(cells)} FROM {table} ORDER BY {key_name} LIMIT -1 OFFSET ?",
             (first,),
         ):
             values = dict(zip(names, found, strict=True))
             if is_file == "blob":
-                query, size = f"SELECT {image} FROM {table} WHERE rowid = ?", values[str(columns.image)]
+                query, size = f"SELECT {image} FROM {table} WHERE {key_name} = ?", values[str(columns.image)]
                 values[str(columns.image)] = SqliteImage(f"{path}, row {key}", path, query, key, size)
             yield key, values
 
     return Table("row", columns, rows(), builder.jail)
+
+
+def _key_of(database: sqlite3.Connection, table: str, names: Sequence[str], title: str) -> str:
+    """Return the name of SQLite's own key of the rows, which a column of that name hides.
+
+    Raises:
+        ValueError: if the table has no such key.
+    """
+    columns = {name.lower() for name in names}
+    key = next((name for name in ("rowid", "_rowid_", "oid") if name not in columns), None)
+    with suppress(sqlite3.OperationalError):
+        if key is not None:
+            database.execute(f"SELECT {key} FROM {table} LIMIT 0")
+            return key
+    raise ValueError(
+        f"{title}; the rows of its table {table} have no rowid. Copy them, CREATE TABLE pairs AS SELECT * FROM {table}, and name "
+        "the copy by config=pairs."
+    )
 
 
 def _quoted(name: str) -> str:

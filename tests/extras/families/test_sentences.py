@@ -89,4 +89,6 @@ def test_what_is_missing_is_named(flags: list[str], tiny_flags: list[str], tmp_p
             path.write_text(text)
         with pytest.raises(ValueError, match=reason):
             read_lines(str(path))
+    (tmp_path / "marked.tsv").write_bytes(b"\xef\xbb\xbfone\ttwo\r\n")  # as spreadsheets write it
+    assert read_lines(str(tmp_path / "marked.tsv")) == [["one", "two"]]
     assert Sentences.refuses

@@ -116,6 +116,9 @@ def test_a_file_of_another_date_and_the_same_bytes_is_kept(model: Path, tmp_path
     os.utime(touched, ns=(1, 1))
     assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
     assert contents(tmp_path / "index")["0/000.png"]["mtime_ns"] == 1
+    for seconds in (300_000_000_000, -10_000_000_000):  # of broken clocks: more nanoseconds than 64 bits hold
+        os.utime(touched, (seconds, seconds))
+        assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
 
 
 def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) -> None:

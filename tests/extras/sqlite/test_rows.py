@@ -69,6 +69,34 @@ def test_training_reads_a_table_and_sees_that_it_changed(tmp_path: Path, own_cac
     assert "another" in [caption for split in again.values() for row in split["captions"] for caption in row]
 
 
+KEYS = {
+    "plain": "(image BLOB, caption TEXT)",
+    "a column rowid": "(rowid TEXT DEFAULT 'same', image BLOB, caption TEXT)",
+    "columns RowId and oid": "(RowId INTEGER DEFAULT 2, oid TEXT DEFAULT 'a', image BLOB, caption TEXT)",
+    "counted": "(number INTEGER PRIMARY KEY AUTOINCREMENT, image BLOB, caption TEXT)",
+    "a generated caption": "(image BLOB, name TEXT, caption TEXT AS (name))",
+}
+
+
+@pytest.mark.parametrize("columns", KEYS.values(), ids=KEYS)
+def test_each_caption_has_its_image_whatever_the_columns_are_called(columns: str, tmp_path: Path) -> None:
+    caption = "name" if "AS (name)" in columns else "caption"
+    with sqlite3.connect(tmp_path / "a.db") as made:
+        made.execute(f"CREATE TABLE pairs {columns}")
+        rows = [(grey(10 * at), f"caption {at}") for at in range(5)]
+        made.executemany(f"INSERT INTO pairs (image, {caption}) VALUES (?, ?)", rows)
+    made.close()
+    assert [(content(record), record.captions[0]) for record in read(tmp_path / "a.db")[0]] == rows
+
+
+def test_a_table_without_keys_of_rows_is_named(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "a.db") as made:
+        made.execute("CREATE TABLE pairs (image BLOB PRIMARY KEY, caption TEXT) WITHOUT ROWID")
+    made.close()
+    with pytest.raises(ValueError, match=r'its table "pairs" have no rowid\. Copy them'):
+        read(tmp_path / "a.db")
+
+
 def test_several_tables_and_other_files_are_named(tmp_path: Path) -> None:
     path = database(tmp_path / "a.db", "pairs", "odd-name", values=[])
     with pytest.raises(ValueError, match=r"its tables are pairs, odd-name\. Name one of them, by config=NAME"):

@@ -7,7 +7,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from mm_utils.communication import gathered_bytes, meter, reduced_bytes
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 TensorLike = TypeVar("TensorLike", bound=Tensor)
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -37,6 +39,10 @@ _host_groups: list[Any] = []  # of all ranks' hosts, where the default one is of
 
 class RunError(Exception):
     """A run that cannot start or continue; the message says what to do."""
+
+
+class PeerError(RunError):
+    """Another process failed, which reports the error itself."""
 
 
 # -- this process's place ---------------------------------------------------------------------------------------------
@@ -99,7 +105,7 @@ def make_groups(sizes: Sequence[int]) -> Any:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Return whether the error only says that another process did not take part in a collective."""
-    return isinstance(error, dist.DistError) or (
+    return isinstance(error, (dist.DistError, PeerError)) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("gloo", " by peer", "Broken pipe"))
     )
 
@@ -240,6 +246,55 @@ def raise_everywhere(error: str | None = None, warnings: Iterable[str] = ()) -> 
             logger.warning("%s", warning)
     if first := next((error for error, _ in found if error), None):
         raise ValueError(first)
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Return on all ranks what `work` returns on rank 0, which alone does it; called on all ranks.
+
+    Raises:
+        Exception: on all ranks, if `work` fails; see `_agree`.
+    """
+    found: list[Any] = [None]
+    failed = None
+    if rank() == 0:
+        try:
+            found = [work()]
+        except Exception as error:
+            failed = error
+    _agree(failed)
+    if world_size() > 1:
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+@contextmanager
+def first_then_others() -> Iterator[None]:
+    """Let rank 0 go first, which fills caches; no rank goes on if one fails. Entered on all ranks."""
+    is_first, failed = rank() == 0, None
+    if not is_first:
+        _agree(None)  # on what rank 0 did
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if is_first:
+        _agree(failed)
+    _agree(None if is_first else failed)
+
+
+def _agree(error: Exception | None) -> None:
+    """Raise the error of this rank, or else that of the first rank that has one; called on all ranks.
+
+    Elsewhere than on its own rank, a ValueError and a RunError say what they say there, and others are a PeerError.
+    """
+    said: list[Any] = [None] * world_size()
+    if world_size() > 1:
+        kind = next((each for each in (ValueError, RunError) if isinstance(error, each)), PeerError)
+        dist.all_gather_object(said, error and (kind, str(error) if kind is not PeerError else f"{error!r}"))
+    if error is not None:
+        raise error
+    for number, (kind, text) in ((number, each) for number, each in enumerate(said) if each):
+        raise kind(text if kind is not PeerError else f"process {number} failed: {text}")
 
 
 def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA) -> None:

@@ -17,8 +17,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
-
+from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
@@ -83,15 +82,14 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
     if args.images and args.images.lower().endswith(".tar"):
-        with accelerator.main_process_first():
+        with distributed.first_then_others():
             listing = shard_listing(args.images, medium.kind)
     elif args.images:
         kind = data_args.allow_outside_root, medium.kind
-        found = list_folder(args.images, *kind) if accelerator.process_index == 0 else None
-        [(names, skipped)] = broadcast_object_list([found])
+        names, skipped = distributed.on_first(lambda: list_folder(str(args.images), *kind))
         listing = folder_listing(args.images, names, skipped, medium.kind)
     else:
-        with accelerator.main_process_first():
+        with distributed.first_then_others():
             pairs = load_pairs(data_args, need_train=False)
         if args.split and args.split not in pairs:
             raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")

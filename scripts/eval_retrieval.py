@@ -24,6 +24,7 @@ from pathlib import Path
 
 from datasets import DatasetDict
 
+from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required, to_dict
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         if args.benchmark:
             split, rows = load_benchmark(RETRIEVAL[args.benchmark], data_args, args.split)
         else:

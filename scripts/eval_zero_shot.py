@@ -22,6 +22,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         images = load_labelled(data_args, kind_of_processor(processor))
     loaders = make_loaders(loader_args, accelerator.device, processor)
     counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required, to_dict
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 2. Data: what training would hold out of train for validation is held out here, too.
     processor = load_processor_of(args.model_name_or_path)
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         pairs = load_pairs(DataArguments(dataset_name=args.dataset_name))
         rows = tokenize_captions(pairs["train"], processor.tokenizer, args.max_seq_length)
     total, sample = len(rows), 4 * args.per_device_eval_batch_size * accelerator.num_processes
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         return found
 
     # 5. Write the data set, and the report.
-    write_mined(accelerator, pairs, mined, args.dataset_name, Path(args.output_dir), to_dict(args, mining))
+    write_mined(pairs, mined, args.dataset_name, Path(args.output_dir), to_dict(args, mining))
     logger.info("Train on it: %s", launch_command("pretrain", ["--dataset_name", args.output_dir]))
     accelerator.end_training()
     return found

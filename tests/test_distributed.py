@@ -1,5 +1,6 @@
 """Collectives of `mm_utils.distributed` between real processes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm_utils import distributed
+from mm_utils.distributed import RunError
 from mm_utils.roll_call import RollCall
 from tests.kit.ranks import run_on_ranks
 
@@ -96,3 +98,42 @@ def test_a_failing_rank_is_an_error_here() -> None:
 
 def fail() -> None:
     1 / 0  # noqa: B018
+
+
+FAULTS = (ValueError("pairs.csv, line 2, is empty"), RunError("the folder is taken"), KeyError("a defect"))
+
+
+def shared_faults() -> list[str]:
+    found = []
+    for place, fault in enumerate(FAULTS):
+        for at in (0, 1):
+
+            def fail(at: int = at, fault: Exception = fault) -> int:
+                if distributed.rank() == at:
+                    raise fault
+                return distributed.rank() + 7
+
+            def go_first(fail: Callable[[], int] = fail) -> int:
+                with distributed.first_then_others():
+                    return fail()
+
+            for work in (lambda: distributed.on_first(fail), go_first):
+                try:
+                    found.append(f"{place}{at} {work()}")
+                except Exception as error:
+                    found.append(f"{place}{at} {type(error).__name__} {error}")
+    return found
+
+
+def test_what_fails_on_one_rank_fails_on_all_with_its_words() -> None:
+    of_ranks = run_on_ranks(3, shared_faults)
+    for rank, found in enumerate(of_ranks):
+        wanted = []
+        for place, fault in enumerate(FAULTS):
+            told = f"{type(fault).__name__} {fault}"
+            for at in (0, 1):
+                if place == 2 and rank != at:
+                    told = f"PeerError process {at} failed: {fault!r}"
+                wanted += [f"{place}{at} {told if at == 0 else 7}", f"{place}{at} {told}"]
+                told = f"{type(fault).__name__} {fault}"
+        assert found == wanted

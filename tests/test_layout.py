@@ -130,6 +130,14 @@ def test_one_module_asks_torch_distributed() -> None:
         assert "torch.distributed" not in {ast.unparse(node) for node in attributes}, path
 
 
+def test_what_one_rank_does_for_all_is_done_by_one_function() -> None:
+    alone = {"broadcast_object_list", "main_process_first"}  # an error there would leave the others waiting
+    for path in [*modules().values(), *SCRIPTS]:
+        if path.name != "distributed.py":
+            found = alone & {each.id for each in nodes(path) if isinstance(each, ast.Name)}
+            assert not found | (alone & {each.attr for each in nodes(path) if isinstance(each, ast.Attribute)}), path
+
+
 def test_totals_stay_within_their_budgets() -> None:
     found = totals()
     over = [f"{name}: {found[name]:,} lines of {most:,}" for name, most in BUDGETS.items() if found[name] > most]

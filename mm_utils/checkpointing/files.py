@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
-
 from mm_utils import distributed
 from mm_utils.files import readable
 
@@ -133,17 +131,7 @@ def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | N
     """
     if name is None or output_dir is None:
         return None
-    found: list[Any] = [None, None]
-    if distributed.rank() == 0:
-        try:
-            found[0] = _newest(Path(output_dir)) if name == "latest" else _given(Path(name))
-        except ValueError as error:
-            found[1] = str(error)
-    if distributed.world_size() > 1:
-        broadcast_object_list(found)
-    if found[1] is not None:
-        raise ValueError(found[1])
-    return found[0]
+    return distributed.on_first(lambda: _newest(Path(output_dir)) if name == "latest" else _given(Path(name)))
 
 
 def _newest(output_dir: Path) -> Path | None:

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, Trai
 
 from mm_utils.arguments import read_flat_yaml
 from mm_utils.checkpointing.files import CONFIG_FILE, STATE_FILE
-from mm_utils.distributed import full_tensor, raise_everywhere, shard_like
+from mm_utils.distributed import full_tensor, on_first, raise_everywhere, shard_like
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -226,9 +226,7 @@ class TrainingState:
     def _save_deepspeed(self) -> Path:
         """Let DeepSpeed write its own files: it cuts the optimizer's state into nameless pieces."""
         folder = self.output_dir / f".{_DEEPSPEED}" / _DEEPSPEED
-        if self.accelerator.is_main_process:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        on_first(lambda: shutil.rmtree(folder.parent, ignore_errors=True))
         self.accelerator.save_state(str(folder))
         self.accelerator.wait_for_everyone()
         return folder

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from datasets import DatasetDict
 from transformers import ProcessorMixin
 
+from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_loading, make_loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
@@ -156,7 +157,7 @@ def open_data(
     Raises:
         ValueError: if the source cannot be read, with file, line or column and what to do.
     """
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         splits = load_pairs(replace(data_args, max_train_samples=None, max_eval_samples=None))
         total = {name: len(rows) for name, rows in splits.items()}
         splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")

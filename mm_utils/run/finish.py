@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 from PIL import Image
 
+from mm_utils import distributed
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
@@ -47,7 +48,8 @@ def finish_run(doors: Doors, context: RunContext, argv: Sequence[str] | None) ->
     """
     run, model, data, metrics = context.run, context.model, context.data, context.metrics
     folder, evaluators = run.output_dir, context.retrieval
-    if run.accelerator.is_main_process:
+
+    def write() -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         saved = FusionDualEncoderModel.from_pretrained(folder) if model.media else model
         for own, part, found, remark in data.shares(run, metrics):
@@ -59,6 +61,8 @@ def finish_run(doors: Doors, context: RunContext, argv: Sequence[str] | None) ->
             card = retrieval_card(own, of_medium, part, split, found, argv)
             card.table_note += remark
             write_model_card(own.output_dir, card)
+
+    distributed.on_first(write)
     doors.publish(context)
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(_retrieval_summary(context)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg, to_dict
@@ -76,24 +76,23 @@ def start_run(name: str, given: Parsed) -> Run:
     checks.check_devices(accelerator, bool(given["balance"]))
     checks.check_equal_start(settings)
     launch, description = launcher_names(), describe_start(accelerator)
-    claim = None
-    if accelerator.is_main_process:
-        claim = claim_folder(name, args, settings, launch)
-    [claim] = broadcast_object_list([claim])
+    claim = distributed.on_first(lambda: claim_folder(name, args, settings, launch))
     args.output_dir, args.resume_from_checkpoint = claim.folder, claim.resume_from
-    settings, problem = {**settings, **to_dict(args)}, claim.problem
-    if accelerator.is_main_process and not problem:
+    settings = {**settings, **to_dict(args)}
+
+    def write() -> None:
+        if claim.problem:
+            raise RunError(claim.problem)
         try:
             if not (claim.resume_from and (Path(claim.folder) / CONFIG_FILE).is_file()):  # else once the run may go on
                 save_config(name, Path(claim.folder), settings)
             record_start(Path(claim.folder), description, launch)
         except OSError as error:
-            problem = (
+            raise RunError(
                 f"--output_dir is {claim.folder}; it cannot be written: {error.strerror}. Give a folder that can."
-            )
-    [problem] = broadcast_object_list([problem])
-    if problem:
-        raise RunError(problem)
+            ) from error
+
+    distributed.on_first(write)
     set_seed(args.seed)
     return Run(name, accelerator, Path(claim.folder), settings, args)
 

@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
@@ -477,7 +476,7 @@ class Trainer:
         raise Interrupted(signal)
 
     def _fail_after_save_errors(self) -> NoReturn:
-        [problem] = broadcast_object_list([self.writer.problem])
+        problem = distributed.on_first(lambda: self.writer.problem)
         raise distributed.RunError(f"{problem}. Then resume: {self.args.resume_command}")
 
     # -- small parts ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.media import COLUMNS
 from mm_utils.extras.classes.evaluator import ClassificationEvaluator
@@ -58,12 +59,15 @@ def finish_finetuning(
         argv: the arguments that `main` was called with, None for those of the command line.
     """
     run, folder = context.run, context.run.output_dir
-    if run.accelerator.is_main_process:
+
+    def write() -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         report_predictions(evaluator.guesses, task.classes, folder)
         (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
         card = classification_card(run, model, task, context.data.fingerprint, context.metrics, argv)
         write_model_card(folder, card)
+
+    distributed.on_first(write)
     doors.publish(context)
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(_summary(context, model, task)))

@@ -31,6 +31,7 @@ from datasets.exceptions import DatasetsError
 from torch import Tensor
 from transformers import ProcessorMixin
 
+from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.tokens import tokenize_splits
@@ -641,7 +642,7 @@ def open_task(
     processor: ProcessorMixin,
 ) -> tuple[LabelledTask, TrainingData]:
     """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         task = load_task(task_args, kind_of_processor(processor))
         length, workers = loader_args.max_seq_length, task_args.preprocessing_num_workers
         task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)

@@ -169,7 +169,7 @@ def target_embeds(name: str, texts: Sequence[str], accelerator: Accelerator) -> 
     digest = hashlib.blake2b(digest_size=16)
     add_weights(digest, {key: value for key, value in model.state_dict().items() if key.startswith("text_")})
     key = key_of("sentences", digest.hexdigest(), tokenizer.backend_tokenizer.to_str(), list(texts))
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         folder = stored(
             "sentences",
             key,

@@ -22,7 +22,6 @@ import datasets
 import pyarrow as pa
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from datasets.arrow_writer import ArrowWriter
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -123,14 +122,16 @@ class Source(ABC):
     def open_or_compute(self) -> datasets.Dataset:
         """Return the stored features, one row per training row; compute them if there is no store."""
         with ExitStack() as writing:
-            folder = temporary = None
-            if self.accelerator.is_main_process:
+
+            def place() -> tuple[Path, Path | None]:
                 parts = (weights_digest(self.tower), self.accelerator.mixed_precision, self.dtypes, self.depends_on())
                 folder = place_of("features", key_of(self.name, *parts))
-                if not is_whole(folder):
-                    discard(folder)
-                    temporary = writing.enter_context(storing(folder))
-            folder, temporary = broadcast_object_list([folder, temporary])
+                if is_whole(folder):
+                    return folder, None
+                discard(folder)
+                return folder, writing.enter_context(storing(folder))
+
+            folder, temporary = distributed.on_first(place)
             # All ranks look only now: a network file system may remember for a while that a folder was missing.
             if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
                 raise ValueError(
@@ -140,7 +141,7 @@ class Source(ABC):
             if temporary is not None:
                 self._compute(temporary)
                 self.accelerator.wait_for_everyone()
-        self.accelerator.wait_for_everyone()
+            distributed.on_first(writing.close)
         size = sum(path.stat().st_size for path in folder.iterdir())
         logger.info("%s features: %.2f GB in %s", self.name.capitalize(), size / 1e9, folder)
         return open_rows(folder)

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mm_utils import distributed
 from mm_utils.data.batches.column_cache import column_digest, image_digest
 from mm_utils.data.batches.loaders import make_loaders
 from mm_utils.data.batches.tokens import fingerprint, tokenize_captions, tokenizer_digest
@@ -45,7 +46,7 @@ def cache_teacher(name: str | None, data: TrainingData, objective: JointObjectiv
     padding = model.config.text_padding or {"length": processor.tokenizer.model_max_length}
     length, train = min(data.max_seq_length, padding["length"]), data.splits["train"]
     columns = [column for column in ("id", "image", "captions", "languages") if column in train.column_names]
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         rows = tokenize_captions(train.select_columns(columns), processor.tokenizer, length)
     # the flags are for the student's window
     own = replace(data.loaders.arguments, medium_seconds=None, clip_frames=None)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 
+from mm_utils import distributed
 from mm_utils.data.prepare.on_disk import content_fingerprint, write_splits
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.extras.mining.negatives import Mined
@@ -21,24 +21,22 @@ REPORT = "negatives.json"
 _ROWS = 1000
 
 
-def write_mined(
-    accelerator: Accelerator, pairs: DatasetDict, mined: Mined, source: str, folder: Path, settings: dict[str, Any]
-) -> None:
+def write_mined(pairs: DatasetDict, mined: Mined, source: str, folder: Path, settings: dict[str, Any]) -> None:
     """Write all splits, `train` with its negatives, and `negatives.json`, and log it.
 
     Called on all ranks; the main process writes.
 
     Args:
-        accelerator: the processes.
         pairs: the prepared data set.
         mined: the negatives of its train split.
         source: its folder, whose report is written again.
         folder: the new folder, which appears when all is written.
         settings: the arguments, for the report.
     """
-    if not accelerator.is_main_process:
-        accelerator.wait_for_everyone()
-        return
+    distributed.on_first(lambda: _write(pairs, mined, source, folder, settings))
+
+
+def _write(pairs: DatasetDict, mined: Mined, source: str, folder: Path, settings: dict[str, Any]) -> None:
     lists = [len(each) for each in mined.negatives]
     said = {
         "images": len(lists),
@@ -59,7 +57,6 @@ def write_mined(
         for name, content in (("report.json", report), (REPORT, said)):
             (work / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     logger.info("%s: %s", folder, describe(said))
-    accelerator.wait_for_everyone()
 
 
 def describe(said: dict[str, Any]) -> str:

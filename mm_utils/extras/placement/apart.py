@@ -14,11 +14,10 @@ Shape letters: n this process's rows, N the global batch, L tokens, E embedding 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mm_utils import distributed
@@ -184,13 +183,9 @@ def moments(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], 
         trained: the parameters, by name.
         source: the process that has their state.
     """
-    shapes: Any = [None]
-    if distributed.rank() == source:
-        states = {name: optimizer.state.get(parameter, {}) for name, parameter in trained.items()}
-        shapes = [
-            {name: {key: (value.shape, value.dtype) for key, value in state.items()} for name, state in states.items()}
-        ]
-    [shapes] = broadcast_object_list(shapes, from_process=source)
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in trained.items()}
+    mine = {name: {key: (value.shape, value.dtype) for key, value in state.items()} for name, state in states.items()}
+    shapes = gather_object([mine])[source]
     found = []
     for name, state in shapes.items():
         for key, (shape, dtype) in state.items():

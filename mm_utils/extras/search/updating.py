@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -21,12 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+from mm_utils import distributed
 from mm_utils.data.batches.workers import worker_options
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import Medium
@@ -154,23 +155,22 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
         RunError: if the index was made with another model, another run writes to it, or no image can be read.
         ValueError: if the folder holds something else.
     """
-    plan, todo = None, None
-    with _lock(folder, accelerator), _explained(folder):
-        if accelerator.is_main_process:
+    held: list[tuple[IndexInfo, Plan]] = []  # on the main process
+    with ExitStack() as locked, _explained(folder):
+
+        def begin() -> list[int]:
+            locked.enter_context(_lock(folder))
             info = start_index(folder, model, embedder)
             plan = make_plan(folder, listing, info.columns)
-            todo = plan.todo
+            held.append((info, plan))
             logger.info("%s", describe(plan, info.medium))
-        [todo] = broadcast_object_list([todo])
+            return plan.todo
+
+        todo = distributed.on_first(begin)
         mine = todo[accelerator.process_index :: accelerator.num_processes]
         skipped = embed_share(folder, listing, mine, len(todo), embedder, accelerator)
         skipped = gather_object(skipped)
-        outcome = None
-        if plan is not None:
-            outcome = _finish(folder, info, listing, plan, skipped)
-        [outcome] = broadcast_object_list([outcome])
-    assert outcome is not None
-    return outcome
+        return distributed.on_first(lambda: _finish(folder, *held[0], listing, skipped))
 
 
 def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
@@ -251,7 +251,7 @@ def _unchanged(old: dict[str, Any], new: dict[str, Any]) -> bool:
         return fault.reason in _PASSING
 
 
-def _finish(folder: Path, info: IndexInfo, listing: Listing, plan: Plan, skipped: list[Skip]) -> Outcome:
+def _finish(folder: Path, info: IndexInfo, plan: Plan, listing: Listing, skipped: list[Skip]) -> Outcome:
     """Write the index anew from what was known and what the parts hold now."""
     new = read_parts(folder, info.columns, without=plan.parts)
     known = pa.concat_tables([plan.known, *new.values()])
@@ -313,11 +313,8 @@ def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: i
 
 
 @contextmanager
-def _lock(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Let no other run write to the index; only the main process holds the lock."""
-    if not accelerator.is_main_process:
-        yield
-        return
+def _lock(folder: Path) -> Iterator[None]:
+    """Let no other run write to the index."""
     read_info(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

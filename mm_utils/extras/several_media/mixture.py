@@ -16,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import ProcessorMixin
 
+from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch
 from mm_utils.data.batches.loaders import LoaderArguments, check_loading
@@ -132,7 +133,7 @@ def open_media(
     of_names = [
         replace(data_args, dataset_name=None if name == SCENES and not Path(name).exists() else name) for name in names
     ]
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         rows = [load_pairs(args)["train"] for args in of_names]
     media = [kind_of(each.features) for each in rows]
     if twice := [medium for medium in media if media.count(medium) > 1]:

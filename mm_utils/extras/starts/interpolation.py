@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from mm_utils import distributed
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.files import write_atomic
 from mm_utils.model.adapt import merged
@@ -89,13 +90,15 @@ def choose_between(
     chosen = best if wanted is None else wanted
     model.load_state_dict(interpolate(start, end, chosen))
     evaluate(model, loader, accelerator)  # so that the evaluator holds the predictions of the chosen weights
-    if accelerator.is_main_process:
+
+    def write() -> None:
         (save or model.save_pretrained)(folder)
         rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
         report = {"metric": metric, "best_alpha": best, "saved_alpha": chosen, "measured": rows}
         write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
         _draw({alpha: metrics[metric] for alpha, metrics in measured.items()}, chosen, metric, folder / "wise_ft.png")
-    accelerator.wait_for_everyone()
+
+    distributed.on_first(write)
     return {**measured[chosen], "wise_ft_alpha": chosen}
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import datasets
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
@@ -48,18 +47,16 @@ def start_projections(
     """
     begin = time.monotonic()
     features = paired_features(model, images, data, accelerator, vision_name)
-    found: Any = None
-    if accelerator.is_main_process:
+
+    def fitted() -> ClosedForm:
         try:
-            found = fit(features, model.config.projection_dim)
+            return fit(features, model.config.projection_dim)
         except (ValueError, torch.linalg.LinAlgError) as error:
-            found = (
+            raise ValueError(
                 f"the closed-form start cannot be computed; {one_line(error)} --closed_form_images 0 leaves it out."
-            )
-    [found] = broadcast_object_list([found])
-    if isinstance(found, str):
-        raise ValueError(found)
-    assert found is not None
+            ) from error
+
+    found = distributed.on_first(fitted)
     if not found.image_AE.any():
         logger.warning("Images or captions are embedded all alike, so the projections start from random values")
         return

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from transformers import ProcessorMixin
 
+from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
@@ -44,7 +45,7 @@ def open_streamed(
 ) -> StreamedData:
     """Open the stream that the flags name; the arguments are those of `mm_utils.data.training_data.open_data`."""
     data_args, loader_args = given[DataArguments], given[LoaderArguments]
-    with accelerator.main_process_first():
+    with distributed.first_then_others():
         apart = load_validation_file(data_args)
         stream = open_stream(data_args, given[StreamingArguments], schedule.batch_sizes, schedule.seed, apart)
         processor = processor_of(make_processor, stream.captions(), stream.validation, loader_args)

@@ -21,7 +21,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.rows.source import COLUMNS, DataArguments
 from mm_utils.extras.search.index import SKIPPED, keeps_states
 from mm_utils.extras.search.listing import folder_listing, list_folder, pair_listing, shard_listing
 from mm_utils.extras.search.updating import Embedder, tap_shapes, try_out, update_index
@@ -74,6 +74,11 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     source = data_args.dataset_name or data_args.train_file or data_args.dataset_dir
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
+    if args.images:
+        unread = (
+            f"{COLUMNS} validation_file test_file medium max_train_samples max_eval_samples dataset_config_name"
+        )
+        given.refuse(unread, "--images are media without captions")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
     check_model(model_name)
     accelerator = make_accelerator()

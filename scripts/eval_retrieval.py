@@ -26,7 +26,7 @@ from datasets import DatasetDict
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required, to_dict
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_split
 from mm_utils.data.rows.source import DataArguments
@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     given = parse_args(*groups, argv=argv, doc=__doc__)
     args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
     data_args, loader_args = given[DataArguments], given[LoaderArguments]
+    given.refuse(OF_TRAINING, "nothing is trained")
     check_model(args.model_name_or_path)
     if args.output_dir:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

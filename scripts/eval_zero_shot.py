@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.extras.classes.labels import LabelledArguments, load_labelled
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     given = parse_args(*groups, argv=argv, doc=__doc__)
     args, data_args = given[EvalZeroShotArguments], given[LabelledArguments]
     zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
+    given.refuse(OF_TRAINING, "nothing is trained")
     check_model(args.model_name_or_path)
     if args.output_dir:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

@@ -73,13 +73,19 @@ class SearchArguments:
 def main(argv: list[str] | None = None) -> None:
     """Run the script; `argv` lets tests and notebooks call it."""
     # 1. Arguments.
-    args = parse_args(SearchArguments, argv=argv, doc=__doc__, rest="query")[SearchArguments]
+    parsed = parse_args(SearchArguments, argv=argv, doc=__doc__, rest="query")
+    args = parsed[SearchArguments]
     set_up_logging()
     given = [name for name in ("query", "image", "serve") if getattr(args, name)]
     if len(given) != 1:
         raise ValueError(
             f'There are {len(given)} of a text, --image and --serve; give one, e.g. --index_dir {args.index_dir} "a red door".'
         )
+
+    if args.serve:
+        parsed.refuse("top_k json", "the page and its API have their own")
+    else:
+        parsed.refuse("host port" + " token" * parsed.is_given("token"), "--serve is not given")
 
     # 2. The index and its model.
     searcher = Searcher(

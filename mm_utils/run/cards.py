@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from mm_utils.data.batches.tokens import iso_languages, languages_of
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, count_right
-from mm_utils.evaluation.metrics import CUTOFFS, wilson_interval
+from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.reports.card_results import (
@@ -51,6 +51,7 @@ def retrieval_card(
     reranks = model.fusion is not None and bool(stored_weights(model))
     # A head of weight 0 reorders nothing: there is no second figure to show.
     shown = {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
+    counted, queries = independent_queries(split, images, medium)
     codes = {code for rows in data.splits.values() for code in languages_of(rows)}
     return run_card(
         run,
@@ -58,10 +59,9 @@ def retrieval_card(
         metrics,
         argv,
         medium=medium,
-        glance=_retrieval_glance(shown, split, images, medium),
-        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, images, medium)),
-        table_note=f"Measured on the {images:,} {medium}s of the validation split and their captions; 95 % intervals in "
-        f"brackets, counting one query per {medium}. {chosen_on_validation(run, metrics, model)}{describe_weights(model)}".rstrip(),
+        glance=_retrieval_glance(shown, split, images, queries, medium),
+        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium)),
+        table_note=f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}. {chosen_on_validation(run, metrics, model)}{describe_weights(model)}".rstrip(),
         results=retrieval_results(
             shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium), "eval_"
         ),
@@ -96,7 +96,7 @@ def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDu
 
 
 def _retrieval_rows(
-    metrics: Mapping[str, float], split: Embeddings | None, images: int, medium: str
+    metrics: Mapping[str, float], split: Embeddings | None, queries: int, medium: str
 ) -> list[list[str]]:
     """Return both directions' recalls: encoders, re-ranked, the head's gain, by chance."""
     rows: list[list[str]] = []
@@ -105,7 +105,7 @@ def _retrieval_rows(
         found = {prefix: _recalls(metrics, f"{prefix}{direction}") for prefix in MEASURED}
         for prefix, recalls in found.items():
             if recalls:
-                rows.append([f"{name}, {MEASURED[prefix]}", *(_with_interval(recall, images) for recall in recalls)])
+                rows.append([f"{name}, {MEASURED[prefix]}", *(_with_interval(recall, queries) for recall in recalls)])
         gains = [after - before for before, after in zip(*found.values(), strict=False)]
         if gains:
             rows.append([f"{name}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
@@ -118,14 +118,28 @@ def _recalls(metrics: Mapping[str, float], name: str) -> list[float]:
     return [metrics[f"{name}_recall@{k}"] for k in CUTOFFS if f"{name}_recall@{k}" in metrics]
 
 
-def _with_interval(recall: float, images: int) -> str:
-    """Format a recall with the interval of a query an image; more make it no wider."""
-    low, high = wilson_interval(recall * images, images)
+def independent_queries(split: Embeddings | None, images: int, medium: str) -> tuple[str, int]:
+    """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals.
+
+    Images with an equal caption are one, see `mm_utils.evaluation.embeddings.Keyed`.
+    """
+    groups = images if split is None else len(split.group_M.unique())
+    if groups < min(images, FEW_GROUPS):
+        return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
+    counted = medium if groups == images else f"group of {medium}s with equal captions"
+    return f"95 % intervals in brackets, counting one query per {counted}", groups
+
+
+def _with_interval(recall: float, queries: int) -> str:
+    """Format a recall with its interval, of independent queries; without if there are 0."""
+    if not queries:
+        return f"{recall:.3f}"
+    low, high = wilson_interval(recall * queries, queries)
     return f"{recall:.3f} ({low:.2f} to {high:.2f})"
 
 
 def _retrieval_glance(
-    metrics: Mapping[str, float], split: Embeddings | None, images: int, medium: str
+    metrics: Mapping[str, float], split: Embeddings | None, images: int, queries: int, medium: str
 ) -> list[tuple[str, str]]:
     """Return in words how often the first item that is found is a right one."""
     rows = []
@@ -135,9 +149,9 @@ def _retrieval_glance(
     ):
         before, after = (metrics.get(f"{prefix}{direction}_recall@1") for prefix in MEASURED)
         if before is not None:
-            text = f"{_with_interval(before, images)} of the time, among {images:,} {medium}s"
+            text = f"{_with_interval(before, queries)} of the time, among {images:,} {medium}s"
             text += f" (by chance {chance(split, direction, 1):.3f})" if split is not None else ""
-            text += f"; {_with_interval(after, images)} with the fusion head" if after is not None else ""
+            text += f"; {_with_interval(after, queries)} with the fusion head" if after is not None else ""
             rows.append((title, text))
     if "eval_moment_iou0.5" in metrics:
         share, low, high, fixed = (metrics[f"eval_moment_iou0.5{part}"] for part in ("", "_low", "_high", "_fixed"))

@@ -46,7 +46,7 @@ def commands_after_training(
     folder: Path, settings: Mapping[str, Any], *, has_test: bool, has_fusion: bool, query: str
 ) -> list[str]:
     """Return what to try after pre-training: evaluation, a longer run, a task, a search."""
-    flags = ("test",) if has_test else ("validation", "--rerank_top_k", "32")
+    flags = ("test",) if has_test else ("validation", *(("--rerank_top_k", "32") if has_fusion else ()))
     commands = [evaluation_command(folder, settings, *flags), longer_command("pretrain", folder, settings)]
     if has_fusion and not any(settings.get(name) for name in SOURCES):
         words = ["--model_name_or_path", str(folder), "--task", "scenes:colour"]

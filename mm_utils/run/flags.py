@@ -8,7 +8,7 @@ from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.source import DataArguments, is_embedded
+from mm_utils.data.rows.source import COLUMNS, DataArguments, is_embedded
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments
@@ -40,7 +40,6 @@ PRETRAINING = (
 
 _HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_hierarchy fusion_direction"
 _SAVES = ("save_steps", "save_minutes", "save_best_limit")
-_COLUMNS = "image_column caption_column id_column language_column image_root"
 
 
 def unread(given: Parsed) -> list[tuple[str, Any, str]]:
@@ -67,12 +66,12 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ),
         ("batch_size_lr_rule", given["batch_size_schedule"] is None, "there is no --batch_size_schedule"),
         (
-            f"{_COLUMNS} dataset_config_name allow_outside_root",
+            f"{COLUMNS} dataset_config_name allow_outside_root",
             pairs and _is_embedded(given),
             "the data are an embedded set, whose columns are known",
         ),
         ("image_root allow_outside_root", tars, "tar shards hold what their captions describe"),
-        (_COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
+        (COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
         ("trust_remote_code", not others, "nothing of others is loaded"),
         ("peak_tflops", not pairs, "the operations of fine-tuning are not counted"),
         ("allow_changed_run", given["resume_from_checkpoint"] is None, "no run is resumed"),

@@ -17,7 +17,7 @@ import pytest
 from mm_utils.arguments import is_rare, parse_args
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
-from scripts import finetune, pretrain
+from scripts import embed, eval_retrieval, eval_zero_shot, finetune, pretrain, search
 from tests.kit.numbered_shards import write_shards
 from tests.kit.small_media import model_args
 from tests.kit.stock_folders import write_stock
@@ -101,6 +101,26 @@ def test_every_rule_has_its_row() -> None:
     ruled = {name for names, _, _ in rules for name in names.split()}
     off = {"fusion_hierarchy", "greater_is_better"}  # asked for by false, as which they are harmless
     assert ruled - off - {"peak_tflops"} <= told  # which `finetune` alone does not read
+
+
+OF_OTHER_SCRIPTS = [
+    (eval_retrieval, "--model_name_or_path m", "min_crop_area=0.5 horizontal_flip=true similar_captions_per_batch=2"),
+    (eval_zero_shot, "--model_name_or_path m --dataset_name d", "fixed_crop=true color_jitter=0.1 sound_jitter=2"),
+    (
+        embed,
+        "--model_name_or_path m --index_dir i --images d",
+        "caption_column=a image_root=r max_eval_samples=2",
+    ),
+    (search, "--index_dir i words", f"host=0.0.0.0 port=9000 token={'x' * 16}"),
+    (search, "--index_dir i --serve", "top_k=3 json=true"),
+]
+
+
+@pytest.mark.parametrize(("script", "words", "settings"), OF_OTHER_SCRIPTS)
+def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, words: str, settings: str) -> None:
+    for name, value in (setting.split("=") for setting in settings.split()):
+        with pytest.raises(ValueError, match=rf"^--{name} is .*, and it would have no effect\. Drop it\.$"):
+            script.main([*words.split(), f"--{name}={value}"])
 
 
 # -- observed, for every kind of start -----------------------------------------------------------------------------------

@@ -49,6 +49,10 @@ MOST_JITTER = 30  # decibels
 _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
+OF_TRAINING = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter similar_captions_per_batch"
+"""Flags of `LoaderArguments` that training alone reads."""
+
+
 @dataclass
 class LoaderArguments:
     """Settings of captions, windows, augmentation and workers."""

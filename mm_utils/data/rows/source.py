@@ -37,6 +37,10 @@ WORDNET_ID = re.compile(r"n\d{8}")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
+COLUMNS = "image_column caption_column id_column language_column image_root"
+"""Flags of `DataArguments` on the columns of tables."""
+
+
 @dataclass
 class DataArguments:
     """Image-caption pairs. Without a source, the embedded scenes.

@@ -75,9 +75,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
     if args.images:
-        unread = (
-            f"{COLUMNS} validation_file test_file medium max_train_samples max_eval_samples dataset_config_name"
-        )
+        unread = f"{COLUMNS} validation_file test_file medium max_train_samples max_eval_samples dataset_config_name"
         given.refuse(unread, "--images are media without captions")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
     check_model(model_name)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -110,6 +111,8 @@ def make_accelerator() -> Accelerator:
     checks.check_precision()
     # Otherwise transformers would load a model in one process, and leave its weights empty in the others for FSDP to fill.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    # Its successor is not in older versions of torch, which are supported, too.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         InitProcessGroupKwargs(

@@ -281,7 +281,8 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     saved_steps = {steps, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
     if args.keeps_best or args.save_best_limit:  # each may be the best so far
         saved_steps |= evaluated_steps
-    evaluations, kept = len(evaluated_steps) + probe.context.final_evaluations, len(saved_steps)
+    again = args.keeps_best and len(evaluated_steps) > 1  # if the best are not the last, they are measured once more
+    evaluations, kept = len(evaluated_steps) + again + probe.context.final_evaluations, len(saved_steps)
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
         kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, args.keeps_best))
     checkpoint = find_checkpoint("latest", folder)
@@ -327,7 +328,7 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
     bound = "the loader decides the speed" if loader < model else "the model decides the speed"
     exact = "measured" if timed == largest else f"extrapolated from {timed} pairs to {largest}"
     spent = {name: duration(figures[f"{name}_hours"]) for name in ("training", "evaluation", "checkpoint", "start")}
-    times = "once" if figures["evaluations"] == 1 else f"{figures['evaluations']} times"
+    times = "once" if figures["evaluations"] == 1 else f"at most {figures['evaluations']} times"
     before = (
         f"{' and '.join(name for name, *_ in probe.context.passes)} {spent['start']}, " if probe.context.passes else ""
     )

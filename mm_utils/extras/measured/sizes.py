@@ -155,10 +155,12 @@ def draw_sizes(rows: list[dict[str, Any]], out_path: Path) -> None:
         style_axes(ax)
         for code, color in zip(BYTES, COLORS, strict=False):
             own = [row for row in rows if row["code"] == code]
-            values = [row[f"recall@{k}"]["value"] for row in own]
-            ax.plot(
-                [row["bytes"] for row in own], values, color=color, linewidth=1.6, marker="o", markersize=3, label=code
-            )
+            values, sizes = [row[f"recall@{k}"]["value"] for row in own], [row["bytes"] for row in own]
+            ax.plot(sizes, values, color=color, linewidth=1.6, marker="o", markersize=3, label=code)
+            halves = [row[f"recall@{k}"]["half_width_95"] for row in own]
+            if color == COLORS[0] and None not in halves:
+                ends = ([value + sign * half for value, half in zip(values, halves, strict=True)] for sign in (-1, 1))
+                ax.fill_between(sizes, *ends, color=color, alpha=0.12, linewidth=0, label="95 % interval")
         ax.set_xscale("log", base=2)
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import VisionTextDualEncoderModel
 
 from mm_utils.arguments import parse_args
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.extras.starts.callbacks import InterpolationArguments
 from mm_utils.extras.starts.interpolation import TENTHS, choose_between, copy_weights, interpolate, weights_of_start
 from mm_utils.model.build import ModelArguments, build_model
@@ -195,12 +196,16 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
 
 
 def test_the_start_is_measured_once_and_the_end_is_of_a_later_step(
-    started: Path, tiny_flags: list[str], tmp_path: Path
+    started: Path, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ["--model_name_or_path", str(started), "--learning_rate", "1e-2", "--wise_ft"]
     flags = [*tiny_flags[:2], *tiny_flags[4:], *model]
     forecast = pretrain.main([*flags, "--dry_run", "--output_dir", str(tmp_path)])
-    assert forecast["dry_run_evaluations"] == 4 + 5 + 1  # and five alphas, and the chosen one again
+    assert forecast["dry_run_evaluations"] == 4 + 1 + 5 + 1  # the best, five alphas, and the chosen one again
+    real, calls = RetrievalEvaluator.__call__, list[int]()
+    monkeypatch.setattr(RetrievalEvaluator, "__call__", lambda *given: calls.append(1) or real(*given))
     pretrain.main([*flags, "--output_dir", str(tmp_path)])
+    [chosen] = [row for row in rows_of(tmp_path) if "saved_step" in row]
+    assert len(calls) == 11 - (chosen["saved_step"] == 4 and "saved_projections_step" not in chosen)
     evaluated = [row["step"] for row in rows_of(tmp_path) if "eval_mean_recall" in row]
     assert evaluated == [1, 2, 3, 4]

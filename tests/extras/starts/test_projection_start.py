@@ -203,10 +203,12 @@ def test_a_dry_run_counts_the_closed_form_and_all_evaluations(
     towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = pretrain.main([*flags_of(towers, tiny_flags, tmp_path / "run"), "--max_steps", "10", "--dry_run"])
-    assert found["dry_run_evaluations"] == 7  # before the first step, five times, and where the encoders' part ends
+    assert (
+        found["dry_run_evaluations"] == 7 + 1
+    )  # before the first step, five times, where the encoders' part ends; the best
     assert found["dry_run_checkpoints"] == 7  # each may be the best
     assert found["dry_run_start_hours"] > 0
-    assert re.search(r"time .*: the closed form [\d.]+ \w+, training .* \(7 times\), checkpoints", caplog.text)
+    assert re.search(r"time .*: the closed form [\d.]+ \w+, training .* \(at most 8 times\), checkpoints", caplog.text)
 
 
 def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ class RestartRecord(TrainerCallback):
         """Record the step; raise ValueError on all ranks if the last restarts began at the same one."""
         problem = _record_step(Path(args.output_dir), state.global_step) if distributed.rank() == 0 else None
         distributed.raise_everywhere(problem)
-        if self.save_config is not None and distributed.rank() == 0:
-            self.save_config()
+        if self.save_config is not None:
+            distributed.on_first(self.save_config)
 
 
 def _record_step(folder: Path, step: int) -> str | None:

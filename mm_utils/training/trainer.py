@@ -175,13 +175,11 @@ class Trainer:
     def _begin(self, resume_from: Path | None) -> None:
         """Check all that can be checked before the first step; load the checkpoint."""
         distributed.check_equal_on_all_ranks({"what decides the batches": self.identity})
-        if self.accelerator.is_main_process:
-            self.writer.clean_up()
+        distributed.on_first(self.writer.clean_up)
         if resume_from is not None:
             self._resume(resume_from)
-        if self.accelerator.is_main_process:
-            for name in (METRICS_FILE, NONFINITE_FILE):
-                truncate_rows(self.output_dir / name, self.state.global_step)
+        files = [self.output_dir / name for name in (METRICS_FILE, NONFINITE_FILE)]
+        distributed.on_first(lambda: [truncate_rows(file, self.state.global_step) for file in files])
         if self.saves:
             limit = self.args.save_total_limit
             kept = (

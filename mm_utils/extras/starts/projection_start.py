@@ -28,7 +28,6 @@ from mm_utils.extras.starts.class_names import read_classes
 from mm_utils.extras.starts.closed_form import ClosedForm, Features, fit
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
 from mm_utils.model.stored_outputs import vision_features
-from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def start_projections(
             return fit(features, model.config.projection_dim)
         except (ValueError, torch.linalg.LinAlgError) as error:
             raise ValueError(
-                f"the closed-form start cannot be computed; {one_line(error)} --closed_form_images 0 leaves it out."
+                f"the closed-form start cannot be computed; {str(error).rstrip('.')}. --closed_form_images 0 leaves it out."
             ) from error
 
     found = distributed.on_first(fitted)

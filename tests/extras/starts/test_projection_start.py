@@ -133,7 +133,7 @@ def refused_on_rank(towers: dict[str, str]) -> str:
 def test_a_start_that_cannot_be_computed_ends_on_all_processes(towers: dict[str, str]) -> None:
     found = run_on_ranks(3, refused_on_rank, towers)
     assert found == [found[0]] * 3
-    assert "--closed_form_images 0 leaves it out" in found[0]
+    assert "at least 8 are needed. --closed_form_images 0 leaves it out." in found[0]
 
 
 def test_owners_follow_the_images_that_can_be_decoded(towers: dict[str, str]) -> None:

@@ -922,6 +922,12 @@ def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
 # -- dual encoder -----------------------------------------------------------------------------------------------------
 
 
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    if size < 1:
+        raise ValueError(f"batch_size is {size}; give a number from 1 on.")
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
 def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | None = None) -> Any:
     """Return the tower of media, on this backbone, by default a new one."""
     tower: Any = backbone if backbone is not None else vision_tower(config.vision_config)
@@ -1519,18 +1525,16 @@ class FusionDualEncoderModel(PreTrainedModel):
                 parts = [own.encode_image(each, False)[0] for each in own._inputs(media, kind, batch_size)]
                 found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
         if texts is not None:
-            texts = [texts] if isinstance(texts, str) else list(texts)
-            batches = (texts[start : start + batch_size] for start in range(0, len(texts), batch_size))
-            parts = [self.encode_text(*self._tokens(batch), with_states=False)[0] for batch in batches]
+            batches = _batches([texts] if isinstance(texts, str) else list(texts), batch_size)
+            parts = [self.encode_text(*self.text_inputs(batch), with_states=False)[0] for batch in batches]
             found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
         if not found:
             raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
         return found[0] if len(found) == 1 else tuple(found)
 
-    @staticmethod
-    def open_image(image: Any) -> Any:
+    def open_image(self, image: Any) -> Any:
         """Return the picture of a path, an address or a file's bytes as this model sees it, upright RGB, for pipelines."""
-        return open_picture(image)
+        return open_picture(image, self._find_processor().image_processor.crop_size["height"])
 
     @staticmethod
     def similarity(one: Tensor, other: Tensor) -> Tensor:
@@ -1545,7 +1549,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         cosines. Arguments and errors are those of `encode`.
         """
         self.eval()
-        input_ids, attention_mask = self._tokens([text])
+        input_ids, attention_mask = self.text_inputs([text])
         text_embed, text_states = self.encode_text(input_ids, attention_mask)
         scores: list[float] = []
         for pixels in self._inputs(images, self.config.medium, batch_size):
@@ -1578,14 +1582,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Yield media in batches, as the tower takes them."""
         if kind != self.config.medium:
             raise ValueError(f"This model reads {self.config.medium}s, and it was given {kind}s.")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; give a number of media from 1 on.")
         is_many = isinstance(media, list) or (isinstance(media, tuple) and kind != "sound")
         is_one_clip = is_many and kind == "clip" and len(media) > 0 and is_pil_image(media[0])
         media = list(media) if is_many and not is_one_clip else [media]
         read = self._sound_input if kind == "sound" else self._picture_input
-        for start in range(0, len(media), batch_size):
-            found = torch.stack([read(each, self._find_processor()) for each in media[start : start + batch_size]])
+        for batch in _batches(media, batch_size):
+            found = torch.stack([read(each, self._find_processor()) for each in batch])
             yield found.to(self.logit_scale.device, self.dtype)
 
     def _picture_input(self, medium: Any, processor: Any) -> Tensor:
@@ -1607,8 +1609,11 @@ class FusionDualEncoderModel(PreTrainedModel):
         features = found[extractor.model_input_names[0]][0]
         return features[:1] if features.dim() == 3 else features  # a fused CLAP's has four copies of a window
 
-    def _tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return token ids and mask `[B, L]`."""
+    def text_inputs(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return token ids and mask `[B, L]` of texts, read as in training; ValueError if one is not text."""
+        for text in texts:
+            if not isinstance(text, str) or text != text.encode(errors="replace").decode():
+                raise ValueError(f"The text is {text!r}; a text is a string of UTF-8. Give one, or a list of these.")
         tokenizer = self._find_processor().tokenizer
         most = self.most_tokens(tokenizer)
         ids = token_ids(tokenizer, [text[: CHARACTERS_PER_TOKEN * most] for text in texts], most)
@@ -1799,7 +1804,7 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
         """Return the share of each class `[B, classes]`, on the CPU, of media, texts, or as many of both; see `encode`."""
         self.eval()
         pixels = None if media is None else torch.cat([*self._inputs(media, self.config.medium, batch_size)])
-        tokens = () if texts is None else self._tokens([texts] if isinstance(texts, str) else texts)
+        tokens = () if texts is None else self.text_inputs([texts] if isinstance(texts, str) else texts)
         return self.classify(pixels, *tokens).softmax(-1).float().cpu()
 
     def forward(  # type: ignore[override]

@@ -78,6 +78,9 @@ def open_picture(source: Any, min_side: int | None = None) -> Image.Image:
     """
     if isinstance(source, Image.Image):
         return decode(source.copy(), b"")[0]
+    if not isinstance(source, (bytes, str, os.PathLike)):
+        kind = type(source).__name__
+        raise UnreadableImageError(f"a picture is of type {kind}. Give a path, an address, bytes or a PIL image.")
     name = "the picture" if isinstance(source, bytes) else os.fspath(source)
     try:
         if isinstance(source, bytes):

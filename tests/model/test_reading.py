@@ -6,7 +6,6 @@ import os
 import struct
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import av
 import datasets
@@ -34,67 +33,17 @@ from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Sound
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
-from mm_utils.extras.search.listing import Listing, Reader
+from mm_utils.extras.search.listing import Listing, Reader, stock_file
 from mm_utils.extras.search.searcher import read_query
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import center_square, frames_of, open_picture, samples_of
+from tests.kit.awkward import RNG, TEXTS, awkward_pictures, file
 from tests.kit.made_media import picture as made_picture
 from tests.kit.made_media import steady, video, wav
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
 
 SIDE, MOST = 32, 12
-RNG = np.random.default_rng(0)
-
-
-def noise(height: int, width: int, channels: int) -> np.ndarray:
-    """Smooth colours with a pattern that no turn and no crop leaves as it is."""
-    coarse = Image.fromarray(RNG.integers(0, 256, (6, 5, 4), np.uint8), "RGBA")
-    return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))[:, :, :channels].squeeze()
-
-
-def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def turned() -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return file(Image.fromarray(noise(40, 60, 3)), "JPEG", exif=exif)
-
-
-def awkward_pictures() -> dict[str, bytes]:
-    colours = Image.fromarray(noise(50, 70, 3))
-    palette = colours.quantize(16)
-    deep = Image.fromarray((noise(40, 50, 3)[..., 0].astype(np.uint16) * 257).astype(np.uint16))
-    return {
-        "plain": file(colours),
-        "RGBA": file(Image.fromarray(noise(50, 70, 4), "RGBA")),
-        "LA": file(Image.fromarray(noise(50, 70, 4), "RGBA").convert("LA")),
-        "P with transparency": file(palette, transparency=3),
-        "I;16": file(deep),
-        "CMYK": file(colours.convert("CMYK"), "JPEG"),
-        "turned": turned(),
-        "float TIFF": file(Image.fromarray(noise(40, 50, 3)[..., 0].astype(np.float32) / 255), "TIFF"),
-        "turned TIFF": file(colours, "TIFF", tiffinfo={274: 6}),
-        "animated": file(colours, "GIF", save_all=True, append_images=[Image.new("RGB", colours.size, "red")]),
-        "tiny": file(Image.fromarray(noise(1, 2, 3).reshape(1, 2, 3))),
-        "extreme aspect": file(Image.fromarray(noise(9, 900, 3))),
-        "larger than it is shown": file(Image.fromarray(noise(300, 410, 3)), "JPEG"),
-    }
-
-
-TEXTS = [
-    "a red [SEP] circle",
-    "[MASK] picture",
-    "[PAD]",
-    "picture one " * 400,
-    "",
-    "a 😀 picture 👩‍🚀",
-    "picture seven",
-]
 
 
 @pytest.fixture(scope="module")
@@ -140,17 +89,20 @@ def test_every_door_sees_the_same_picture(model: FusionDualEncoderModel, tmp_pat
         for given in (str(path), path, content, *([] if name == "larger than it is shown" else [opened])):
             [found] = model._inputs(given, "image", 8)
             assert torch.equal(found, expected), (name, type(given))
-        # What pipelines and other classes are handed is resized once more by the saved processor, from all pixels.
+        # What pipelines and other classes are handed is resized once more by the saved processor.
         picture = model.open_image(path)
         stock = model._find_processor().image_processor(images=picture, return_tensors="pt")["pixel_values"]
-        if name not in ("extreme aspect", "larger than it is shown"):
+        if name != "extreme aspect":
             torch.testing.assert_close(stock, expected, atol=1e-4, rtol=0, msg=name)
+    for wrong in (np.zeros((9, 9, 3)), 7):
+        with pytest.raises(ValueError, match=f"a picture is of type {type(wrong).__name__}. Give a path"):
+            model.encode(images=[wrong])
 
 
 def test_every_door_reads_the_same_text(model: FusionDualEncoderModel) -> None:
     rows = datasets.Dataset.from_list([{**rows_of(1)[0], "captions": TEXTS}], features=FEATURES)
     trained = tokenize_captions(rows, new_tokenizer(), MOST)[0]["input_ids"]
-    ids, mask = model._tokens(TEXTS)
+    ids, mask = model.text_inputs(TEXTS)
     assert [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)] == trained
     assert max(map(len, trained)) == MOST
     together = model.encode(texts=TEXTS)
@@ -194,6 +146,7 @@ CLIPS = {
     "one frame": lambda: video([0.0]),
     "two frames": lambda: video([0.0, 1.0]),
     "turned": turned_video,
+    "turned by no angle": lambda: turned_video(0, 0, 0, 0),
     "wide pixels": wide_pixels,
     "transport stream": lambda: video(steady(25, 3), form="mpegts"),
     "GIF": lambda: animated("GIF"),
@@ -224,6 +177,7 @@ def test_every_door_sees_the_same_frames(tmp_path: Path) -> None:
         path.write_bytes(content)
         stored = read_clip(content, 4, None)
         row = {"bytes": write_avi(stored.jpegs, 4, stored.size), "path": None}
+        assert stock_file(content, Clip(SIDE)) == row["bytes"]  # what an index keeps and embeds
         for frames, seconds in ((4, None), (8, 1.0), (16, 4.0)):
             trained = Clip(SIDE, frames=frames, seconds=seconds).read(row)[0].float()
             read = [center_square(open_picture(each, SIDE), SIDE).float() for each in frames_of(path, frames, seconds)]
@@ -240,7 +194,10 @@ def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
         stored = write_wav(read_sound(content, 8000)[0], 8000)
         for window in (0.5, 1.0, 5.0):
             extractor.window_seconds = window
-            trained = Sound(LogMel.of(extractor), window).read({"bytes": stored, "path": None})[0]
+            sound = Sound(LogMel.of(extractor), window)
+            trained = sound.read({"bytes": stored, "path": None})[0]
+            assert stock_file(content, sound) == stored
+            assert torch.equal(read_query(content, sound), trained)
             apart = np.abs(samples_of(tmp_path / "a.wav", extractor) * 32768 - trained.numpy()).max()
             assert apart <= 1, (rate, seconds, channels, window)
 
@@ -251,8 +208,12 @@ def test_nothing_is_embedded_as_nothing(model: FusionDualEncoderModel) -> None:
     assert model.encode(texts=[]).shape == (0, 16)
     assert model.encode(texts=np.array(["one", "two"])).shape == (2, 16)
     assert model.rerank("one", []) == []
-    with pytest.raises(ValueError, match="batch_size is -1"):
-        model.encode(images=Image.new("RGB", (9, 9)), batch_size=-1)
+    for given, size in (({"images": Image.new("RGB", (9, 9))}, -1), ({"texts": ["one"]}, -1), ({"texts": "one"}, 0)):
+        with pytest.raises(ValueError, match=f"batch_size is {size}; give a number from 1 on"):
+            model.encode(**given, batch_size=size)
+    for wrong in ([1], [None], ["one", "\udcff"], b"one"):
+        with pytest.raises(ValueError, match=r"The text is .*; a text is a string of UTF-8"):
+            model.encode(texts=wrong)
 
 
 def test_the_folder_is_found_from_anywhere_and_saved_again(

@@ -15,8 +15,9 @@ from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
+from tests.kit.awkward import TEXTS as AWKWARD
 
-TEXTS = ["a red square left of a blue circle", "two green stars", "a blue [SEP] circle [MASK]"]
+TEXTS = ["a red square left of a blue circle", "two green stars", *(text for text in AWKWARD if len(text) < 99)]
 PICTURES = [
     Image.effect_mandelbrot((90, 60), (-2, -1, 1, 1), 20 + 9 * i).convert("L").convert("RGB") for i in range(5)
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_utils.arguments import arg
-from mm_utils.data.faults import storable
+from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media import medium as media
 from mm_utils.data.paths import Limits, read_file
 from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
@@ -294,9 +294,8 @@ def class_names(source: Source) -> dict[str, str]:
                 else:
                     found[str(index)] = line
     except (ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{title}; it cannot be read ({one_line(error)}). Write lines of 'id name', or JSON."
-        ) from error
+        reason = error.detail if isinstance(error, Fault) else one_line(error)
+        raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name', or JSON.") from error
     return {key: readable(name.split(",")[0]) for key, name in found.items()}
 
 

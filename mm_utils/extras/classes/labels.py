@@ -440,7 +440,7 @@ def read_prepared(splits: DatasetDict, title: str) -> dict[str, LabelledRows]:
 
 
 CLASS_NAMES = "classnames.txt"
-_LONGEST_LABEL = 18  # digits that int64 holds
+_NUMBER = "[0-9]{1,18}"  # that int64 holds
 _LONGEST_TEMPLATES, _MOST_TEMPLATES = 1 << 20, 500  # bytes; each is a text a class
 _TEMPLATES = "zeroshot_classification_templates.txt"
 _FEATURES = Features({"image": Image(decode=False), "label": Value("string"), "fault": Value("string")})
@@ -471,7 +471,7 @@ def read_labelled_shards(paths: list[str], title: str) -> Dataset:
     faults = {row: fault for row, fault in enumerate(rows["fault"][:]) if fault}
     _leave_out(title, len(rows), list(faults.values()))
     rows, good = rows.remove_columns("fault"), [row for row in range(len(rows)) if row not in faults]
-    if all(label.isdecimal() and len(label) <= _LONGEST_LABEL for label in rows.select(good).unique("label")):
+    if all(re.fullmatch(_NUMBER, label) for label in rows.select(good).unique("label")):
         rows = rows.select(good).cast_column("label", Value("int64"))
     return rows.select(good) if len(rows) > len(good) else rows
 
@@ -489,9 +489,8 @@ def templates_beside(folder: str, title: str) -> tuple[str, ...]:
     try:
         lines = read_file_bytes(str(path), Limits(_LONGEST_TEMPLATES)).decode("utf-8-sig").splitlines()
     except ValueError as error:
-        raise ValueError(
-            f"{title}; {path} cannot be read ({one_line(error)}). Write a prompt with {{c}} a line."
-        ) from error
+        reason = error.detail if isinstance(error, Fault) else one_line(error)
+        raise ValueError(f"{title}; {path} cannot be read ({reason}). Write a prompt with {{c}} a line.") from error
     found = tuple(line.strip().replace("{c}", "{}") for line in lines if "{c}" in line)
     if len(found) > _MOST_TEMPLATES:
         raise ValueError(

@@ -9,7 +9,7 @@ L tokens, H width of the text tower, E embedding width.
 
 import csv
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from mm_utils.evaluation.reranking import PAIRS, stored_weights
 from mm_utils.extras.classes.labels import LabelledImages
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.reports.plots import draw_confusion
-from mm_utils.text import no_formula
+from mm_utils.text import no_formula, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,11 @@ class ZeroShotEvaluator:
             if args.templates:
                 raise ValueError("--templates is given; the captions of a prepared set are its prompts. Drop it.")
             by_class = images.texts
+        if unknown := unknown_names(tokenizer, images.classes, max_seq_length):
+            logger.warning(
+                "%d of %d classes have words that the tokenizer does not know, and are not found by them: %s. Give other names.",
+                *(len(unknown), len(images.classes), shortened(", ".join(unknown), 200)),
+            )
         self.images, self.templates, self.reranked_classes = images, len(by_class[0]), args.rerank_top_k
         texts = [text for of_class in by_class for text in of_class]
         self.tokens = pad_captions(encode_captions(tokenizer, texts, None, max_seq_length), tokenizer.pad_token_id)
@@ -164,6 +169,17 @@ class ZeroShotEvaluator:
             metrics |= accuracy_metrics(Predictions(*columns_M[:2], *columns_M[4:]), classes, "rerank_")
         counts_C = self.predictions.label.bincount()
         return {**metrics, "chance@1": 1 / classes, "majority@1": (counts_C.max() / counts_C.sum()).item()}
+
+
+def unknown_names(tokenizer: PreTrainedTokenizerBase, names: Sequence[str], max_seq_length: int) -> list[str]:
+    """Return the names that hold a word the tokenizer does not know, or nothing that it reads."""
+    bare, *found = encode_captions(tokenizer, ["", *names], None, max_seq_length)
+    known = bare.count(tokenizer.unk_token_id)  # CLIP's is also the one that ends every text
+    return [
+        name
+        for name, ids in zip(names, found, strict=True)
+        if ids == bare or ids.count(tokenizer.unk_token_id) > known
+    ]
 
 
 def _gather(found: Tensor, skipped: list[str]) -> Tensor:

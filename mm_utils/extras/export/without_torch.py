@@ -115,7 +115,7 @@ class Towers:
                 f"resample is {self.pixels['resample']} in preprocessor_config.json; 3, bicubic, is known here."
             )
         size = self.pixels["crop_size"]["height"]
-        picture, (width, height, left, top) = centered(open_picture(image), size)
+        picture, (width, height, left, top) = centered(open_picture(image, size), size)
         rgb = resized(resized(np.asarray(picture), width, 1), height, 0)[top : top + size, left : left + size]
         mean, std = (np.array(self.pixels[f"image_{name}"], np.float32) for name in ("mean", "std"))
         return ((rgb * np.float32(self.pixels["rescale_factor"]) - mean) / std).transpose(2, 0, 1)[None]

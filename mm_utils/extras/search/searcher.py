@@ -30,7 +30,7 @@ from mm_utils.extras.search.index import STAMPS, check_same_model, open_index
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import CHARACTERS_PER_TOKEN, center_square, open_picture, token_ids
+from mm_utils.model.reading import center_square, open_picture
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,12 @@ class Searcher:
         self._contents = None if self.info.medium == "image" else rows.select_columns(["content"])
         name = model or self.info.model
         processor = load_processor_of(name)
-        self._tokenizer = processor.tokenizer
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._medium: Any = read_by(processor)
         self._model = load_model(name, fusion_layers=0).eval()
+        self._model.processor = processor
         check_same_model(self.info, self._model, self._medium, name, Path(index_dir))
         self._model.to(self._device)
-        self._most_tokens = self._model.most_tokens(self._tokenizer)
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
         self.rerank_top_k = rerank_top_k if helps else 0
@@ -115,12 +114,8 @@ class Searcher:
         Raises:
             ValueError: if it is not a text.
         """
-        if not isinstance(text, str) or text != text.encode(errors="replace").decode():
-            raise ValueError(f"The text is {text!r}; one text of UTF-8 is searched for at a time.")
-        [read] = token_ids(self._tokenizer, [text[: CHARACTERS_PER_TOKEN * self._most_tokens]], self._most_tokens)
-        ids = torch.tensor([read or [self._tokenizer.pad_token_id]], device=self._device)
-        mask = torch.full_like(ids, bool(read))
         with self._lock, torch.no_grad():
+            ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
         found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
         reranked: dict[int, float] = {}

@@ -82,8 +82,8 @@ def serve(searcher: Searcher, host: str, port: int, token: str | None) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError, ValueError) as error:
-        raise RunError(f"--port is {port}; {host} cannot be served there ({error}). Give another port.") from error
+    except (OSError, OverflowError, ValueError, TypeError) as error:  # the last of a NUL
+        raise RunError(f"--port is {port}; {host!a} cannot be served there ({error}). Give another port.") from error
     allow_open_files()
     name = f"[{host}]" if family == socket.AF_INET6 else host
     secret = "?token=..., with your token" if token else ""

@@ -241,6 +241,7 @@ def test_a_table_names_classes_as_a_folder_does(tmp_path: Path, caplog: pytest.L
     [
         (["0", "-1"], "ant\nbee\n", "it has 2 names for 2 classes and none for -1"),
         (["0", "x"], "ant\nbee\n", "it has 2 names for 2 classes and none for x"),
+        (["٠", "١"], "ant\nbee\n", "it has 2 names for 2 classes and none for ٠"),
         (["0", "1" * 31], "ant\nbee\n", "it has 2 names for 2 classes and none for 1{31}"),
     ],
 )
@@ -271,7 +272,11 @@ def test_names_beside_shards_stay_in_the_folder_and_have_an_end(name: str, tmp_p
         load_images(folder)
     (folder / name).unlink()
     (folder / name).write_text("a {c}\n" * 6_000_000)
-    with pytest.raises(ValueError, match=r"bytes|prompts"):
+    with pytest.raises(ValueError, match=rf"{name}.*: it has 36,000,000 bytes; [0-9,]* is the most\). Write"):
+        load_images(folder)
+    (folder / "classnames.txt").write_text("ant\nbee\n")
+    (folder / "zeroshot_classification_templates.txt").write_text("a {c}\n" * 501)
+    with pytest.raises(ValueError, match="has 501 prompts; 500 is the most"):
         load_images(folder)
 
 

@@ -1,5 +1,6 @@
 """Classes from their names against plain loops, by hand, and on any number of processes."""
 
+import copy
 import csv
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from mm_utils.extras.classes.zero_shot import (
     confusions,
     rank_and_guess,
     report_classes,
+    unknown_names,
 )
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.ranks import run_on_ranks
@@ -169,6 +171,16 @@ def test_table_and_picture_are_written(tmp_path: Path, caplog: pytest.LogCapture
     assert rows[-1]["accuracy"] == ""
     assert (tmp_path / "confusion.png").stat().st_size > 1000
     assert "least accurate classes" in caplog.text
+
+
+def test_names_that_the_tokenizer_does_not_know_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    stock = copy.deepcopy(TOKENIZER)
+    stock.unk_token = stock.sep_token  # as CLIP's
+    for tokenizer, unknown in ((TOKENIZER, ["жзж", "a 象", ""]), (stock, [""])):
+        assert unknown_names(tokenizer, [*CLASSES, "жзж", "a 象", ""], 32) == unknown
+    images = LabelledImages(datasets.Dataset.from_dict({}), torch.tensor([0]), ["cat", "жзж"], "test")
+    ZeroShotEvaluator(images, TOKENIZER, 32, ZeroShotArguments())
+    assert "1 of 2 classes have words that the tokenizer does not know, and are not found by them: жзж" in caplog.text
 
 
 def test_templates_are_checked_and_read_from_a_file(tmp_path: Path) -> None:

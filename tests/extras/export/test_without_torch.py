@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from torch.nn.functional import interpolate
 
 from mm_utils.extras.export.comparison import Figures
 from mm_utils.extras.export.without_torch import resized
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from tests.kit.awkward import TEXTS as AWKWARD
+from tests.kit.awkward import awkward_pictures
 
 BLOCKER = """
 import sys
@@ -43,35 +44,16 @@ towers = Towers(".")
 ranks = [towers.rank(text, paths).tolist() for text in texts]
 print(json.dumps([towers.images(paths).tolist(), towers.texts(texts).tolist(), ranks]))
 """
-TEXTS = [
-    *(
-        "a red circle, number 3",
-        "one square",
-        "number 2: one circle in red " * 3,
-        "",
-        "[SEP] a [MASK] red [PAD] [CLS]",
-    ),
-    "a green circle " * 500,
-]
+TEXTS = ["a red circle, number 3", "one square", "number 2: one circle in red " * 3, *AWKWARD]
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Pictures of many shapes: one that EXIF turns, one with a palette, one that is grey, one that is not resized."""
-    folder, noise = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-    files = []
-    for number, (width, height) in enumerate([(90, 61), (47, 200), (32, 32), (33, 500), (20, 31)]):
-        smooth = Image.fromarray(noise.integers(0, 256, (6, 7, 3), np.uint8)).resize((width, height))
-        turned = Image.Exif()
-        turned[0x0112] = 6
-        path = folder / f"{number}.png"
-        smooth.convert({3: "P", 4: "L"}.get(number, "RGB")).save(path, exif=turned if number == 1 else None)
-        files.append(str(path))
-    logo = Image.new("RGBA", (40, 40), (0, 0, 0, 0))
-    logo.paste((255, 0, 0, 255), (10, 10, 30, 30))
-    logo.save(folder / "logo.png")
-    Image.fromarray(np.linspace(0, 65535, 1600).reshape(40, 40).astype(np.uint16)).save(folder / "grey16.png")
-    return [*files, str(folder / "logo.png"), str(folder / "grey16.png")]
+    folder, files = tmp_path_factory.mktemp("pictures"), []
+    for number, content in enumerate(awkward_pictures().values()):
+        files.append(folder / f"{number}.png")
+        files[-1].write_bytes(content)
+    return list(map(str, files))
 
 
 def run(folder: Path, place: Path, *words: str) -> str:
@@ -107,7 +89,6 @@ def test_the_command_prints_the_best_first(
 
 FORMS = """
 import json, sys
-from PIL import Image
 from without_torch import Towers
 [path] = sys.argv[1:]
 towers = Towers(".")

@@ -221,7 +221,7 @@ def test_words_without_quotes_are_one_text(index: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("text", [["a dog", "a cat"], "\udcff", b"a dog", None])
 def test_one_text_is_searched_for(text: Any, searcher: Searcher) -> None:
-    with pytest.raises(ValueError, match="one text of UTF-8"):
+    with pytest.raises(ValueError, match="a text is a string of UTF-8"):
         searcher.search_text(text)
 
 

@@ -352,6 +352,8 @@ def test_a_token_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: py
 def test_a_port_that_is_taken(searcher: Searcher, page: Served) -> None:
     with pytest.raises(RunError, match=f"--port is {page.port}; .*another port"):
         server.serve(searcher, "127.0.0.1", page.port, None)
+    with pytest.raises(RunError, match=r"'127.0.0.1.x00' cannot be served there"):
+        server.serve(searcher, "127.0.0.1\0", 0, TOKEN)
 
 
 def test_the_script_serves_this_machine_alone(

@@ -42,6 +42,7 @@ CLIP_FPS = 4.0  # frames a second that are kept of clips, where nothing else is 
 _OWN_CLOCK = ("mov", "matroska", "avi", "asf", "flv")  # files whose time stamps count from their beginning
 _SAME_TIME = 1e-4  # seconds
 _Frame = tuple[float | None, float, Callable[[], Image.Image]]  # from when it is shown, for how long, its picture
+_STREAMED = 0xFFFFFF00  # bytes, from which on a WAV file's header says that its length is not known
 _STRIP = 8  # ratio of sides
 _LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
 _SECONDS = 30  # to wait for an address
@@ -376,7 +377,10 @@ def samples_of(sound: Any, extractor: Any) -> np.ndarray:
                 content = file.readframes(count)
             if width != 2:
                 raise wave.Error(f"{8 * width} bits a sample")
-        except (wave.Error, EOFError) as error:
+            wanted = count * channels * width
+            if not content or len(content) % (channels * width) or len(content) < wanted < _STREAMED:
+                raise wave.Error(f"{len(content):,} of {wanted:,} bytes of sound")
+        except (wave.Error, EOFError, TypeError) as error:
             raise ValueError(
                 f"{sound} is not a WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
             ) from error

@@ -202,6 +202,20 @@ def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
             assert apart <= 1, (rate, seconds, channels, window)
 
 
+def test_what_is_no_whole_sound_is_refused(tmp_path: Path) -> None:
+    """As by preparing and by search; a stream leaves open in its header how long it is."""
+    sound, extractor = wav(np.arange(900, dtype=np.int16), 8000), Wav2Vec2FeatureExtractor(sampling_rate=8000)
+    path, medium = tmp_path / "a.wav", Sound(LogMel.of(extractor), 1.0)
+    path.write_bytes(sound[:40] + b"\xff" * 4 + sound[44:])
+    assert len(samples_of(path, extractor)) == 900
+    for content in (sound[:901], sound[:900], sound[:40] + bytes(4), b"no sound"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a.wav is not a WAV file of 16 bits: .*Decode it"):
+            samples_of(path, extractor)
+        with pytest.raises(ValueError, match=r"a.wav: (a WAV file|it is not a WAV file)"):
+            read_query(str(path), medium)
+
+
 def test_nothing_is_embedded_as_nothing(model: FusionDualEncoderModel) -> None:
     images, texts = model.encode(images=[], texts=["one", "two"])
     assert (images.shape, texts.shape) == ((0, 16), (2, 16))

@@ -89,6 +89,7 @@ def test_the_command_prints_the_best_first(
 
 FORMS = """
 import json, sys
+from PIL import Image
 from without_torch import Towers
 [path] = sys.argv[1:]
 towers = Towers(".")

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -178,8 +179,8 @@ class Trainer:
         distributed.on_first(self.writer.clean_up)
         if resume_from is not None:
             self._resume(resume_from)
-        files = [self.output_dir / name for name in (METRICS_FILE, NONFINITE_FILE)]
-        distributed.on_first(lambda: [truncate_rows(file, self.state.global_step) for file in files])
+        for name in (METRICS_FILE, NONFINITE_FILE):
+            distributed.on_first(partial(truncate_rows, self.output_dir / name, self.state.global_step))
         if self.saves:
             limit = self.args.save_total_limit
             kept = (

@@ -159,8 +159,10 @@ def draw_sizes(rows: list[dict[str, Any]], out_path: Path) -> None:
             ax.plot(sizes, values, color=color, linewidth=1.6, marker="o", markersize=3, label=code)
             halves = [row[f"recall@{k}"]["half_width_95"] for row in own]
             if color == COLORS[0] and None not in halves:
-                ends = ([value + sign * half for value, half in zip(values, halves, strict=True)] for sign in (-1, 1))
-                ax.fill_between(sizes, *ends, color=color, alpha=0.12, linewidth=0, label="95 % interval")
+                low, high = (
+                    [value + sign * half for value, half in zip(values, halves, strict=True)] for sign in (-1, 1)
+                )
+                ax.fill_between(sizes, low, high, color=color, alpha=0.12, linewidth=0, label="95 % interval")
         ax.set_xscale("log", base=2)
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))

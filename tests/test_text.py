@@ -38,6 +38,7 @@ from mm_utils.text import (
 from scripts import pretrain
 from tests.kit.corpora import write_corpus
 from tests.kit.hub import TOKEN, HubServer
+from tests.kit.stock_folders import write_stock
 from tests.kit.trackers import FakeTracker
 
 PASSWORD, KEY, TYPED = "pw-S3cr3tCanary-1", "0123456789abcdefS3cr3tCanary2", "S3cr3tCanary3"
@@ -102,6 +103,23 @@ def test_a_run_leaves_no_secret_in_any_byte(
     assert "hf upload" in log.getvalue()
     assert (tmp_path / "out/README.md").read_text().count("***") >= 2
     assert leaks(tmp_path / "out", log.getvalue(), captured.out, captured.err, repr(FakeTracker.calls)) == []
+
+
+def test_a_pushed_run_names_no_folder_of_this_machine(
+    server: HubServer, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    clip = write_stock(tmp_path / "clip", "clip")
+    towers = ["--vision_model_name_or_path", clip, "--text_model_name_or_path", clip, "--save_steps", "2"]
+    push = ["--eval_steps", "2", "--push_to_hub", "--hub_strategy", "checkpoint", "--hub_model_id", "tester/run"]
+    given = [*tiny_flags[:2], *tiny_flags[4:], *towers, *push]
+    pretrain.main(
+        [*given, "--train_file", str(write_corpus(tmp_path / "data")), "--output_dir", str(tmp_path / "out")]
+    )
+    pushed = server.repos["tester/run"]
+    assert {"README.md", "config.json", "dual_encoder/config.json", "last-checkpoint/trainer_state.json"} <= set(
+        pushed
+    )
+    assert [name for name, content in pushed.items() if str(tmp_path).encode() in content] == []
 
 
 @pytest.mark.parametrize("flag", ["--train_file", "--dataset_name", "--validation_file"])

@@ -140,7 +140,9 @@ class TrainingState:
             name: copy_to_host(values, main, self._buffers.setdefault(name, {})) for name, values in tensors.items()
         }
         weights = copy_to_host(self.model.state_dict(), main, self._buffers.setdefault("weights", {}))
-        state = dataclasses.replace(state, log_history=list(state.log_history))  # the original only grows
+        best = state.best_model_checkpoint
+        best = best and os.path.relpath(best, self.output_dir)  # so that a run may be moved, and published
+        state = dataclasses.replace(state, log_history=list(state.log_history), best_model_checkpoint=best)
         snapshot = Snapshot(self.model, self.processor, state, run, restore_scalars(weights), copies)
         if self._has_deepspeed:
             snapshot.folders.append(self._save_deepspeed())
@@ -176,7 +178,10 @@ class TrainingState:
         self.load_training(path)
         if self.accelerator.scaler is not None and run["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(run["scaler"])
-        return TrainerState.load_from_json(str(path / STATE_FILE)), run
+        state = TrainerState.load_from_json(str(path / STATE_FILE))
+        best = state.best_model_checkpoint
+        state.best_model_checkpoint = best and str(path.absolute().parent / best)
+        return state, run
 
     def load_training(self, path: Path) -> None:
         """Load weights, average and optimizer from a checkpoint, on all ranks."""

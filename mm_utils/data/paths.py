@@ -222,6 +222,9 @@ def files_of_pattern(pattern: str) -> list[str]:
     """Return the files that a path with ``*``, ``[..]``, ``{000..063}`` or ``{a,b}`` stands for, on disk or a server.
 
     A part of it that finds no file is returned as it is written, so that whoever opens it names it.
+
+    Raises:
+        OSError: if a folder on its way cannot be listed, whose files would be left out.
     """
     found: list[str] = []
     for name in expand_braces(pattern):
@@ -231,5 +234,10 @@ def files_of_pattern(pattern: str) -> list[str]:
             files = fsspec.url_to_fs(name)[0]
             found += sorted(files.unstrip_protocol(path) for path in files.glob(name)) or [name]
         else:
+            parts = name.split(os.sep)
+            first = next(at for at, part in enumerate(parts) if {"*", "["} & {*part})
+            for at in range(max(first, 1), len(parts)):
+                for folder in glob.iglob(os.path.join(os.sep.join(parts[:at]), ""), recursive=True):
+                    os.scandir(folder).close()  # `glob` leaves out in silence what it cannot list
             found += sorted(glob.glob(name, recursive=True)) or [name]
     return list(dict.fromkeys(found))

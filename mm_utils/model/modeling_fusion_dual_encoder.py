@@ -322,7 +322,8 @@ def _probe(backbone: Any, tower: str) -> ModelOutput:
     """Run the backbone on `probe_input` in evaluation mode.
 
     Raises:
-        ValueError: if it returns no hidden states, or its output is another in a second run, or in a batch with other rows.
+        ValueError: if it cannot run, as on images smaller than its patches, returns no hidden states, or its output is another in
+            a second run, or in a batch with other rows.
     """
     was_training = backbone.training
     inputs, name = probe_input(backbone, tower), type(backbone).__name__
@@ -332,9 +333,15 @@ def _probe(backbone: Any, tower: str) -> ModelOutput:
         batch["input_ids"] = F.pad(batch["input_ids"], (0, 4), value=1)
         batch["attention_mask"] = F.pad(batch["attention_mask"], (0, 4), value=1)
         batch["input_ids"][0, 2:], batch["attention_mask"][0, 2:] = pad, 0
-    first, second, among = (
-        backbone.eval()(**given, output_hidden_states=True, return_dict=True) for given in (inputs, inputs, batch)
-    )
+    try:
+        first, second, among = (
+            backbone.eval()(**given, output_hidden_states=True, return_dict=True) for given in (inputs, inputs, batch)
+        )
+    except RuntimeError as error:
+        sizes = ", ".join(f"{field} of {list(value.shape)}" for field, value in inputs.items())
+        raise ValueError(
+            f"{name} cannot run on {sizes}: {str(error).splitlines()[0]}. Give it another size."
+        ) from error
     backbone.train(was_training)
     if first.get("last_hidden_state") is None or first.get("hidden_states") is None:
         raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
@@ -1156,6 +1163,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if there is a tower of that kind, a model has a fusion head, or the embeddings differ in width.
         """
+        other.vision_model.config.name_or_path = ""  # see `save_pretrained`
         medium, own, given = other.config.medium, self.config.to_dict(), other.config.to_dict()
         if medium == self.config.medium or medium in self.media:
             raise ValueError(f"The model has a tower for {medium}s already.")
@@ -1627,7 +1635,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         return min(tokenizer.model_max_length, text_positions(self.text_model) or _MOST_TOKENS)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **arguments: Any) -> None:
-        """Save as `PreTrainedModel` does, so that the pipeline zero-shot-image-classification finds this class too."""
+        """Save as `PreTrainedModel` does, so that the pipeline zero-shot-image-classification finds this class too.
+
+        The folders that its towers were loaded from are not saved: nobody else has them.
+        """
+        for tower in (self.vision_model, self.text_model, *(each.vision_model for each in self.media.values())):
+            tower.config.name_or_path = ""
         if type(self) is FusionDualEncoderModel:
             known = getattr(self.config, "auto_map", None) or {}
             name = f"{__name__.rpartition('.')[2]}.{type(self).__name__}"

@@ -1,7 +1,8 @@
 """What is given is done or refused: every flag of a script, for every kind of start.
 
-`test_unread_flags_are_refused` goes over the rules of `mm_utils.run.flags`. The long one finds flags that a rule lacks: it trains
-a step from every kind of start, notes which fields of which dataclass are read outside of checks, and sets each of the others.
+`test_unread_flags_are_refused` goes over the rules of `mm_utils.run.flags`. The long ones find flags that a rule lacks: one trains
+a step from every kind of start, notes which fields of which dataclass are read outside of checks, and sets each of the others; one
+resumes a run with another value of each field.
 """
 
 import shutil
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mm_utils.arguments import is_rare, parse_args
+from mm_utils.distributed import RunError
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
 from scripts import embed, eval_retrieval, eval_zero_shot, finetune, pretrain, search
@@ -238,3 +242,42 @@ def test_every_flag_is_read_or_refused(
         except StartedError:
             silent[field.name] = f"{'rare, ' * is_rare(field)}{other(field)}"
     assert not silent, silent
+
+
+# -- a resume compares what is learnt -----------------------------------------------------------------------------------
+UNTRIED = {
+    "max_steps num_train_epochs": "a longer run has another schedule, as docs/reliability.md says",
+    "output_dir resume_from_checkpoint dry_run push_to_hub callbacks": "they belong to one start",
+    "micro_batch_size": "halves of a batch differ by rounding, see tests/distributed/test_signature.py",
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 3 steps with the checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    words = [*tiny_flags, "--max_steps", "3", "--save_steps", "2", "--eval_steps", "2", "--no_load_best_model_at_end"]
+    pretrain.main([*words, "--output_dir", str(folder)])
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", kinds_of("pretrain"), ids=lambda kind: kind.__name__)
+def test_a_resume_with_another_flag_is_refused_or_learns_the_same(
+    kind: Any, interrupted: Path, tmp_path: Path
+) -> None:
+    """Only `--allow_changed_run` may change what is learnt."""
+    untried = set(" ".join(UNTRIED).split())
+    wanted, learnt = load_file(interrupted / "model.safetensors"), {}
+    resumed = [f"--config={interrupted}/config.yaml", f"--resume_from_checkpoint={interrupted}/checkpoint-2"]
+    for field in (field for field in fields(kind) if field.name not in untried):
+        output = tmp_path / field.name
+        try:
+            pretrain.main([*resumed, "--output_dir", str(output), "--set", f"{field.name}={other(field)}"])
+        except (ValueError, SystemExit, RunError):
+            continue
+        found = load_file(output / "model.safetensors")
+        same = found.keys() == wanted.keys() and all(torch.allclose(found[name], wanted[name]) for name in wanted)
+        if not same:
+            learnt[field.name] = other(field)
+    assert not learnt

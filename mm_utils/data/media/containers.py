@@ -183,9 +183,9 @@ def check_length(seconds: float, most: float) -> None:
         raise Fault("too_long", f"it has {seconds:,.1f} s or more, and --max_seconds is {most:g}")
 
 
-def check_whole(end: float, said: float | None) -> None:
-    """Raise medium_truncated if a stream ends at `end`, long before the header says."""
-    if said is not None and end < said - max(0.5, 0.05 * said):
+def check_whole(end: float, said: float | None, is_exact: bool = False) -> None:
+    """Raise medium_truncated if a stream ends at `end`, long before the header says, or at all where that counts samples."""
+    if said is not None and end < said - (0.01 if is_exact else max(0.5, 0.05 * said)):
         raise Fault("medium_truncated", f"it ends at {end:.2f} s of {said:,.2f}")
 
 

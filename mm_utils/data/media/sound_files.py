@@ -235,7 +235,7 @@ def _read_stream(
     """Decode the best stream of sound of a file: float32 `[n]`, and its rate."""
     with open_container(content) as container:
         stream = best_stream(container, "audio")
-        said = declared_end(container, stream)
+        said, is_flac = declared_end(container, stream), container.format.name == "flac"
         begin = start or 0.0
         if said is not None and end is None:
             check_length(said - begin, most)
@@ -247,7 +247,7 @@ def _read_stream(
     if track.is_full and end is None:
         raise Fault("too_long", f"it has more than {most:g} s, which is --max_seconds")
     if not track.is_full:
-        check_whole(begin + track.seconds, said if end is None else min(said or 0.0, end))
+        check_whole(begin + track.seconds, said if end is None else min(said or 0.0, end), is_flac)
         if start is not None or end is not None:
             check_cut(start, end, begin + track.seconds if track.seconds else begin)
     samples = track.samples()

@@ -25,7 +25,7 @@ from mm_utils.extras.export.precisions import convert
 from mm_utils.extras.export.sessions import ExportedTowers
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.text import markdown_text
+from mm_utils.text import markdown_text, publishable
 
 USAGE = {
     "plain": """`without_torch.py` embeds images and texts with numpy, onnxruntime, tokenizers and Pillow alone:
@@ -148,7 +148,7 @@ def write_report(
     """
     width = model.config.projection_dim
     stated = {
-        "model": name,
+        "model": publishable(name),
         "layout": layout,
         **settings,
         "projection_dim": width,

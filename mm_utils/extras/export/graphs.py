@@ -259,6 +259,8 @@ def trace(graph: Graph, path: Path, opset: int) -> None:
                 verbose=False,
             )
             assert program is not None
+            for node in program.model.graph.all_nodes():
+                node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # paths and code of this machine
             program.save(path, external_data=False)
     except Exception as error:  # of any kind: tracing runs the code of any backbone
         cause = error

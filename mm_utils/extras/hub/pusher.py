@@ -21,7 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed, arg
-from mm_utils.checkpointing.files import checkpoint_folders, checkpoint_path, size_of, step_of
+from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, checkpoint_path, size_of, step_of
 from mm_utils.extras.hub.upload import RETRY_DELAYS, upload_apart, upload_limit
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
@@ -32,6 +32,8 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 STAGING = ".hub"  # in the output folder: the repository as the push in progress will leave it
 _START_TIMEOUT = 30.0  # seconds that the start of training may wait for the Hub
 _HIDDEN = ("*.tmp", ".*", "__pycache__")
+# Files about this machine and its paths; the card has the settings, the command and the versions.
+_OF_MACHINE = (CONFIG_FILE, "environment.json", "skipped_images.jsonl", "nonfinite_steps.jsonl")
 # Files that resume a run and are not a part of a model.
 _RESUME_STATE = (
     *("optimizer*", "scheduler*", "scaler*", "random_states*", "ema.safetensors", "adapters.safetensors"),
@@ -179,7 +181,7 @@ class HubPusher(RunCallback):
     def command(self) -> str:
         """Return the shell command that pushes the output folder by hand."""
         private = " --private" if self.args.hub_private_repo else ""
-        excluded = " ".join(f'--exclude "{name}"' for name in ("checkpoint-*/*", ".*", "*.tmp"))
+        excluded = " ".join(f'--exclude "{name}"' for name in ("checkpoint-*/*", ".*", "*.tmp", *_OF_MACHINE))
         return f"hf upload {self.repo_id} {shlex.quote(str(self.output_dir))} . {excluded}{private}"
 
     def _push_checkpoint(self, checkpoint: Path) -> None:
@@ -205,7 +207,9 @@ class HubPusher(RunCallback):
         """Link the files to push into the staging folder, where rotation cannot remove them."""
         shutil.rmtree(self._staging, ignore_errors=True)
         found = checkpoint_folders(self.output_dir)
-        _link_tree(checkpoint or self.output_dir, self._staging, (*_HIDDEN, *_RESUME_STATE, "checkpoint-*"))
+        _link_tree(
+            checkpoint or self.output_dir, self._staging, (*_HIDDEN, *_OF_MACHINE, *_RESUME_STATE, "checkpoint-*")
+        )
         if self.args.hub_strategy == "checkpoint" and found:
             _link_tree(checkpoint or found[-1], self._staging / "last-checkpoint", _HIDDEN)
         elif self.args.hub_strategy == "all_checkpoints":

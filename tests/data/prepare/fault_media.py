@@ -72,6 +72,7 @@ SOUNDS = [
     Case("WAV cut in its header", "medium_truncated", GOOD_SOUND[:30]),
     Case("WAV without samples", "medium_truncated", GOOD_SOUND[:36]),
     Case("FLAC cut in half", "medium_truncated", lambda: _FLAC[: len(_FLAC) // 2]),
+    Case("FLAC cut by 5 %", "medium_truncated", lambda: _FLAC[: len(_FLAC) * 19 // 20]),
     Case("Matroska cut in half", "medium_truncated", lambda: _long_track()[: len(_long_track()) // 2]),
     Case("MP4 cut in its index", "medium_unreadable", lambda: _MP4[: len(_MP4) // 2]),
     Case("MP4 without its index", "medium_truncated", lambda: _MP4[: _MP4.index(b"moov") - 4]),

@@ -1,6 +1,7 @@
 """Nothing readable vanishes without a line, and one bad row, cell or column stops nothing; each rule has a table."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mm_utils.data.paths import MOST_FILES, expand_braces
+from mm_utils.data.paths import MOST_FILES, expand_braces, files_of_pattern
 from tests.kit.fault_images import grey
 from tests.kit.reading import Build, check_closed, check_linked, content, lines, put, read, reasons, write
 
@@ -50,6 +51,24 @@ def test_names_that_people_and_cameras_write(build: Build, kind: str, rows: int,
     good, found = read(tmp_path, format=kind)
     assert len(good) == rows
     assert [(where.replace(f"{tmp_path}/", ""), reason) for where, reason in reasons(found)] == bad
+
+
+def test_a_pattern_leaves_out_no_folder_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put("cat/0.parquet", "dog/1.parquet")(tmp_path)
+    scandir = os.scandir
+
+    def closed(place: Any = ".") -> Any:
+        if os.fspath(place).rstrip("/").endswith("dog"):
+            raise PermissionError(13, "Permission denied", place)
+        return scandir(place)
+
+    names = ("cat/*.parquet", "*/*.parquet", "**/*.parquet", "{cat,dog}/*.parquet", "**/1.parquet")
+    assert [len(files_of_pattern(str(tmp_path / name))) for name in names] == [1, 2, 2, 2, 1]
+    monkeypatch.setattr(os, "scandir", closed)
+    assert len(files_of_pattern(str(tmp_path / "cat/*.parquet"))) == 1
+    for name in names[1:]:
+        with pytest.raises(PermissionError, match="dog"):
+            files_of_pattern(str(tmp_path / name))
 
 
 def test_braces_have_an_end() -> None:

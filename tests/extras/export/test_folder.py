@@ -1,6 +1,7 @@
 """What lies in the folder of an export: settings that its readers find, figures, and how to use it."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoImageProcessor, AutoTokenizer
 
+import mm_utils
 from mm_utils.extras.export.comparison import Figures
 from mm_utils.extras.export.layouts import IMMICH_NAMES, immich_width, text_length, write_settings
 from mm_utils.model.build import load_model
@@ -47,6 +49,9 @@ def test_figures_and_usage_are_written(
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert [row.split("|")[1].strip() for row in rows] == ["", "torch", "fp32", "fp16", "int8"]
     assert not [name for name in ("NAME", "WIDTH", "DTYPE", "PADDING") if name in page]
+    places = [each.encode() for each in (str(folder.parent), os.path.dirname(mm_utils.__file__))]  # of this machine
+    found = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert [name for name, content in found.items() if any(place in content for place in places)] == []
 
 
 def test_stock_classes_read_the_settings(exported: tuple[Path, dict[str, Figures]], folder: Path) -> None:

@@ -33,6 +33,8 @@ def run_dir(tmp_path: Path) -> Path:
         "README.md": b"---\nlibrary_name: transformers\n---\n# Model\n",
         "dual_encoder/model.safetensors": b"dual weights",
         "metrics.jsonl": b'{"step": 1}\n',
+        "config.yaml": b"output_dir: /home/jane/my run\n",
+        "environment.json": b"[]",
         "half.safetensors.tmp": b"not done",
         ".lock": b"",
         "checkpoint-5/model.safetensors": b"weights of step 5",

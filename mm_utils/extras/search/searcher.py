@@ -9,16 +9,21 @@ or from its thumbnail if the file has changed, is gone, or was never there; a cl
 Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
 """
 
+import copy
+import io
 import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import datasets
+import pyarrow.compute
 import torch
 from PIL import Image
 from torch import Tensor
@@ -26,11 +31,14 @@ from torch import Tensor
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.extras.search.first_pass import StoredVectors, open_find
-from mm_utils.extras.search.index import STAMPS, check_same_model, open_index
+from mm_utils.extras.search.index import STAMPS, IndexInfo, check_same_model, open_index, stamp
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import center_square, open_picture
+
+_LARGE = 1600  # pixels of the longer side of an image that is looked at
+_RANDOM_TEXTS, _RANDOM_TOKENS, _FLOOR = 100, 4, 0.95
 
 
 @dataclass(frozen=True)
@@ -79,17 +87,13 @@ class Searcher:
         device: str | None = None,
         index_factory: str | None = None,
     ):
-        self.info, rows = open_index(Path(index_dir))
-        self._vectors = StoredVectors(rows)
-        self._states = None if self.info.states is None else StoredVectors(rows, "states")
-        self._find = open_find(index_factory, Path(index_dir), rows)
-        # Without the vectors: a row of them would become thousands of Python numbers.
-        self._rows, self._lock = rows.select_columns([*STAMPS.names, "thumbnail"]), threading.Lock()
-        self._reading, self._waiting = threading.Lock(), SimpleQueue[tuple[Tensor, int, Future]]()
-        self._texts = rows.select_columns(["id", "path", "captions"])
-        self._contents = None if self.info.medium == "image" else rows.select_columns(["content"])
+        self._folder, self._factory, self._lock = Path(index_dir), index_factory, threading.Lock()
+        self.info, rows = open_index(self._folder)
+        self._stamp = stamp(self._folder)
+        self._take(self.info, rows)
         name = model or self.info.model
         processor = load_processor_of(name)
+        self._tokenizer = processor.tokenizer
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._medium: Any = read_by(processor)
         self._model = load_model(name, fusion_layers=0).eval()
@@ -99,6 +103,34 @@ class Searcher:
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
         self.rerank_top_k = rerank_top_k if helps else 0
+
+    def _take(self, info: IndexInfo, rows: datasets.Dataset) -> None:
+        """Search these rows from now on."""
+        self.info, self._vectors = info, StoredVectors(rows)
+        self._states = None if info.states is None else StoredVectors(rows, "states")
+        self._find = open_find(self._factory, self._folder, rows)
+        # Without the vectors: a row of them would become thousands of Python numbers.
+        self._rows = rows.select_columns([*STAMPS.names, "thumbnail"])
+        self._reading, self._waiting = threading.Lock(), SimpleQueue[tuple[Tensor, int, Future]]()
+        self._texts = rows.select_columns(["id", "path", "captions"])
+        self._contents = None if info.medium == "image" else rows.select_columns(["content"])
+        self.__dict__.pop("floor", None)
+
+    def renewed(self) -> "Searcher":
+        """Return a searcher of the index as it is now, with the same model in memory; this one if it has not changed.
+
+        Raises:
+            ValueError: if the index is damaged, gone, or of another model now.
+        """
+        if (now := stamp(self._folder)) == self._stamp:
+            return self
+        info, rows = open_index(self._folder)
+        if info.fingerprint != self.info.fingerprint:
+            raise ValueError(f"--index_dir is {self._folder}; it is of another model now. Start the search anew.")
+        new = copy.copy(self)
+        new._stamp = now
+        new._take(info, rows)
+        return new
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -114,10 +146,8 @@ class Searcher:
         Raises:
             ValueError: if it is not a text.
         """
-        with self._lock, torch.no_grad():
-            ids, mask = self._model.text_inputs([text])
-            query_1E, states = self._model.encode_text(ids, mask)
-        found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
+        query_E, states, ids, mask = self._read(text)
+        found = self._best(query_E, max(top_k, self.rerank_top_k))
         reranked: dict[int, float] = {}
         if rerank and self.reranks:
             first = found[: self.rerank_top_k]
@@ -125,6 +155,31 @@ class Searcher:
                 reranked = self._head(first, states, mask, ids)
             found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
         return self._hits(found[:top_k], reranked)
+
+    def _read(self, text: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a text's embedding [E], its states, and its tokens and their mask, which the head reads."""
+        with self._lock, torch.no_grad():
+            ids, mask = self._model.text_inputs([text])
+            query_1E, states = self._model.encode_text(ids, mask)
+        return query_1E[0], states, ids, mask
+
+    @cached_property
+    def floor(self) -> float:
+        """The cosine that a text's hits have to exceed: 19 of 20 random sequences of four tokens find nothing above it."""
+        draw, size = torch.Generator().manual_seed(0), len(self._tokenizer)
+        drawn = torch.randint(size, (_RANDOM_TEXTS, _RANDOM_TOKENS), generator=draw).tolist()
+        queries = [self._read(self._tokenizer.decode(ids, skip_special_tokens=True))[0] for ids in drawn]
+        best = [self._best(query_E, 1)[0][1] for query_E in queries] if len(self) else [0.0]
+        return float(torch.tensor(best).quantile(_FLOOR))
+
+    def embed_text(self, text: str) -> list[float]:
+        """Return the unit vector of a text."""
+        return torch.nn.functional.normalize(self._read(text)[0].float().cpu(), dim=0).tolist()
+
+    def embed_file(self, file: str | bytes) -> list[float]:
+        """Return the unit vector of a file, as `search_file` reads it."""
+        query_E = self._encoded(read_query(file, self._medium))
+        return torch.nn.functional.normalize(query_E.float().cpu(), dim=0).tolist()
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
@@ -148,10 +203,26 @@ class Searcher:
         found = self._best(self._vectors.take([row])[0], top_k + 1)
         return self._hits([hit for hit in found if hit[0] != row][:top_k])
 
-    def id_of(self, row: int) -> str:
-        """Return the id of an image of the index; raise IndexError if there is no such row."""
+    def row_of(self, name: str, row: int) -> int:
+        """Return the row of an id, which was `row` when it was last seen; raise IndexError if the index has no such id."""
+        if not 0 <= row < len(self) or self._texts[row]["id"] != name:
+            row = pyarrow.compute.index(self._texts.data.column("id"), name).as_py()
+        if row < 0:
+            raise IndexError(f"the {self.info.medium} is no longer in the index. Search again")
+        return row
+
+    def some(self, count: int) -> list[dict[str, Any]]:
+        """Return row, id, path and captions of images that are spread over the index."""
+        rows = range(0, len(self), max(1, len(self) // count))[:count]
+        return [{"row": row, **self._texts[row]} for row in rows]
+
+    def large(self, row: int) -> bytes:
+        """Return a JPEG of an image of the index, of its file if that is unchanged; raise IndexError without such a row."""
         self._check(row)
-        return self._texts[row]["id"]
+        image, stream = self._image(row, _LARGE), io.BytesIO()
+        image.thumbnail((_LARGE, _LARGE))
+        image.save(stream, "JPEG", quality=88)
+        return stream.getvalue()
 
     def thumbnail(self, row: int) -> bytes:
         """Return the JPEG of an image of the index; raise IndexError if there is no such row."""
@@ -166,9 +237,11 @@ class Searcher:
         return self._contents[row]["content"]
 
     def _search(self, example: Tensor, top_k: int) -> list[Hit]:
+        return self._hits(self._best(self._encoded(example), top_k))
+
+    def _encoded(self, example: Tensor) -> Tensor:
         with self._lock, torch.no_grad():
-            query_1E, _ = self._model.encode_image(self._input([example]), with_keys_values=False)
-        return self._hits(self._best(query_1E[0], top_k))
+            return self._model.encode_image(self._input([example]), with_keys_values=False)[0][0]
 
     def _input(self, examples: Sequence[Tensor]) -> Tensor:
         return self._medium.features(torch.stack(list(examples)).to(self._device))
@@ -219,11 +292,11 @@ class Searcher:
         """Return what evaluations take of an index's clip, sound or (by `_image`) image."""
         if self._medium.lasts:
             return self._medium.read({"bytes": self.content(row), "path": None})[0]
-        return center_square(self._image(row), self._medium.image_size)
+        return center_square(self._image(row, self._medium.image_size), self._medium.image_size)
 
-    def _image(self, row: int) -> Image.Image:
-        """Return an image of the index: its file if it is unchanged, else its thumbnail."""
-        known, side = self._rows[row], self._medium.image_size
+    def _image(self, row: int, side: int) -> Image.Image:
+        """Return an image of the index, of about `side` pixels or more: its file if it is unchanged, else its thumbnail."""
+        known = self._rows[row]
         try:
             status = os.stat(known["path"])
             if (status.st_size, changed_ns(status)) == (known["size"], known["mtime_ns"]):

@@ -4,14 +4,20 @@
 GET /                 the page, which loads nothing from elsewhere
 GET /search           hits of a text: q, and optionally k, offset and rerank (0 or 1)
 POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset
-GET /similar/ROW      hits of an image of the index: k, offset; with id, 404 if the row is another image by now
+GET /start            a few images of the index, and captions to try
+GET /embed            the unit vector of a text: q
+POST /embed           that of a file, whose bytes are the body
+GET /similar/ROW      hits of an image of the index: k, offset
 GET /image/ROW        its thumbnail
+GET /large/ROW        the image in at most 1,600 pixels: its file if that is unchanged, decoded and encoded anew, else the thumbnail
 GET /content/ROW      a sound as a WAV file, or a clip as an animated WebP
 GET /icon.svg         the page's icon
 ====================  =================================================================================================
 
-An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, and `before`:
-its rank without re-ranking, null where the head has not seen it. Only what is in the index is ever sent: no request names a file.
+An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, `before`: its rank
+without re-ranking, null where the head has not seen it, and `weak`: whether neither it nor what follows is above `Searcher.floor`. Addresses
+with a ROW take `id`, too: then the row is wherever that id is by now, or the answer is 404. No request names a file.
+An index that is updated is taken up within seconds.
 
 Other web pages, open in the same browser, may send requests here. They are refused by the names in Host (DNS rebinding),
 Origin and Sec-Fetch-Site. Beyond this machine a token is needed, which `/?token=...` turns into a cookie.
@@ -25,6 +31,9 @@ import logging
 import re
 import secrets
 import socket
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -65,6 +74,9 @@ _COOKIE = "tandem_search"
 _CONNECTIONS = 2000  # beyond these, one that sends no request is closed; up to then requests wait for their turn
 _SILENT = 30  # seconds in which the head of a request has to arrive
 _UPLOADS = 4  # files that are received and decoded at a time
+_LOOKS = 2  # seconds between two looks for an update of the index
+_LOOKS_AFTER_ERROR = 60
+_EXAMPLE = 60  # letters of a caption that is shown as an example
 _SECONDS = 120  # for a file to arrive
 _PATIENCE = 5  # of these seconds, while another file waits; and for what runs when the server is ended
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
@@ -168,8 +180,12 @@ def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
         Route("/icon.svg", icon),
         Route("/search", api.text),
         Route("/search", api.file, methods=["POST"]),
+        Route("/start", api.start),
+        Route("/embed", api.embed_text),
+        Route("/embed", api.embed_file, methods=["POST"]),
         Route("/similar/{row}", api.similar),
         Route("/image/{row}", api.thumbnail),
+        Route("/large/{row}", api.large),
         Route("/content/{row}", api.content),
     ]
     mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
@@ -182,24 +198,62 @@ class _Api:
 
     def __init__(self, searcher: Searcher):
         self.searcher, self.uploads, self.waiting = searcher, asyncio.Semaphore(_UPLOADS), 0
+        self.looking, self.looks_at = threading.Lock(), 0.0
         # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
         self.decoder = ThreadPoolExecutor(1)
         self.texts = functools.lru_cache(maxsize=32)(
-            lambda text, rerank, count: searcher.search_text(text, count, rerank)
+            lambda searcher, text, rerank, count: searcher.search_text(text, count, rerank)
         )
 
+    def now(self) -> Searcher:
+        """Return the searcher; an update of the index is looked for from time to time, and taken up in a thread."""
+        if time.monotonic() > self.looks_at and self.looking.acquire(blocking=False):
+            threading.Thread(target=self._renew, daemon=True).start()
+        return self.searcher
+
+    def _renew(self) -> None:
+        wait = _LOOKS
+        try:
+            self.searcher, old = self.searcher.renewed(), self.searcher
+            if self.searcher is not old:
+                self.texts.cache_clear()
+                logger.info("The index has changed: %s %ss.", f"{len(self.searcher):,}", self.searcher.info.medium)
+        except (ValueError, OSError) as error:
+            logger.warning("The former rows are searched: %s", error)
+            wait = _LOOKS_AFTER_ERROR
+        finally:
+            self.looks_at = time.monotonic() + wait
+            self.looking.release()
+
+    def start(self, request: Request) -> Response:
+        searcher = self.now()
+        some = searcher.some(_number(request, "k", 12, 1, 100))
+        captions = dict.fromkeys(each["captions"][0] for each in some if each["captions"])
+        examples = [caption for caption in captions if len(caption) <= _EXAMPLE][:4]
+        return JSONResponse({"total": len(searcher), "examples": examples, "hits": some})
+
     def text(self, request: Request) -> Response:
-        query, rerank = request.query_params.get("q", "").strip(), request.query_params.get("rerank", "1") != "0"
-        if not 0 < len(query) <= MOST_LETTERS:
-            raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
-        return self._page(request, self.texts(query, rerank, _wanted(request)))
+        searcher, rerank = self.now(), request.query_params.get("rerank", "1") != "0"
+        hits = self.texts(searcher, _query(request), rerank, _wanted(request))
+        return _page(request, searcher, hits, searcher.floor)
 
     async def file(self, request: Request) -> Response:
+        return await self._decoded(request, self._file)
+
+    def embed_text(self, request: Request) -> Response:
+        return JSONResponse({"embedding": self.now().embed_text(_query(request))})
+
+    async def embed_file(self, request: Request) -> Response:
+        return await self._decoded(request, self._embedding)
+
+    async def _decoded(self, request: Request, answer: Callable[[Request, bytes], Response]) -> Response:
         self.waiting += 1
         async with self.uploads:
             self.waiting -= 1
             content = await self._received(request)
-            return await asyncio.get_running_loop().run_in_executor(self.decoder, self._file, request, content)
+            return await asyncio.get_running_loop().run_in_executor(
+                self.decoder, self._answered, answer, request, content
+            )
 
     async def _received(self, request: Request) -> bytes:
         """Return the body; a slow one makes room for a file that waits."""
@@ -216,17 +270,26 @@ class _Api:
             body.cancel()
 
     def similar(self, request: Request) -> Response:
-        row, wanted = _row(request), request.query_params.get("id")
-        if wanted is not None and self.searcher.id_of(row) != wanted:
-            raise HTTPException(404, "The index has changed since this address was made. Search again.")
-        return self._page(request, self.searcher.similar(row, _wanted(request)))
+        searcher = self.now()
+        return _page(request, searcher, searcher.similar(_row(request, searcher), _wanted(request)))
 
     def thumbnail(self, request: Request) -> Response:
-        return Response(self.searcher.thumbnail(_row(request)), media_type="image/jpeg")
+        searcher = self.now()
+        return Response(searcher.thumbnail(_row(request, searcher)), media_type="image/jpeg")
+
+    async def large(self, request: Request) -> Response:
+        return await asyncio.get_running_loop().run_in_executor(self.decoder, self._large, request)
+
+    def _large(self, request: Request) -> Response:
+        searcher = self.now()
+        if searcher.info.medium != "image":
+            raise HTTPException(404, f"A {searcher.info.medium} has no large picture. Ask for /content.")
+        return Response(searcher.large(_row(request, searcher)), media_type="image/jpeg")
 
     def content(self, request: Request) -> Response:
-        content = self.searcher.content(_row(request))
-        if self.searcher.info.medium == "sound":
+        searcher = self.now()
+        content = searcher.content(_row(request, searcher))
+        if searcher.info.medium == "sound":
             return Response(content, media_type="audio/wav")
         try:
             return Response(animation(content), media_type="image/webp")
@@ -234,29 +297,40 @@ class _Api:
             raise HTTPException(404, f"{error}.") from error
 
     def _file(self, request: Request, content: bytes) -> Response:
-        medium = self.searcher.info.medium
+        searcher = self.now()
+        return _page(request, searcher, searcher.search_file(content, _wanted(request)))
+
+    def _embedding(self, request: Request, content: bytes) -> Response:
+        return JSONResponse({"embedding": self.now().embed_file(content)})
+
+    def _answered(self, answer: Callable[[Request, bytes], Response], request: Request, content: bytes) -> Response:
         try:
-            hits = self.searcher.search_file(content, _wanted(request))
+            return answer(request, content)
         except UnreadableImageError as error:
             if isinstance(error.__cause__, UnidentifiedImageError):
                 reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
             else:
                 reason = re.sub("^(embedded image|the file): ", "", str(error))
-            raise HTTPException(400, f"The {medium} cannot be read: {reason}.") from error
-        return self._page(request, hits)
+            raise HTTPException(400, f"The {self.searcher.info.medium} cannot be read: {reason}.") from error
 
-    def _page(self, request: Request, hits: list[Hit]) -> Response:
-        count, offset = _shown(request)
-        reranked = sorted((hit for hit in hits if hit.reranked is not None), key=lambda hit: -hit.score)
-        before = {hit.row: place for place, hit in enumerate(reranked, 1)}
-        return JSONResponse(
-            {
-                "total": len(self.searcher),
-                "reranks": self.searcher.reranks,
-                "more": offset + count < len(hits),
-                "hits": [{**asdict(hit), "before": before.get(hit.row)} for hit in hits[offset : offset + count]],
-            }
-        )
+
+def _page(request: Request, searcher: Searcher, hits: list[Hit], floor: float = -1.0) -> Response:
+    """Return a page of hits; those are weak behind which none has a cosine above the floor."""
+    count, offset = _shown(request)
+    reranked = sorted((hit for hit in hits if hit.reranked is not None), key=lambda hit: -hit.score)
+    before = {hit.row: place for place, hit in enumerate(reranked, 1)}
+    answers = max((place for place, hit in enumerate(hits, 1) if hit.score > floor), default=0)
+    shown = [
+        {**asdict(hit), "before": before.get(hit.row), "weak": place > answers} for place, hit in enumerate(hits, 1)
+    ]
+    return JSONResponse(
+        {
+            "total": len(searcher),
+            "reranks": searcher.reranks,
+            "more": offset + count < len(hits),
+            "hits": shown[offset : offset + count],
+        }
+    )
 
 
 class _Guard:
@@ -320,12 +394,19 @@ async def _body(request: Request) -> bytes:
     return bytes(content)
 
 
-def _row(request: Request) -> int:
-    """Return the row that an address names, an IndexError if it is none."""
-    given = request.path_params["row"]
+def _query(request: Request) -> str:
+    query = request.query_params.get("q", "").strip()
+    if not 0 < len(query) <= MOST_LETTERS:
+        raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
+    return query
+
+
+def _row(request: Request, searcher: Searcher) -> int:
+    """Return the row that an address names, with `id` wherever that is by now; an IndexError if it is none."""
+    given, name = request.path_params["row"], request.query_params.get("id")
     if not (given.isascii() and given.isdecimal() and len(given) < 12):
         raise IndexError("there is no such row")
-    return int(given)
+    return int(given) if name is None else searcher.row_of(name, int(given))
 
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:

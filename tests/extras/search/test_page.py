@@ -32,7 +32,7 @@ class ColourSearcher:
     caption and a hostile name.
     """
 
-    info, reranks = SimpleNamespace(medium="image"), True
+    info, reranks, floor = SimpleNamespace(medium="image"), True, -0.2
 
     def __init__(self) -> None:
         self.kinds = [kind for kind in KINDS for _ in range(5)]
@@ -60,8 +60,21 @@ class ColourSearcher:
     def similar(self, row: int, top_k: int) -> list[Hit]:
         return self._hits([each for each in self._order(self.kinds[row][0]) if each[0] != row][:top_k])
 
-    def id_of(self, row: int) -> str:
-        return self.ids[row]
+    def row_of(self, name: str, row: int) -> int:
+        return self.ids.index(name)
+
+    def some(self, count: int) -> list[dict[str, Any]]:
+        rows = range(0, 40, 40 // count)[:count]
+        return [
+            {"row": row, "id": self.ids[row], "path": f"/photos/{self.ids[row]}", "captions": self.captions[row]}
+            for row in rows
+        ]
+
+    def renewed(self) -> "ColourSearcher":
+        return self
+
+    def large(self, row: int) -> bytes:
+        return encoded(*self.kinds[row], "JPEG", 480)
 
     def thumbnail(self, row: int) -> bytes:
         return encoded(*self.kinds[row], "JPEG")
@@ -77,9 +90,9 @@ class ColourSearcher:
         ]
 
 
-def encoded(colour: str, shape: str, kind: str = "PNG") -> bytes:
+def encoded(colour: str, shape: str, kind: str = "PNG", side: int = 48) -> bytes:
     stream = io.BytesIO()
-    draw(colour, shape).save(stream, kind)
+    draw(colour, shape).resize((side, side)).save(stream, kind)
     return stream.getvalue()
 
 
@@ -248,7 +261,7 @@ def test_scrolling_loads_more(visit: Visit) -> None:
     visit.tab.mouse.move(500, 500)
     visit.tab.mouse.wheel(0, 5_000)
     visit.finds("40 of 40 images, best first.")
-    expect(visit.tab.locator("#hits li")).to_have_count(40)
+    expect(visit.tab.locator("#hits li:not(.note)")).to_have_count(40)
     numbers = visit.tab.locator(".rank").all_inner_texts()
     assert numbers == [str(rank) for rank in range(1, 41)]
 
@@ -294,7 +307,7 @@ def test_keys_alone(visit: Visit) -> None:
         places.append(re.sub(r"\D", "", focused.get_attribute("aria-label") or "0"))
     assert places == ["1", "2", "8", "7", "1", "0"]  # six columns
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
-    for name in ("Search", "Search by image…", "re-ranked", "Similar to number 1, a green square"):
+    for name in ("Search", "Search by image…", "re-ranked", "Open number 1, a green square", "Similar to number 1, a green square"):
         press("Tab")
         expect(
             visit.tab.get_by_label(name, exact=True).or_(visit.tab.get_by_role("button", name=name, exact=True))
@@ -305,7 +318,7 @@ def test_keys_alone(visit: Visit) -> None:
     expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a green circle")
     expect(visit.tab.get_by_role("status")).to_be_focused()
     press("Tab")
-    assert "Similar to number 1," in focused.get_attribute("aria-label")
+    assert "Open number 1," in focused.get_attribute("aria-label")
     press("/")
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
     press("/")
@@ -314,7 +327,7 @@ def test_keys_alone(visit: Visit) -> None:
 
 def test_arrows_reach_the_last_hit(visit: Visit) -> None:
     visit.find("a red circle")
-    visit.tab.locator("#hits button").nth(20).focus()
+    visit.tab.locator("#hits .similar").nth(20).focus()
     for _ in range(6):
         visit.tab.keyboard.press("ArrowDown")
         visit.finds("40 of 40 images, best first.")
@@ -399,7 +412,9 @@ def test_scripts_in_captions_and_names_are_text(visit: Visit) -> None:
     card = visit.tab.locator("#hits li").filter(has_text=EVIL_NAME)
     expect(card.locator(".caption")).to_have_text(EVIL_CAPTION)
     expect(card.locator(".path")).to_have_text(EVIL_NAME)
-    card.get_by_role("button").click()
+    card.get_by_role("button", name="Open").click()
+    expect(visit.tab.locator("#large-title")).to_contain_text(EVIL_CAPTION)
+    visit.tab.get_by_role("dialog").get_by_role("button", name="Similar").click()
     expect(visit.tab.locator("#asked")).to_have_text(f"Like {EVIL_CAPTION}")
     visit.hand_over("drop", encoded("red", "circle"), EVIL_NAME)
     expect(visit.tab.locator("#asked")).to_have_text(f"Like {EVIL_NAME}")

@@ -34,6 +34,9 @@ class Schedule(Protocol):
     def batch_sizes(self) -> BatchSizes:
         """The global batch size as a function of the step."""
 
+    def fit_batch(self, num_rows: int) -> None:
+        """Make a batch that nobody sized fit the training rows."""
+
 
 class Share(NamedTuple):
     """What a run has learnt of one medium.
@@ -189,8 +192,9 @@ def make_data(
     total_rows: dict[str, int] | None = None,
 ) -> TrainingData:
     """Put tokenised splits into batches."""
-    loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers)
     rows = splits["train"]
+    schedule.fit_batch(len(rows))
+    loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers)
     order = global_order(rows, schedule.batch_sizes, schedule.seed, loader_args.similar_captions_per_batch)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer), **loader_args.order}

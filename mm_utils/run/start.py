@@ -73,6 +73,7 @@ def start_run(name: str, given: Parsed) -> Run:
     """
     args, settings = given[TrainingArguments], given.settings
     args.script, args.settings = name, settings
+    args.names_batch = "global_batch_size" in given.named
     accelerator = make_accelerator()
     checks.check_devices(accelerator, bool(given["balance"]))
     checks.check_equal_start(settings)

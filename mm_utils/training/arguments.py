@@ -1,5 +1,6 @@
 """The flags of the training loop, named as in `transformers.TrainingArguments`."""
 
+import logging
 import shlex
 import sys
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from typing import Any
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
 from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
 from mm_utils.data.batches.order import BatchSizes
+
+logger = logging.getLogger(__name__)
 
 # In the output folder:
 METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
@@ -81,6 +84,7 @@ class TrainingArguments:
     # No flags:
     script = "pretrain"  # `start_run` sets the name of the script that runs
     choice = ""  # which weights are saved, and what chose them; the trainer sets it
+    names_batch = True  # `start_run` sets whether the command line names the batch's size
     has_unequal_shares = False  # a callback sets it that may give a process more of a batch than its equal share
 
     def __post_init__(self) -> None:
@@ -125,6 +129,17 @@ class TrainingArguments:
         if self.batch_size_schedule is not None:
             return BatchSizes.parse(self.batch_size_schedule)
         return BatchSizes((0,), (self.global_batch_size,))
+
+    def fit_batch(self, num_rows: int) -> None:
+        """Let a batch whose size the command line does not name be at most all rows."""
+        is_free = not self.names_batch and self.batch_size_schedule is None
+        if is_free and 2 <= num_rows < self.global_batch_size:
+            logger.info(
+                "A step takes all %d training rows, fewer than --global_batch_size %d",
+                num_rows,
+                self.global_batch_size,
+            )
+            self.global_batch_size = num_rows
 
     @property
     def keeps_best(self) -> bool:

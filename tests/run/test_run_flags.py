@@ -165,3 +165,21 @@ def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:
         flags.check_flags(parse_args(*flags.PRETRAINING, argv=[*words, "--output_dir", str(tmp_path / place)]))
     (tmp_path / "new/checkpoint-2").rmdir()
     flags.check_flags(parse_args(*flags.PRETRAINING, argv=words))  # a recipe, on a first start
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "rows", "expected"),
+    [
+        ({}, False, 300, 64),
+        ({}, False, 40, 40),
+        ({"global_batch_size": 512}, False, 300, 300),  # a default of the run, or a saved config
+        ({"global_batch_size": 512}, True, 300, 512),  # refused later, by name
+        ({"batch_size_schedule": "0:16,9:64"}, False, 40, 64),
+        ({}, False, 1, 64),
+    ],
+)
+def test_a_batch_that_nobody_sized_is_at_most_all_rows(given: dict, named: bool, rows: int, expected: int) -> None:
+    args = flags.TrainingArguments(**given)
+    args.names_batch = named
+    args.fit_batch(rows)
+    assert args.batch_sizes.sizes[-1] == expected

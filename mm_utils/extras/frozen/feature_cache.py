@@ -34,6 +34,7 @@ from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
 from mm_utils.objectives import Objective
+from mm_utils.objectives.padding import length_groups
 from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
 
 logger = logging.getLogger(__name__)
@@ -267,15 +268,29 @@ class _Text(_Tower):
 
     @torch.no_grad()
     def _run(self, captions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
-        """Return pooled captions `[t, C]`, all tokens' states `[sum of L, C]`, and lengths L."""
+        """Return pooled captions `[t, C]`, all tokens' states `[sum of L, C]`, and lengths L.
+
+        They run in groups of about one length, without which half of the tokens are padding.
+        """
         if not captions:
             width, taps = self.model.config.text_width, len(self.model.config.fusion_text_taps)
             return torch.zeros(0, width), torch.zeros(0, taps * width), []
-        padded = pad_captions(captions, self.loaders.pad_token_id)
-        input_ids, attention_mask = (part.to(self.accelerator.device) for part in padded)
-        with self.accelerator.autocast():
-            pooled, states = self.model.text_features(input_ids, attention_mask)
-        return pooled.float(), states[attention_mask.bool()].float(), [len(ids) for ids in captions]
+        device, lengths = self.accelerator.device, [len(ids) for ids in captions]
+        order = sorted(range(len(captions)), key=lambda place: -lengths[place])
+        pooled, states = [], []
+        for group in length_groups([lengths[place] for place in order], device.type):
+            padded = pad_captions(
+                [captions[place] for place in order[group.start : group.stop]], self.loaders.pad_token_id
+            )
+            input_ids, attention_mask = (part.to(device) for part in padded)
+            with self.accelerator.autocast():
+                pooled_tC, states_tLC = self.model.text_features(input_ids, attention_mask, with_taps=self.reads_pairs)
+            pooled.append(pooled_tC.float())
+            if self.reads_pairs:
+                states += states_tLC[attention_mask.bool()].float().split(attention_mask.sum(1).tolist())
+        back = torch.tensor(order).argsort().tolist()
+        flat = torch.cat([states[place] for place in back]) if states else torch.empty(0)
+        return torch.cat(pooled)[back], flat, lengths
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:

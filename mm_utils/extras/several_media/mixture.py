@@ -152,6 +152,7 @@ def open_media(
         workers = loader_args.num_workers and max(1, loader_args.num_workers * shares[medium] // sum(shares.values()))
         sizes, eval_size = turns.batch_sizes(medium, schedule.batch_sizes), schedule.per_device_eval_batch_size
         own: Any = SimpleNamespace(seed=schedule.seed, per_device_eval_batch_size=eval_size, batch_sizes=sizes)
+        own.fit_batch = lambda _: None  # the batch of the run is not a medium's own
         unused = {flag: getattr(LoaderArguments, flag) for flag in MEDIA[medium].unused}
         loading = replace(loader_args, dataloader_num_workers=str(workers), **unused)
         make = partial(processor_of, at=at)

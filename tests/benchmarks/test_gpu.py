@@ -38,24 +38,6 @@ def test_all_loops_learn_at_one_rate():
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
-def test_the_bare_loop_trains_under_a_loss_scaler(monkeypatch):
-    """fp16 itself needs a GPU; without the scale, this is an error."""
-    accelerator = gpu.make_accelerator()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    monkeypatch.setattr(accelerator, "scaler", scaler)
-    setting = {"loop": "bare", "objectives": "contrastive", "pairs": 12, "compiled": False}
-    step, _ = gpu.make_step(accelerator, setting, ModelArguments(**SIZES), None)
-    losses = [step(number) for number in range(6)]
-    assert losses[-1] < losses[0]
-
-
-def test_captions_come_longest_first_and_pad_with_zeros():
-    batch = gpu.captions(50, 100)
-    assert batch["lengths"] == sorted(batch["lengths"], reverse=True)
-    assert torch.equal(batch["attention_mask"].sum(1), torch.tensor(batch["lengths"]))
-    assert torch.equal(batch["input_ids"] > 0, batch["attention_mask"].bool())
-
-
 class ReadLate(TrainStep):
     """As on a GPU: with fused AdamW, and figures that are read in the next step."""
 

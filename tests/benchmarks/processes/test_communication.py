@@ -23,13 +23,9 @@ def towers(tmp_path: Path) -> list[str]:
     for name, config in (("vision", VISION), ("text", TEXT)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     return [
-        "--vision_config",
-        f"{tmp_path}/vision.json",
-        "--text_config",
-        f"{tmp_path}/text.json",
-        "--projection_dim",
+        "--vision_config", f"{tmp_path}/vision.json", "--text_config", f"{tmp_path}/text.json", "--projection_dim",
         "24",
-    ]
+    ]  # fmt: skip
 
 
 def test_what_is_counted_is_what_was_predicted(towers: list[str]) -> None:
@@ -44,16 +40,9 @@ def test_what_is_counted_is_what_was_predicted(towers: list[str]) -> None:
 @pytest.mark.slow
 def test_three_processes_with_widths_and_without_negatives(towers: list[str]) -> None:
     flags = [
-        *towers,
-        "--pairs",
-        "10",
-        "--negatives",
-        "0",
-        "--matryoshka_dims",
-        "8,16",
-        "--objectives_tried",
+        *towers, "--pairs", "10", "--negatives", "0", "--matryoshka_dims", "8,16", "--objectives_tried",
         "sigmoid,matching/contrastive",
-    ]
+    ]  # fmt: skip
     for results in run_on_ranks(3, steps_on_this_rank, flags):
         for row in results:
             assert sum(row["predicted"].values()) == pytest.approx(row["counted"], rel=1e-12), row

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.rivals.closed_forms import choose_penalty, regress
-from benchmarks.rivals.judging import Clock, Judge, recalls
+from benchmarks.rivals.judging import Clock, Judge, mean_of, recalls
 from benchmarks.rivals.learners import RECIPES, Watch
 from mm_utils.extras.starts.closed_form import Features
 
@@ -34,6 +34,11 @@ def test_the_watch_leaves_evaluations_out_and_ends_the_run():
     time.sleep(0.1)
     watch.on_step_end(None, None, control)
     assert control.should_training_stop
+
+
+def test_the_mean_leaves_padding_out():
+    states, mask = torch.tensor([[[1.0], [3.0], [50.0]]]), torch.tensor([[1, 1, 0]])
+    assert mean_of(states, mask).tolist() == [[2.0]]
 
 
 def test_recall_by_hand():

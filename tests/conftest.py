@@ -69,20 +69,22 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save the drawing, two thirds of a tiny run; fixtures of a whole module, and launched runs, do draw."""
+    """Save the drawing, two thirds of a tiny run or preparation; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
         "extras.measured.sizes": ("draw_sizes",),
+        "extras.data_reports.report": ("draw_statistics", "draw_contact_sheet"),
+        "extras.classes.finish": ("plot_training", "draw_confusion"),
     }
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():
-            monkeypatch.setattr(sys.modules[f"mm_utils.{module}"], name, lambda *given: given[-1].touch())
+            monkeypatch.setattr(sys.modules[f"mm_utils.{module}"], name, lambda *given, **_: given[-1].touch())
 
 
 @pytest.fixture(autouse=True)
 def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/model/test_flops.py` counts."""
-    for user in ("mm_utils.run.doors", "scripts.eval_retrieval", "benchmarks.rivals.loop_bench"):
+    for user in ("mm_utils.run.doors", "scripts.eval_retrieval", "benchmarks.rivals.loop_bench", "benchmarks.gpu"):
         if user in sys.modules:
             count = sys.modules["mm_utils.model.flops"].measure_flops
             monkeypatch.setattr(sys.modules[user], "measure_flops", partial(_counted, count))

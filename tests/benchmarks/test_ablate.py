@@ -1,7 +1,6 @@
 """The script: what it lists, leaves and says; the grids that exist; and one real ablation."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,6 @@ from tests.benchmarks.grids import started, write_grid
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks/ablations").glob("*.yaml"))
 GRID = "common: {max_steps: 2}\nvariants: {base: , better: {recall: 0.75}}\n"
-
-
-def test_a_dry_run_lists_the_commands(tmp_path, capsys):
-    assert (
-        ablate.main(["--grid", write_grid(tmp_path, GRID), "--dry_run", "--output_dir", str(tmp_path / "out")]) == {}
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6
-    assert {"--set=recall=0.75", "--set=seed=0", "--set=max_steps=2"} <= set(shlex.split(lines[1]))
-    assert not (tmp_path / "out").exists()
 
 
 def test_tables_and_a_picture_are_left_behind(tmp_path, launcher, capsys):
@@ -53,24 +42,6 @@ def test_a_failed_run_is_in_the_end_an_error_beside_the_table(tmp_path, launcher
     assert "| base |" in (tmp_path / "out/ablation.md").read_text()
     [why] = json.loads((tmp_path / "out/ablation.json").read_text())["failed"].values()
     assert "no memory" in why
-
-
-def test_where_all_runs_fail_there_is_no_table(tmp_path, launcher):
-    grid = write_grid(tmp_path, "common: {max_steps: 2, fails: 1}\nvariants: {base: }\n")
-    with pytest.raises(RunError, match="All 3 runs failed"):
-        ablate.main(["--grid", grid, "--output_dir", str(tmp_path / "out"), "--launcher", launcher])
-
-
-def test_metrics_that_no_run_has(tmp_path, launcher):
-    flags = ["--grid", write_grid(tmp_path, GRID), "--seeds", "1", "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(RunError, match="--metrics is loss; no run has any of them"):
-        ablate.main([*flags, "--launcher", launcher, "--metrics", "loss"])
-
-
-def test_several_processes_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="--launcher"):
-        ablate.main(["--grid", write_grid(tmp_path, GRID)])
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)

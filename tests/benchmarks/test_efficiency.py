@@ -57,15 +57,6 @@ def test_the_table():
     assert "| never | 0 of 1 |" in text
 
 
-def test_flags_of_every_run(tmp_path, capsys):
-    grid = write_grid(tmp_path, "common: {max_steps: 2}\nvariants: {base: }\n")
-    flags = ["--grid", grid, "--target", "0.5", "--seeds", "1", "--flags", "image_size=32 train_file=a.jsonl"]
-    assert efficiency.main([*flags, "--dry_run"]) == []
-    assert {"--set=image_size=32", "--set=train_file=a.jsonl", "--set=max_steps=2"} <= set(
-        capsys.readouterr().out.split()
-    )
-
-
 @pytest.mark.slow
 def test_a_real_race(tmp_path, tiny_flags):
     words = dict(zip((flag[2:] for flag in tiny_flags[::2]), tiny_flags[1::2], strict=True)) | {"save_steps": "0"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import learning
-from benchmarks.learning import CLOSED_FORMS, CONTESTANTS, LearningArguments, draw, plan, read_results, report
+from benchmarks.learning import CLOSED_FORMS, CONTESTANTS
 from benchmarks.rivals.learners import CONTESTANTS as LEARNERS
 from mm_utils.distributed import RunError
 
@@ -35,10 +35,6 @@ def test_the_script_knows_all_contestants():
     assert set(CLOSED_FORMS.split(",")) < set(LEARNERS)
 
 
-def test_closed_forms_are_run_once():
-    assert plan(LearningArguments(seeds="1,2", contestants="cca,tuned")) == [("cca", 1), ("tuned", 1), ("tuned", 2)]
-
-
 def test_finished_contestants_are_not_repeated(tmp_path, rivals, capsys):
     flags = ["--contestants", "tuned,cca", "--output_file", str(tmp_path / "l.jsonl"), "--seeds"]
     learning.main([*flags, "1"])
@@ -58,20 +54,6 @@ def test_a_failure_stops_no_other(tmp_path, rivals):
         learning.main(["--contestants", "ridge,tuned", "--seeds", "1", "--output_file", str(tmp_path / "l.jsonl")])
     [line] = (tmp_path / "l.jsonl").read_text().splitlines()
     assert json.loads(line)["contestant"] == "tuned"
-
-
-def test_the_best_is_first_and_runs_of_different_length_are_drawn(tmp_path):
-    rows = [row("tuned", 0, 0.2), row("tuned", 1, 0.4), row("cca", 0, 0.5)]
-    rows[0]["points"].append([15.0, 0.3])
-    rows[2]["points"] = [[3.0, 0.5]]
-    text = report(rows, ["tuned", "cca", "ridge"])
-    assert text.index("| cca | 0.500 | 0.500 |") < text.index("| tuned | 0.300 ± 1.271 |")
-    draw(rows, ["tuned", "cca", "ridge"], tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 0
-
-
-def test_a_file_that_is_not_there_has_no_results(tmp_path):
-    assert read_results(tmp_path / "none.jsonl", {"minutes": 1}) == []
 
 
 @pytest.mark.slow

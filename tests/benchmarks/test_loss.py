@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import loss
-from benchmarks.loss import LOSSES, LOSSES_OF_RANK, LossBenchmarkArguments, extrapolate
+from benchmarks.loss import LOSSES, LOSSES_OF_RANK, extrapolate
 
 
 def test_both_are_the_same_loss():
@@ -35,18 +35,6 @@ def test_extrapolation_grows_with_the_square():
     assert (row["seconds"], row["mebibytes"]) == (32, 80)
     assert "extrapolated from 100" in row["note"]
     assert extrapolate(None, 1024) == {"seconds": None, "mebibytes": 16, "note": "does not fit; computed"}
-
-
-def test_what_does_not_fit_is_not_measured(monkeypatch):
-    monkeypatch.setattr(loss, "free_bytes", lambda device: 10_000)
-    question = {"pairs": 64, "embedding_dim": 8, "repeats": 1}
-    assert loss.measure({"loss": "naive", **question}) == {}
-    assert loss.measure({"loss": "tiled", **question})["seconds"] > 0
-
-
-def test_own_pairs_are_some_of_all():
-    with pytest.raises(ValueError, match="--own_pairs is 64"):
-        LossBenchmarkArguments(pairs="32,128", own_pairs=64)
 
 
 @pytest.mark.slow

@@ -70,11 +70,3 @@ def test_a_short_run(corpus, tmp_path, capsys, monkeypatch):
     assert len(lines) == 4
     assert len({line.count("|") for line in lines}) == 1
     assert "torch: " in table
-
-
-def test_a_dry_run_measures_nothing(capsys):
-    flags = ["--batch_sizes", "4,8", "--caption_lengths", "real,16", "--contestants", "tandem,open_clip"]
-    assert training.main([*flags, "--dry_run"]) == []
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8
-    assert lines[0] == "tandem: 4 pairs, real tokens"

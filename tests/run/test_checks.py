@@ -319,16 +319,13 @@ def write_config(folder: Path, **values: object) -> None:
         ("./nowhere/at/all", "there is no such folder. Give the folder of a run, or a Hub id such as owner/name"),
         ("mine", "there is no such folder"),
         ("outputs/mine/config.json", "there is no such folder"),
-        (
-            "outputs/stopped",
-            "this folder holds no model. Give a checkpoint in it, such as outputs/stopped/checkpoint-12",
-        ),
+        ("outputs/stopped", "this folder holds no model. Give a checkpoint in it, such as outputs/stopped/checkpoint-12"),
         ("outputs", "this folder holds no model. Give the folder of a run that has ended"),
         ("a vit", "that is a vit, .* give scripts/pretrain.py --vision_model_name_or_path 'a vit'"),
         ("bert", "that is a bert, .* give scripts/pretrain.py --text_model_name_or_path bert"),
         ("llava", "that is a llava, .* --vision_model_name_or_path llava and --text_model_name_or_path llava"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_is_none_is_answered_with_what_to_give(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,15 +364,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.slow
 def test_a_run_on_cpus_leaves_the_gpu_alone(tmp_path: Path) -> None:
     flags = [
-        "--max_steps",
-        "2",
-        "--max_train_samples",
-        "128",
-        "--max_eval_samples",
-        "8",
-        "--output_dir",
+        "--max_steps", "2", "--max_train_samples", "128", "--max_eval_samples", "8", "--output_dir",
         str(tmp_path / "run"),
-    ]
+    ]  # fmt: skip
     flags += ["--micro_batch_size", "32", "--global_batch_size", "64", "--save_steps", "1"]
     words = [sys.executable, "-c", PRETENDED_GPU, "scripts/pretrain.py", *flags]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}

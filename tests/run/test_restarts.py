@@ -137,14 +137,8 @@ def test_a_launcher_that_restarts_finds_the_folder_and_ends_when_nothing_is_gain
     )
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "localhost:0",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
+    ]  # fmt: skip
     (tmp_path / "outputs" / "pretrain-1").mkdir(parents=True)  # another run's
     launcher = subprocess.Popen(
         [*command, "--max_restarts", "2", str(script)],

@@ -64,12 +64,6 @@ def test_memory_and_the_batch_size_change_nothing(flags: list[str]) -> None:
     assert eval_retrieval.main([*flags, *others]) == pytest.approx(eval_retrieval.main(flags), rel=1e-4)
 
 
-def test_a_weight_of_zero_leaves_the_order_of_the_towers(flags: list[str]) -> None:
-    found = eval_retrieval.main([*flags, "--rerank_weights", "caption:0"])
-    for k in (1, 5, 10):
-        assert found[f"rerank_text_to_image_recall@{k}"] == found[f"text_to_image_recall@{k}"]
-
-
 def test_a_benchmark_of_clip_benchmarks_layout_gives_the_figures_of_its_pairs(
     flags: list[str], corpus: Path, tmp_path: Path
 ) -> None:
@@ -96,11 +90,6 @@ def test_an_output_that_is_a_file_is_refused_before_the_data_are_read(
         script.main(
             ["--model_name_or_path", model, "--dataset_name", "nowhere", "--output_dir", str(tmp_path / "file")]
         )
-
-
-def test_a_split_that_is_not_there(flags: list[str]) -> None:
-    with pytest.raises(ValueError, match="--split is test; the data has train, validation"):
-        eval_retrieval.main([*flags, "--split", "test"])
 
 
 @pytest.mark.slow

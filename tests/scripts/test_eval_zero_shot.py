@@ -84,16 +84,6 @@ def test_a_folder_of_clip_benchmark_gives_the_same_figures(flags: list[str], fol
     assert found == pytest.approx(eval_zero_shot.main(flags))
 
 
-def test_the_batch_size_changes_nothing(flags: list[str]) -> None:
-    one = eval_zero_shot.main([*flags, "--per_device_eval_batch_size", "5"])
-    assert one == pytest.approx(eval_zero_shot.main(flags))
-
-
-def test_without_labels_there_is_a_remedy(started: str, corpus: Path) -> None:
-    with pytest.raises(ValueError, match=r"no label column was recognised.* Set --label_column"):
-        eval_zero_shot.main(["--model_name_or_path", started, "--dataset_name", str(corpus.parent)])
-
-
 @pytest.mark.slow
 def test_names_say_what_is_seen(trained: str, flags: list[str]) -> None:
     found = eval_zero_shot.main([*flags, "--model_name_or_path", trained])

@@ -77,16 +77,8 @@ def test_adapters_are_merged_when_saved_and_resumed_apart(
 ) -> None:
     pytest.importorskip("peft")
     lora = [
-        *finetuning_flags,
-        "--lora_rank",
-        "2",
-        "--lora_towers",
-        "text",
-        "--save_steps",
-        "2",
-        "--micro_batch_size",
-        "3",
-    ]
+        *finetuning_flags, "--lora_rank", "2", "--lora_towers", "text", "--save_steps", "2", "--micro_batch_size", "3",
+    ]  # fmt: skip
     finetune.main([*lora, "--output_dir", str(tmp_path / "a")])
     names = set(weights(tmp_path / "a"))
     assert not any("lora" in name or "base_layer" in name for name in names)
@@ -198,15 +190,9 @@ def test_two_processes_learn_what_one_learns(finetuning_flags: list[str], tmp_pa
     alone = finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "one")])
     script, config = str(ROOT / "scripts/finetune.py"), str(ROOT / "accelerate_configs/two_processes.yaml")
     arguments = [
-        "--config_file",
-        config,
-        script,
-        *finetuning_flags,
-        "--micro_batch_size",
-        "2",
-        "--output_dir",
+        "--config_file", config, script, *finetuning_flags, "--micro_batch_size", "2", "--output_dir",
         str(tmp_path / "two"),
-    ]
+    ]  # fmt: skip
     two = launch(arguments, tmp_path, ACCELERATE_USE_CPU="true")
     assert two.returncode == 0, two.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoProcessor
 
 from scripts import eval_zero_shot, finetune
-from tests.kit.finetuning import weights
 from tests.kit.launches import ROOT, launch, losses
 from tests.kit.media_files import clip, tone
 from tests.kit.models import save_model
@@ -66,15 +65,6 @@ def test_the_saved_model_says_what_was_measured(finished: tuple[Path, dict], que
     assert AutoProcessor.from_pretrained(folder).feature_extractor.window_seconds == 1.0
 
 
-def test_a_dry_run_tells_the_seconds(
-    model: str, questions: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    out = ["--dry_run", "--output_dir", str(tmp_path / "out")]
-    finetune.main(["--model_name_or_path", model, *questions, *SHORT, *out])
-    assert "sounds: 0.4 to 0.4, median 0.4, at most 0.4 s" in caplog.text
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_card_has_code_for_sounds(finished: tuple[Path, dict]) -> None:
     card = (finished[0] / "README.md").read_text()
     assert re.search(r"into 2 classes by the fusion head.*CLS.* on a sound and a text\.", card)
@@ -83,17 +73,6 @@ def test_the_card_has_code_for_sounds(finished: tuple[Path, dict]) -> None:
     printed: list[str] = []
     exec(code, {"print": lambda text: printed.append(text)})
     assert [line.split()[1] in ("yes", "no") for line in printed] == [True] * 3
-
-
-def test_a_resumed_run_repeats_the_straight_one(
-    finished: tuple[Path, dict], model: str, questions: list[str], tmp_path: Path
-) -> None:
-    folder, _ = finished
-    resume = ["--resume_from_checkpoint", str(folder / "checkpoint-2"), "--save_steps", "2"]
-    finetune.main(["--model_name_or_path", model, *questions, *SHORT, *resume, "--output_dir", str(tmp_path)])
-    assert losses(tmp_path) == {step: loss for step, loss in losses(folder).items() if step > 2}
-    again = weights(tmp_path)
-    assert all(torch.equal(value, again[name]) for name, value in weights(folder).items())
 
 
 @pytest.mark.parametrize("medium", ["sound", pytest.param("clip", marks=pytest.mark.slow)])
@@ -120,19 +99,8 @@ def test_a_folder_per_class(medium: str, model: str, tmp_path: Path) -> None:
     assert before["chance@1"] == 0.5
 
 
-def test_a_model_of_images_refuses_sounds(questions: list[str], model: str, tmp_path: Path) -> None:
-    images = str(save_model(tmp_path / "images", "image"))
-    with pytest.raises(ValueError, match="column audio holds sounds, and the model is for images"):
-        finetune.main(["--model_name_or_path", images, *questions, *SHORT, "--output_dir", str(tmp_path / "out")])
-    wrong = [
-        "--model_name_or_path",
-        model,
-        *questions,
-        *SHORT,
-        "--horizontal_flip",
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
+def test_flags_of_images_are_refused(questions: list[str], model: str, tmp_path: Path) -> None:
+    wrong = ["--model_name_or_path", model, *questions, *SHORT, "--horizontal_flip", "--output_dir", str(tmp_path)]
     with pytest.raises(ValueError, match=r"--horizontal_flip is True; these are sounds. Drop it"):
         finetune.main(wrong)
 

@@ -1,12 +1,15 @@
 """The main job from stock models: trained, resumed, evaluated, and opened again in the class it came from."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
+from mm_utils.data.scenes import load_scenes
+from mm_utils.extras.classes import labels
 from mm_utils.model.adapt import attention_layers
 from mm_utils.model.build import load_model
 from scripts import eval_retrieval, finetune, pretrain
@@ -24,15 +27,8 @@ def test_a_stock_model_is_trained_resumed_and_written_as_it_came(kind, tiny_flag
     write_stock(Path(start), kind)
     objective = "sigmoid,matching" if "siglip" in kind else "contrastive,matching"
     flags = [
-        *tiny_flags[:2],
-        *tiny_flags[4:],
-        "--model_name_or_path",
-        start,
-        "--objectives",
-        objective,
-        "--max_steps",
-        "2",
-    ]
+        *tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", start, "--objectives", objective, "--max_steps", "2",
+    ]  # fmt: skip
     flags += ["--save_steps", "1", "--fusion_dim", "64", "--load_best_model_at_end", "false"]  # the start is the best
     metrics = pretrain.main([*flags, "--output_dir", whole])
     checkpoint = f"{whole}/checkpoint-1"
@@ -66,16 +62,9 @@ def test_a_stock_model_is_trained_resumed_and_written_as_it_came(kind, tiny_flag
 def test_siglips_frozen_text_tower_which_reads_padding_runs_once_and_gives_the_same(tiny_flags, tmp_path):
     start = write_stock(tmp_path / "start", "siglip")
     flags = [
-        *tiny_flags[:2],
-        *tiny_flags[4:],
-        "--model_name_or_path",
-        start,
-        "--objectives",
-        "sigmoid,matching",
-        "--max_steps",
-        "2",
-        "--freeze_text",
-    ]
+        *tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", start, "--objectives", "sigmoid,matching",
+        "--max_steps", "2", "--freeze_text",
+    ]  # fmt: skip
     for name, cache in (("plain", []), ("cached", ["--cache_features"])):
         pretrain.main([*flags, *cache, "--output_dir", str(tmp_path / name)])
     plain, cached = (
@@ -85,19 +74,15 @@ def test_siglips_frozen_text_tower_which_reads_padding_runs_once_and_gives_the_s
     assert [loss for loss in cached if loss] == pytest.approx([loss for loss in plain if loss], rel=2e-3)
 
 
-def test_clip_is_finetuned_and_rehearsed(tiny_flags, tmp_path):
+def test_clip_is_finetuned_and_rehearsed(tiny_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(labels, "load_scenes", partial(load_scenes, num_train=16, num_eval=8, cache_dir=tmp_path))
     start = write_stock(tmp_path / "start", "clip")
     found = pretrain.main(
         [
-            *tiny_flags[:2],
-            *tiny_flags[4:],
-            "--model_name_or_path",
-            start,
-            "--dry_run",
-            "--output_dir",
+            *tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", start, "--dry_run", "--output_dir",
             str(tmp_path / "a"),
         ]
-    )
+    )  # fmt: skip
     assert found["dry_run_steps"] > 0
     short = ["--task", "scenes:colour", "--max_train_samples", "16", "--max_eval_samples", "8", "--max_steps", "2"]
     metrics = finetune.main(
@@ -116,18 +101,9 @@ def test_adapters_of_a_stock_model_are_trained_resumed_and_merged(kind, objectiv
     start = write_stock(tmp_path / "start", kind)
     flags = [*tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", start, "--max_steps", "2", "--save_steps", "1"]
     flags += [
-        "--lora_rank",
-        "2",
-        "--freeze_text",
-        "--learning_rate",
-        "0.01",
-        "--ema_decay",
-        "0.5",
-        "--load_best_model_at_end",
-        "false",
-        "--objectives",
-        objective,
-    ]
+        "--lora_rank", "2", "--freeze_text", "--learning_rate", "0.01", "--ema_decay", "0.5",
+        "--load_best_model_at_end", "false", "--objectives", objective,
+    ]  # fmt: skip
     whole, resumed = str(tmp_path / "whole"), str(tmp_path / "resumed")
     metrics = pretrain.main([*flags, "--output_dir", whole])
     checkpoint = ["--resume_from_checkpoint", f"{whole}/checkpoint-1"]

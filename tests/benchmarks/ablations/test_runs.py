@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablations.runs import Run, execute, execute_all, last_figures, plan, read_grid
+from benchmarks.ablations.runs import Run, execute, execute_all, plan, read_grid
 from tests.benchmarks.grids import started, write_grid
 from tests.kit.processes import fork, is_alive, wait_until
-
-
-def test_a_grid_is_read(tmp_path):
-    path = write_grid(tmp_path, "common: {max_steps: 2}\nvariants: {base: , wide: {fusion_dim: 64}}\n")
-    assert read_grid(path) == ({"max_steps": 2}, {"base": {}, "wide": {"fusion_dim": 64}})
 
 
 @pytest.mark.parametrize(
@@ -40,11 +35,6 @@ def test_what_is_no_grid(text, message, tmp_path):
         read_grid(write_grid(tmp_path, text))
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_grid_that_is_not_there():
-    with pytest.raises(ValueError, match=r"--grid is nowhere\.yaml; it cannot be read: No such file"):
-        read_grid("nowhere.yaml")
 
 
 def test_seeds_are_outermost_and_a_variant_wins_over_what_is_common():
@@ -87,13 +77,6 @@ def test_a_failed_run_stops_no_other_and_is_repeated_alone(tmp_path, launcher, c
     assert started(tmp_path) == ["a-seed0", "b-seed0", "c-seed0", "b-seed0"]
 
 
-def test_more_seeds_add_to_those_that_are_there(tmp_path, launcher):
-    for seeds in (1, 2):
-        records, _ = execute_all(plan({"max_steps": 1}, {"a": {}, "b": {}}, seeds, str(tmp_path)), launcher)
-    assert started(tmp_path) == ["a-seed0", "b-seed0", "a-seed1", "b-seed1"]
-    assert [(record["variant"], record["seed"]) for record in records] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-
-
 def test_a_run_with_other_flags_is_neither_taken_nor_lost(tmp_path, launcher):
     execute_all(plan({"max_steps": 1}, {"a": {"recall": 0.1}}, 1, str(tmp_path)), launcher)
     before = (tmp_path / "a-seed0/record.json").read_text()
@@ -102,17 +85,6 @@ def test_a_run_with_other_flags_is_neither_taken_nor_lost(tmp_path, launcher):
     ):
         execute_all(plan({"max_steps": 2}, {"a": {"recall": 0.2}}, 1, str(tmp_path)), launcher)
     assert (tmp_path / "a-seed0/record.json").read_text() == before
-
-
-def test_a_launcher_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="--launcher is 'no_such_program'; No such file"):
-        execute(Run("a", 0, {}, tmp_path / "a"), "no_such_program")
-
-
-def test_last_figures_are_the_newest_of_each_name(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 3.0, "eval_x": 1}\n{"step": 2, "loss": 2.0}\n')
-    assert last_figures(path) == {"step": 2, "loss": 2.0, "x": 1}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is of Linux")

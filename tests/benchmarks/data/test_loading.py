@@ -77,21 +77,6 @@ def test_figures_are_medians() -> None:
     assert figures == {"images_per_second": 500, "cpu_ms": 4, "kb_stored": 2.5, "kb_moved": 0.1}
 
 
-def test_memory_is_measured_for_each_number_of_rows(tmp_path: Path, capsys, monkeypatch) -> None:
-    asked = []
-
-    class Answers(Inside):
-        def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-            asked.append(question["metadata_rows"])
-            return {"resident": 3 * 2**20, "private": 2**20}
-
-    monkeypatch.setattr(loading, "TurnTaker", Answers)
-    results = loading.main(["--memory", "--cache_dir", str(tmp_path)])["results"]
-    assert results == [{"rows": rows, "resident": 3, "private": 1} for rows in (10_000, 1_000_000)]
-    assert asked == [10_000, 10_000, 1_000_000, 1_000_000]  # one writes, one is measured
-    assert "| 10000 | 3 | 1 |" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_readers_work_in_processes_of_their_own(tmp_path: Path) -> None:
     flags = [*TINY, "--num_workers", "2", "--batches_per_round", "2", "--contestants", "tandem_jpeg,memmap"]

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
 from benchmarks.data.preparing import draw_photographs, main, pillow, tandem
@@ -26,8 +25,3 @@ def test_both_make_images_of_one_size(tmp_path: Path) -> None:
     sizes = [Image.open(path).size for path in sorted((tmp_path / "pillow").iterdir())]
     rows = read_part(tmp_path / "tandem" / "part-000000.arrow", ["width", "height"]).to_pylist()
     assert sizes == [(row["width"], row["height"]) for row in rows] == [(133, 100)] * 2
-
-
-def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no"):
-        main(["--images", str(tmp_path)])

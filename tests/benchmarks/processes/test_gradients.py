@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import gradients
-from benchmarks.processes.gradients import PARTS, RECIPES, RIGHT
+from benchmarks.processes.gradients import RECIPES, RIGHT
 
 ROOT = Path(__file__).parents[3]
 WORLDS = (1, 2, 3)
@@ -42,56 +42,6 @@ def rows_of(text: str) -> dict[tuple[str, int], dict[str, float]]:
 def test_exact_recipes(table, name):
     for world in WORLDS:
         assert table[name][world] == pytest.approx(RIGHT, abs=EXACT), world
-
-
-def test_both_of_our_losses_are_there():
-    assert [name.split()[-1] for name in OURS] == ["info_nce", "sigmoid_loss"]
-
-
-def test_own_slice_put_back_scales_the_weights_alone(table):
-    for world in WORLDS:
-        assert table[OWN_SLICE][world] == pytest.approx({**RIGHT, "weights": 1 / world}, abs=EXACT)
-
-
-def test_cached_accumulation_scales_the_temperature_alone(table):
-    for world in WORLDS:
-        assert table[CACHED][world] == pytest.approx({**RIGHT, "temperature": PARTS}, abs=EXACT)
-
-
-def test_local_negatives_are_another_loss(table):
-    assert table[LOCAL_NEGATIVES][1] == pytest.approx(RIGHT, abs=EXACT)
-    for world in WORLDS[1:]:
-        row = table[LOCAL_NEGATIVES][world]
-        assert row["residual"] > 0.05
-        assert row["loss"] < 0.9
-        assert abs(row["temperature"] - 1) > 0.05
-    assert table[LOCAL_NEGATIVES][3]["loss"] < table[LOCAL_NEGATIVES][2]["loss"]
-
-
-def test_local_loss_loses_what_others_ask_of_the_columns(table):
-    """Only what a row asks of itself is left, so the number of processes does not matter beyond one."""
-    assert table[LOCAL_LOSS][1] == pytest.approx(RIGHT, abs=EXACT)
-    assert table[LOCAL_LOSS][2] == pytest.approx(table[LOCAL_LOSS][3], abs=EXACT)
-    row = table[LOCAL_LOSS][2]
-    assert row["residual"] > 0.05
-    assert row["weights"] < 0.6
-    assert (row["temperature"], row["loss"]) == pytest.approx((1, 1), abs=EXACT)
-
-
-def test_accumulation_is_another_loss_even_on_one_process(table):
-    for world in WORLDS:
-        assert table[ACCUMULATION][world]["residual"] > 0.05
-        assert table[ACCUMULATION][world]["loss"] < 0.9
-
-
-def test_one_process_that_accumulates_two_parts_is_two_processes_with_local_negatives(table):
-    assert table[ACCUMULATION][1] == pytest.approx(table[LOCAL_NEGATIVES][2], abs=EXACT)
-
-
-def test_residual_and_cosine_agree(table):
-    for rows in table.values():
-        for row in rows.values():
-            assert row["residual"] ** 2 + row["cosine"] ** 2 == pytest.approx(1, abs=EXACT)
 
 
 def test_what_is_printed_and_written(run):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.rivals.closed_forms import choose_penalty, regress
-from benchmarks.rivals.judging import Clock, Judge, mean_of, recalls
+from benchmarks.rivals.judging import Clock, Judge, judge_now, mean_of, recalls
 from benchmarks.rivals.learners import RECIPES, Watch
 from mm_utils.extras.starts.closed_form import Features
 
@@ -20,13 +20,6 @@ def test_rates_rise_and_fall():
     assert linear.rate(1.2) == cosine.rate(1.2) == 0
     assert cosine.rate(0) < 0.02
     assert cosine.rate(0.5) == pytest.approx(0.5)
-
-
-def test_pauses_do_not_count():
-    clock = Clock(torch.device("cpu"))
-    with clock.paused():
-        time.sleep(0.2)
-    assert clock.seconds < 0.1
 
 
 def test_the_watch_leaves_evaluations_out_and_ends_the_run():
@@ -46,6 +39,13 @@ def test_the_watch_leaves_evaluations_out_and_ends_the_run():
 def test_the_mean_leaves_padding_out():
     states, mask = torch.tensor([[[1.0], [3.0], [50.0]]]), torch.tensor([[1, 1, 0]])
     assert mean_of(states, mask).tolist() == [[2.0]]
+
+
+def test_a_model_is_judged_as_it_will_be_used_and_goes_on_being_trained():
+    model, seen = torch.nn.Dropout(), []
+    judge_now(model, None, lambda towers: seen.append(model.training))
+    assert seen == [False]
+    assert model.training
 
 
 def test_recall_by_hand():

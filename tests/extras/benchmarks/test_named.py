@@ -14,14 +14,7 @@ NUMBERS = {
     **{"dtd": 47, "eurosat": 10, "stl10": 10, "mnist": 10, "svhn": 10},
 }
 KNOWN = {
-    "imagenet1k": {
-        0: "tench",
-        1: "goldfish",
-        207: "golden retriever",
-        281: "tabby",
-        817: "sports car",
-        999: "toilet tissue",
-    },
+    "imagenet1k": {0: "tench", 1: "goldfish", 207: "golden retriever", 281: "tabby", 817: "sports car", 999: "toilet tissue"},
     "cifar10": {0: "airplane", 1: "automobile", 6: "frog", 9: "truck"},
     "cifar100": {0: "apple", 1: "aquarium fish", 41: "lawn mower", 70: "rose", 99: "worm"},
     "food101": {0: "apple pie", 16: "cheesecake", 17: "cheese plate", 55: "hot dog", 76: "pizza", 100: "waffles"},
@@ -32,7 +25,7 @@ KNOWN = {
     "stl10": {0: "airplane", 2: "car", 7: "monkey", 9: "truck"},
     "mnist": {0: "0", 9: "9"},
     "svhn": {0: "zero", 9: "nine"},
-}
+}  # fmt: skip
 
 
 def test_the_door_names_the_table() -> None:

@@ -47,6 +47,11 @@ def _any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classification, "FusionDualEncoderForClassification", Oracle)
 
 
+@pytest.fixture
+def empty_pictures() -> None:
+    """Here they are drawn."""
+
+
 def test_metrics_by_hand() -> None:
     found, evaluator = evaluated()
     assert found["accuracy"] == 3 / 5

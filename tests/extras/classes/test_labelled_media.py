@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.medium import Clip
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare import ingest
+from mm_utils.data.scenes import load_scenes
 from mm_utils.doors import entries
 from mm_utils.doors import load as load_entry
+from mm_utils.extras.classes import labels
 from mm_utils.extras.classes.labels import LabelledArguments, LabelledTask, TaskArguments, load_labelled, load_task
 from mm_utils.extras.sets import events
 from mm_utils.extras.sets.events import load_clips
@@ -196,7 +199,8 @@ def test_mistakes_name_the_file_the_line_the_column_and_the_remedy(
     assert "1 of 9 rows are left out (line 9, column audio: " in caplog.text
 
 
-def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_data_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels, "load_scenes", partial(load_scenes, num_train=4, num_eval=2, cache_dir=tmp_path))
     with pytest.raises(ValueError, match="--task is scenes:describes; it holds images, and the model is for sounds"):
         load_task(TaskArguments(max_train_samples=4), "sound")
     root = folders(tmp_path / "media", {f"{name}/{copy}.wav": tone(200) for name in "ab" for copy in range(2)})

@@ -75,6 +75,11 @@ SUMMARY: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def empty_pictures() -> None:
+    """Here they are drawn."""
+
+
 def encoded(row: int) -> dict[str, Any]:
     data = io.BytesIO()
     Image.new("RGB", (40 + row, 30), (row * 5 % 256, 90, 200)).save(data, format="PNG")

@@ -164,11 +164,14 @@ def test_a_loss_that_is_not_finite_ends_it(tiny_flags, tmp_path, monkeypatch):
         run_dry(tiny_flags, tmp_path)
 
 
-def test_a_full_disk_and_a_small_memory_are_warned_of(tiny_flags, tmp_path, caplog, monkeypatch):
+def test_a_full_disk_and_a_small_memory_are_warned_of_and_nothing_is_pushed(
+    tiny_flags, tmp_path, caplog, monkeypatch, server
+):
     usage = dry_run.shutil.disk_usage(tmp_path)._replace(free=3 * 10**7)
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(dry_run, "available_bytes", lambda _: 2**30 // 100)
-    run_dry(tiny_flags, tmp_path)
+    run_dry([*tiny_flags, "--push_to_hub", "--hub_model_id", "tester/run"], tmp_path)
+    assert not server.repos
     assert f"The disk of {tmp_path} has 0.03 GB left" in caplog.text
     assert "0.01 GiB are free. Set --micro_batch_size auto" in caplog.text
 
@@ -196,14 +199,6 @@ def test_an_output_folder_that_holds_a_run_or_cannot_be_written_is_refused(tiny_
         run_dry(tiny_flags, tmp_path / "metrics.jsonl" / "out")
     run_dry([*tiny_flags, "--overwrite_output_dir"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-# -- the Hub ------------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_pushed(tiny_flags, tmp_path, server):
-    run_dry([*tiny_flags, "--push_to_hub", "--hub_model_id", "tester/run"], tmp_path)
-    assert not server.repos
 
 
 # -- real launches ------------------------------------------------------------------------------------------------------

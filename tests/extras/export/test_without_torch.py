@@ -44,6 +44,22 @@ towers = Towers(".")
 ranks = [towers.rank(text, paths).tolist() for text in texts]
 print(json.dumps([towers.images(paths).tolist(), towers.texts(texts).tolist(), ranks]))
 """
+FORMS = """
+import json, sys
+from PIL import Image
+from without_torch import Towers
+path = sys.argv[-1]
+towers = Towers(".")
+one = towers.images([path])
+assert one.shape == towers.texts(["a red circle"]).shape == (1, 20)
+for images in (path, Image.open(path), (path,)):
+    assert (towers.images(images) == one).all()
+assert (towers.texts("a red circle") == towers.texts(["a red circle"])).all()
+assert towers.images([]).shape == towers.texts([]).shape == (0, 20)
+assert towers.rank("a red circle", []).shape == (0,)
+assert towers.rank("a red circle", path).shape == (1,)
+print(towers.precision)
+"""
 TEXTS = ["a red circle, number 3", "one square", "number 2: one circle in red " * 3, *AWKWARD]
 
 
@@ -70,7 +86,10 @@ def test_images_texts_and_the_head_as_in_torch(
     exported: tuple[Path, dict[str, Figures]], model: FusionDualEncoderModel, paths: list[str], tmp_path: Path
 ) -> None:
     folder, _ = exported
-    images, texts, ranks = json.loads(run(folder, tmp_path, "-c", PROGRAM, json.dumps([paths, TEXTS])))
+    given = json.dumps([paths, TEXTS])
+    figures, precision = run(folder, tmp_path, "-c", PROGRAM + FORMS, given, paths[0]).splitlines()
+    images, texts, ranks = json.loads(figures)
+    assert precision == "fp32"
     expected = model.encode(images=paths, texts=TEXTS)
     np.testing.assert_allclose(images, expected[0], atol=1e-5)
     np.testing.assert_allclose(texts, expected[1], atol=1e-5)
@@ -85,30 +104,6 @@ def test_the_command_prints_the_best_first(
 ) -> None:
     lines = run(exported[0], tmp_path, "without_torch.py", TEXTS[0], *paths).splitlines()
     assert [line.split()[1] for line in lines] == [paths[place] for place, _ in model.rerank(TEXTS[0], paths)]
-
-
-FORMS = """
-import json, sys
-from PIL import Image
-from without_torch import Towers
-[path] = sys.argv[1:]
-towers = Towers(".")
-one = towers.images([path])
-assert one.shape == towers.texts(["a red circle"]).shape == (1, 20)
-for images in (path, Image.open(path), (path,)):
-    assert (towers.images(images) == one).all()
-assert (towers.texts("a red circle") == towers.texts(["a red circle"])).all()
-assert towers.images([]).shape == towers.texts([]).shape == (0, 20)
-assert towers.rank("a red circle", []).shape == (0,)
-assert towers.rank("a red circle", path).shape == (1,)
-print(towers.precision)
-"""
-
-
-def test_one_many_or_none_are_read(
-    exported: tuple[Path, dict[str, Figures]], paths: list[str], tmp_path: Path
-) -> None:
-    assert run(exported[0], tmp_path, "-c", FORMS, paths[0]) == "fp32\n"
 
 
 def test_the_command_of_the_readme_takes_the_precision_that_is_there(

@@ -117,17 +117,10 @@ def test_a_folder_is_read_as_its_layout_says_and_trained(folder: Path, tiny_flag
     run = [*tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", str(folder), "--objectives", "contrastive"]
     pretrain.main(
         [
-            *run,
-            "--max_steps",
-            "1",
-            "--fusion_layers",
-            "0",
-            "--rerank_top_k",
-            "0",
-            "--output_dir",
+            *run, "--max_steps", "1", "--fusion_layers", "0", "--rerank_top_k", "0", "--output_dir",
             str(tmp_path / "out"),
         ]
-    )
+    )  # fmt: skip
     assert (tmp_path / "out/dual_encoder/config.json").is_file()
 
 
@@ -148,14 +141,10 @@ def test_export_writes_the_same_weights_again(folder: Path, tmp_path: Path) -> N
     ):
         export.main(
             [
-                "--model_name_or_path",
-                write_stock(tmp_path / "siglip", "siglip"),
-                "--output_dir",
-                str(tmp_path / "no"),
-                "--layout",
-                "open_clip",
+                "--model_name_or_path", write_stock(tmp_path / "siglip", "siglip"), "--output_dir",
+                str(tmp_path / "no"), "--layout", "open_clip",
             ]
-        )
+        )  # fmt: skip
 
 
 def test_open_clip_itself_computes_the_same_both_ways(folder: Path, tmp_path: Path) -> None:
@@ -163,14 +152,10 @@ def test_open_clip_itself_computes_the_same_both_ways(folder: Path, tmp_path: Pa
     out = tmp_path / "out"
     export.main(
         [
-            "--model_name_or_path",
-            write_stock(tmp_path / "clip", "clip"),
-            "--output_dir",
-            str(out),
-            "--layout",
+            "--model_name_or_path", write_stock(tmp_path / "clip", "clip"), "--output_dir", str(out), "--layout",
             "open_clip",
         ]
-    )
+    )  # fmt: skip
     for place in (folder, out):
         theirs = open_clip.create_model_from_pretrained(f"local-dir:{place}", return_transform=False).eval()
         pixels, ids = inputs(place)

@@ -132,12 +132,8 @@ CAMERAS = [
     *("SAMSUNG CAMERA PICTURES", "DIGITAL CAMERA", " olympus digital camera  "),
 ]
 PROGRAMS = [
-    "dav",
-    "Screenshot",
-    "filter: 0; fileterIntensity: 0.0; ",
-    '{"a": 1}',
-    "Processed with VSCO with a6 preset",
-]
+    "dav", "Screenshot", "filter: 0; fileterIntensity: 0.0; ", '{"a": 1}', "Processed with VSCO with a6 preset",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", CAMERAS + PROGRAMS)
@@ -272,16 +268,10 @@ def test_a_link_that_leads_out_is_not_read(album: Path, tmp_path: Path) -> None:
 def test_prepared_data_say_where_captions_came_from(album: Path, tmp_path: Path) -> None:
     prepare_data.main(
         [
-            "--sources",
-            str(album),
-            "--output_dir",
-            str(tmp_path / "out"),
-            "--max_bad_fraction",
-            "0.5",
-            "--num_proc",
+            "--sources", str(album), "--output_dir", str(tmp_path / "out"), "--max_bad_fraction", "0.5", "--num_proc",
             "1",
         ]
-    )
+    )  # fmt: skip
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     notes = {name: count for name, count in report["notes"].items() if name.startswith("caption_from")}
     assert notes == {"caption_from_xmp": 1, "caption_from_iptc": 1, "caption_from_exif": 1}

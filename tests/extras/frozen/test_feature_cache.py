@@ -579,14 +579,9 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
     counted("text_features")
     monkeypatch.setattr(train_recall, "caption_probes", lambda *_: Probes.none())
     flags = [
-        "--train_file",
-        str(corpus),
-        *write_towers(tmp_path),
-        "--freeze_vision",
-        "--freeze_text",
-        "--logging_steps",
+        "--train_file", str(corpus), *write_towers(tmp_path), "--freeze_vision", "--freeze_text", "--logging_steps",
         "1",
-    ]
+    ]  # fmt: skip
     small = ["--max_steps", "4", "--dataloader_num_workers", "0"]  # fewer rows than the default batch
     pretrain.main([*flags, *small, "--output_dir", str(tmp_path / "run")])
     lines = [json.loads(line) for line in corpus.read_text().splitlines()]
@@ -672,18 +667,6 @@ def test_the_micro_batch_is_found(tiny_flags: list[str], tmp_path: Path) -> None
     flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--global_batch_size", "12", "--max_steps", "1"]
     pretrain.main([*flags, "--micro_batch_size", "auto", "--output_dir", str(tmp_path)])
     assert list(losses(tmp_path)) == [1]
-
-
-def test_what_is_given_up_is_said(tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pretrain.main(
-        [*tiny_flags, "--max_steps", "1", "--freeze_vision", "--cache_features", "--output_dir", str(tmp_path)]
-    )
-    assert "training sees centre squares, and --min_crop_area has no effect" in caplog.text
-
-
-def test_the_flags_that_are_missing_are_named(tiny_flags: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--freeze_vision or --freeze_text"):
-        pretrain.main([*tiny_flags, "--cache_features", "--output_dir", str(tmp_path)])
 
 
 @pytest.mark.slow

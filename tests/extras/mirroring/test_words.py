@@ -23,13 +23,7 @@ DIRECTIONS = {
     "da": ("en hund til venstre", "manden på højre side"),
     "de": ("ein Hund links vom Baum", "die rechte Hand", "im Uhrzeigersinn", "Blick nach Osten"),
     "el": ("ένας σκύλος αριστερά", "στη δεξιά πλευρά"),
-    "en": (
-        "a dog on the left",
-        "Right-handed player",
-        "turning clockwise",
-        "the north-east corner",
-        "the LEFTMOST cat",
-    ),
+    "en": ("a dog on the left", "Right-handed player", "turning clockwise", "the north-east corner", "the LEFTMOST cat"),
     "es": ("un perro a la izquierda", "su mano derecha", "la casa al este", "hacia el oeste"),
     "fa": ("سگی در سمت چپ", "دست راست"),
     "fi": ("koira vasemmalla", "oikealla puolella"),
@@ -53,7 +47,7 @@ DIRECTIONS = {
     "uk": ("собака ліворуч", "у правій руці"),
     "vi": ("một con chó bên trái", "tay phải"),
     "zh": ("一只狗在左边", "顺时针方向"),
-}
+}  # fmt: skip
 NO_DIRECTIONS = {
     "ar": ("كلب أبيض يجري", "سيارة حمراء"),
     "de": ("ein Hund läuft über die Wiese", "ein Rechteck", "linkisch"),
@@ -121,16 +115,10 @@ def test_composed_and_decomposed_letters_are_found() -> None:
             "an L-shaped desk",
             "beiderseits der Straße",
         ),
-        *(
-            "ben trai",
-            "a STOP sign",
-            "a bus with the number 23",
-            "number plate ABC 123",
-            "Schild mit der Aufschrift Halt",
-        ),
+        *("ben trai", "a STOP sign", "a bus with the number 23", "number plate ABC 123", "Schild mit der Aufschrift Halt"),
         *("panneau indiquant sortie", "platform no. 9", 'the word "exit"', "a shirt that says hello", "a van of DHL"),
     ],
-)
+)  # fmt: skip
 def test_sides_without_their_usual_words_and_writing_without_quotation_marks(caption: str) -> None:
     assert mentions_direction(caption)
 

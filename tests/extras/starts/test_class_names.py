@@ -24,15 +24,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
     "vit": {**SMALL, "patch_size": 8},
     "dinov2": {**SMALL, "patch_size": 8},
-    "swin": {
-        "image_size": 32,
-        "patch_size": 4,
-        "embed_dim": 8,
-        "depths": [1, 1],
-        "num_heads": [1, 2],
-        "window_size": 4,
-    },
-}
+    "swin": {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
+}  # fmt: skip
 
 
 def classifier(kind: str, folder: Path, names: dict[int, str] = NAMES) -> Any:

@@ -70,6 +70,12 @@ class ExportArguments:
         if self.layout == "immich" and self.reranker == "yes":
             raise ValueError("--reranker is yes; Immich has no re-ranking. Give another --layout.")
 
+        self._check_opset()
+
+    def _check_opset(self) -> None:
+        if self.opset < 18:  # torch's exporter would write 18, and say nothing
+            raise ValueError(f"--opset is {self.opset}; torch's exporter writes no version below 18. Give 18 or more.")
+
     @property
     def precisions(self) -> list[str]:
         """The precisions, in the order given."""

@@ -70,12 +70,6 @@ class ExportArguments:
         if self.layout == "immich" and self.reranker == "yes":
             raise ValueError("--reranker is yes; Immich has no re-ranking. Give another --layout.")
 
-        self._check_opset()
-
-    def _check_opset(self) -> None:
-        if self.opset < 18:  # torch's exporter would write 18, and say nothing
-            raise ValueError(f"--opset is {self.opset}; torch's exporter writes no version below 18. Give 18 or more.")
-
     @property
     def precisions(self) -> list[str]:
         """The precisions, in the order given."""
@@ -89,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args, data_args = given[ExportArguments], given[DataArguments]
     model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
     if args.layout != "open_clip":
-        check_packages()
+        check_packages(args.opset)
     from mm_utils.extras.export.comparison import add_recall, compare, table
     from mm_utils.extras.export.folder import write_graphs, write_report
 

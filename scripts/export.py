@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args, data_args = given[ExportArguments], given[DataArguments]
     model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
     if args.layout != "open_clip":
-        check_packages()
+        check_packages(args.opset)
     from mm_utils.extras.export.comparison import add_recall, compare, table
     from mm_utils.extras.export.folder import write_graphs, write_report
 

@@ -35,8 +35,10 @@ IMAGES, TEXTS, LENGTH = (
 )  # of the inputs that are traced; none is 1, which the exporter would take for a constant
 
 
-def check_packages() -> None:
-    """Raise ValueError if a package of the extra `export` is missing."""
+def check_packages(opset: int) -> None:
+    """Raise ValueError if a package of the extra `export` is missing, or cannot write a version of operators."""
+    if opset < 18:  # torch would write 18, and say nothing
+        raise ValueError(f"--opset is {opset}; torch's exporter writes no version below 18. Give 18 or more.")
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(

@@ -197,10 +197,12 @@ def choose(asked: str, vectors: StoredVectors) -> str | None:
     0.95); without FAISS, int8 halves the memory.
     """
     count, free, size = len(vectors), psutil.virtual_memory().available, 2 * len(vectors) * vectors.width
-    chosen = None
+    chosen, settings = None, asked.partition(";")[2] or "recall=0.95"
+    wanted = _RECALL.fullmatch(settings)  # of few images, too, which may become many
+    if wanted is None or not 0 < float(wanted[1]) <= 1:
+        raise ValueError(f"--index_factory is {asked}; auto takes a recall above 0 and up to 1. Give auto;recall=0.9.")
     if count >= FEW or size > free:
         lists = 2 ** round(math.log2(2 * math.sqrt(count)))
-        settings = asked.partition(";")[2] or "recall=0.95"
         chosen = "int8" if find_spec("faiss") is None else f"IVF{lists},SQ8;{settings}"
     logger.info(
         "--index_factory %s: %s for %s images; exact search takes %.1f GiB, and %.1f GiB of memory are free",

@@ -68,6 +68,9 @@ def test_a_data_set_is_scored_and_what_scores_low_is_set_aside(tmp_path: Path):
         lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
         return folder, [json.loads(line) for line in lines]
 
+    with pytest.raises(ValueError, match=r"--score_with is .*there is no such folder"):
+        prepare("typo", "--score_with", str(tmp_path / "nowhere"))
+    assert not list(tmp_path.glob("typo*"))  # nothing was read
     folder, scores = prepare("all")
     assert not list(folder.rglob("cache-*"))
     assert sorted((each["id"], each["caption"]) for each in scores) == sorted(

@@ -165,6 +165,9 @@ def test_auto_reads_as_many_lists_as_the_recall_needs(
     caplog.set_level("INFO", "mm_utils")
     plain = first_pass.exact(StoredVectors(rows))
     assert open_find("auto", folder, rows)(unit(1)[0], 5) == plain(unit(1), 5)[0]  # few images
+    for wrong in ("auto;recall=2", "auto;recall=0", "auto;recall=", "auto;nonsense", "auto;nprobe=3"):
+        with pytest.raises(ValueError, match="auto takes a recall above 0 and up to 1"):
+            open_find(wrong, folder, rows)
     monkeypatch.setattr(first_pass, "FEW", 1000)
     monkeypatch.setattr(first_pass, "slower", lambda find, vectors: "")
     query_QE, lists = first_pass.drawn_queries(StoredVectors(rows), 40), []
@@ -174,7 +177,7 @@ def test_auto_reads_as_many_lists_as_the_recall_needs(
         assert np.mean(same) / 10 > recall - 0.05
         lists.append(int(re.findall(r"nprobe=(\d+) of 128", caplog.text)[-1]))
     assert lists[0] < lists[1] < 128
-    for wrong in ("auto;recall=2", "auto;recall=", "auto;nonsense", "Flat;recall=0.9"):
+    for wrong in ("IVF128,SQ8;recall=2", "IVF128,SQ8;recall=", "Flat;recall=0.9"):
         with pytest.raises(ValueError, match=r"--index_factory is .*FAISS cannot search"):
             open_find(wrong, folder, rows)
 

@@ -129,9 +129,11 @@ def test_texts_without_a_mask(kind: str, tmp_path: Path) -> None:
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_packages()
+    check_packages(18)
+    with pytest.raises(ValueError, match="writes no version below 18"):
+        check_packages(3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
     with pytest.raises(
         ValueError, match=r"needs onnxscript, which is not installed. .* pip install onnx onnxruntime onnxscript"
     ):
-        check_packages()
+        check_packages(18)

@@ -1,6 +1,6 @@
 """Fit both projections in closed form: canonical correlation of two towers' features.
 
-Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with five changes:
+Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with four changes:
 
 - Both covariances are shrunk by a multiple of their mean variance (Vinod 1976, doi 10.1016/0304-4076(76)90010-5), chosen out of
   fold.
@@ -8,9 +8,6 @@ Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with five changes:
 - Directions weigh as much as they correlate: the square root of the correlation is in either map.
 - If the vision tower has a classifier with named classes, the names that it sees in an image, embedded by the text tower, are a
   second caption of the image. Their weight is chosen out of fold as well, and 0 is an answer.
-- The same names may be a second score beside the canonical one: the last quarter of the embedding is then, of an image, what a
-  ridge regression reads of the names off its features, and of a caption, its features, in the directions in which the former vary
-  most. One cosine of both parts is a weighted mean of two. The share of this part is chosen out of fold, and 0 is an answer.
 
 Shape letters: M images, T captions, A and B channels of image and text features, E embedding width.
 """
@@ -25,7 +22,6 @@ from torch.nn import functional as F
 FOLDS = 4
 SHRINKAGES = (1.0, 3.0, 10.0, 30.0)  # in units of the mean variance of a feature
 NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
-NAME_SHARES = (0.0, 0.1, 0.2, 0.4, 0.6, 1.0)  # of the names' part in the score; the canonical part has 1
 SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
 
 _ALIKE = 1e-10  # variance of unit features that differ by rounding alone
@@ -143,29 +139,6 @@ class Fold:
         missing = (0, max(0, width - len(strength_E)))
         return F.pad(image_AE, missing), F.pad(text_BE, missing)
 
-    def name_maps(self, shrinkage: float, width: int) -> tuple[Tensor, Tensor]:
-        """Return maps `[A, E]` and `[B, E]` to class names, as read off images, and to captions, in the names' main directions."""
-        (image_A, image_AA), (_, text_BB) = self._image, self._text
-        read_AB = _whitening(image_A, shrinkage).square()[:, None] * self._crosses[1]
-        directions_BE = torch.linalg.eigh(read_AB.T @ (image_A[:, None] * read_AB)).eigenvectors.flip(1)[:, :width]
-        missing = (0, width - directions_BE.shape[1])
-        return F.pad(image_AA @ read_AB @ directions_BE, missing), F.pad(text_BB @ directions_BE, missing)
-
-    def both_maps(self, shrinkage: float, name_weight: float, name_share: float, width: int) -> tuple[Tensor, ...]:
-        """Return maps `[A, E]` and `[B, E]`, whose last quarter is of class names if they have a share."""
-        if not name_share:
-            return self.maps(shrinkage, name_weight, width)
-        pairs = zip(
-            self.maps(shrinkage, name_weight, width - width // 4),
-            self.name_maps(shrinkage, width // 4),
-            (self._image, self._text),
-            strict=True,
-        )
-        return tuple(
-            torch.cat([_level(canonical, axes), name_share**0.5 * _level(names, axes)], 1)
-            for canonical, names, axes in pairs
-        )
-
 
 @dataclass
 class ClosedForm:
@@ -175,7 +148,7 @@ class ClosedForm:
         image_AE, text_BE: the maps.
         image_mean_A, text_mean_B: the means of the unit features.
         scale: inverse temperature.
-        shrinkage, name_weight, name_share: the chosen settings.
+        shrinkage, name_weight: the chosen settings.
         recalls: recall@1 text to image and image to text of pairs that the maps were not fitted to.
         candidates: images that these were found among.
     """
@@ -185,7 +158,6 @@ class ClosedForm:
     scale: float
     shrinkage: float
     name_weight: float
-    name_share: float
     recalls: tuple[float, float]
     candidates: int
     image_mean_A: Tensor
@@ -213,27 +185,26 @@ def fit(features: Features, width: int) -> ClosedForm:
     everything = Fold.of(features)
     others = [everything.without(Fold.of(part)) for part in held_out]
 
-    def judge(*setting: float) -> tuple[float, float, float, float]:
+    def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float]:
         """Return the lowest loss, the scale that has it, and both recalls."""
-        found = [_judge(part, *rest.both_maps(*setting, width)) for part, rest in zip(held_out, others, strict=True)]
+        found = [
+            _judge(part, *rest.maps(shrinkage, name_weight, width))
+            for part, rest in zip(held_out, others, strict=True)
+        ]
         losses, recalls = (torch.stack(column).mean(0) for column in zip(*found, strict=True))
         best = int(losses.argmin())
         return losses[best].item(), SCALES[best], *recalls.tolist()
 
     # One after the other: the shrinkage depends little on the names.
-    judged: dict[tuple[float, ...], tuple[float, ...]] = {}
-    best = (SHRINKAGES[0], 0.0, 0.0)
-    for place, values in enumerate((SHRINKAGES, NAME_WEIGHTS, NAME_SHARES)):
-        if place and features.names_MB is None:
-            break
-        for value in values:
-            setting = (*best[:place], value, *best[place + 1 :])
-            judged[setting] = judged.get(setting) or judge(*setting)
-        best = min(judged, key=judged.__getitem__)
-    _, scale, *recalls = judged[best]
-    image_AE, text_BE = everything.both_maps(*best, width)
+    judged = {(shrinkage, 0.0): judge(shrinkage, 0.0) for shrinkage in SHRINKAGES}
+    shrinkage, _ = min(judged, key=judged.__getitem__)
+    if features.names_MB is not None:
+        judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in NAME_WEIGHTS[1:]}
+    shrinkage, name_weight = min(judged, key=judged.__getitem__)
+    _, scale, *recalls = judged[shrinkage, name_weight]
+    maps = everything.maps(shrinkage, name_weight, width)
     means = (total / everything.captions.weight for total in (everything.captions.image, everything.captions.text))
-    return ClosedForm(image_AE, text_BE, scale, *best, (recalls[0], recalls[1]), images // FOLDS, *means)
+    return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS, *means)
 
 
 def _judge(held_out: Features, image_AE: Tensor, text_BE: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,13 +226,6 @@ def _principal_axes(total: Tensor, second_moment: Tensor) -> tuple[Tensor, Tenso
     projector = torch.eye(len(direction), dtype=direction.dtype) - torch.outer(direction, direction)
     values, vectors = torch.linalg.eigh(projector @ second_moment @ projector)
     return values.clamp(min=0), projector @ vectors
-
-
-def _level(map_CE: Tensor, axes: tuple[Tensor, Tensor]) -> Tensor:
-    """Return a map at which the mean square of mapped features is 1; `axes` are of `_principal_axes`."""
-    values_C, vectors_CC = axes
-    mean_square = (values_C[:, None] * (vectors_CC.T @ map_CE).square()).sum()
-    return map_CE / mean_square.clamp(min=_ALIKE).sqrt()
 
 
 def _whitening(values: Tensor, shrinkage: float) -> Tensor:

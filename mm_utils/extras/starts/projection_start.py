@@ -63,15 +63,9 @@ def start_projections(
         found = replace(found, text_BE=found.text_BE @ found.image_AE.T, image_AE=torch.zeros(0))
     write_projections(model, found)
     logger.info(
-        "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, their share of the score %g, "
-        "%.0f s): recall@1 of pairs left out of the fit %.3f text to image and %.3f image to text, among %d",
-        *(
-            f"{len(features.image_MA):,}",
-            found.shrinkage,
-            found.name_weight,
-            found.name_share,
-            time.monotonic() - begin,
-        ),
+        "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): recall@1 of pairs "
+        "left out of the fit %.3f text to image and %.3f image to text, among %d",
+        *(f"{len(features.image_MA):,}", found.shrinkage, found.name_weight, time.monotonic() - begin),
         *(*found.recalls, found.candidates),
     )
 

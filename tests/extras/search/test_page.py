@@ -291,6 +291,41 @@ def test_mistakes_are_said(visit: Visit) -> None:
     visit.complaints.clear()  # the browser logs each of the last three
 
 
+def test_the_start_shows_pictures_and_texts_to_try(visit: Visit) -> None:
+    expect(visit.tab.locator("#hits li")).to_have_count(12)
+    assert visit.tab.locator(".rank").count() == 0
+    visit.tab.locator("#examples button").filter(has_text="a green circle").click()
+    visit.finds("24 of 40 images, best first.")
+    assert visit.titles(1) == ["a green circle"]
+    expect(visit.tab.locator("#examples")).to_be_hidden()
+
+
+def test_a_click_opens_the_picture_large(visit: Visit) -> None:
+    visit.tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit.find("a blue square")
+    visit.tab.get_by_role("button", name="Open number 1, a blue square").click()
+    dialog = visit.tab.get_by_role("dialog")
+    expect(dialog.locator("img")).to_have_js_property("naturalWidth", 480)
+    dialog.get_by_role("button", name="Copy path").click()
+    expect(dialog.get_by_role("button", name="Copied")).to_be_visible()
+    assert visit.tab.evaluate("navigator.clipboard.readText()") == dialog.locator(".path").inner_text()
+    visit.tab.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    visit.tab.get_by_role("button", name="Open number 1, a blue square").click()
+    dialog.get_by_role("button", name="Similar").click()
+    expect(visit.tab.locator("#asked")).to_have_text("Like a blue square")
+
+
+def test_what_is_no_answer_is_set_apart(visit: Visit) -> None:
+    visit.find("a blue square")  # of 40 images, the other colours are weak from the cosine -0.2 on
+    visit.tab.get_by_role("button", name="More").click()
+    visit.finds("40 of 40 images, best first.")
+    order = visit.tab.locator("#hits li").evaluate_all("all => all.map(each => each.className)")
+    first = order.index("note")
+    assert 0 < first < 40
+    assert order == [""] * first + ["note"] + ["weak"] * (40 - first)
+
+
 # -- without a mouse, in the dark, on a phone ---------------------------------------------------------------------------
 
 
@@ -307,7 +342,13 @@ def test_keys_alone(visit: Visit) -> None:
         places.append(re.sub(r"\D", "", focused.get_attribute("aria-label") or "0"))
     assert places == ["1", "2", "8", "7", "1", "0"]  # six columns
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
-    for name in ("Search", "Search by image…", "re-ranked", "Open number 1, a green square", "Similar to number 1, a green square"):
+    for name in (
+        "Search",
+        "Search by image…",
+        "re-ranked",
+        "Open number 1, a green square",
+        "Similar to number 1, a green square",
+    ):
         press("Tab")
         expect(
             visit.tab.get_by_label(name, exact=True).or_(visit.tab.get_by_role("button", name=name, exact=True))

@@ -4,6 +4,7 @@ import builtins
 import importlib
 import io
 import re
+import shutil
 import socket
 import sys
 import time
@@ -22,7 +23,7 @@ from mm_utils.extras.search.listing import Listing, folder_listing, list_folder
 from mm_utils.extras.search.searcher import Searcher
 from mm_utils.extras.search.updating import update_index
 from scripts import search
-from tests.extras.search.conftest import make_embedder, write_photos
+from tests.extras.search.conftest import make_embedder, update, write_photos
 from tests.extras.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, bomb, served
 
 
@@ -86,6 +87,54 @@ def test_an_image_and_its_neighbours(page: Served) -> None:
     thumbnail = page.ask(f"/image/{own.row}")
     assert thumbnail.headers["content-type"] == "image/jpeg"
     assert Image.open(io.BytesIO(thumbnail.body)).format == "JPEG"
+
+
+def test_a_large_picture_is_of_the_file_and_then_of_the_thumbnail(page: Served, tmp_path: Path) -> None:
+    own = page.searcher.search_text("x", 1)[0]
+    size = Image.open(own.path).size
+    assert Image.open(io.BytesIO(page.ask(f"/large/{own.row}").body)).size == size
+    kept = shutil.move(own.path, tmp_path / "gone.png")
+    assert page.ask(f"/large/{own.row}").headers["content-type"] == "image/jpeg"
+    shutil.move(kept, own.path)
+
+
+def test_embeddings_are_those_that_are_searched_for(page: Served) -> None:
+    [stored] = page.searcher._vectors.take([3])
+    row = page.searcher.some(40)[3]
+    of_file = page.ask("/embed", "POST", Path(row["path"]).read_bytes()).json["embedding"]
+    assert of_file == pytest.approx(stored.tolist(), abs=2e-3)
+    of_text = page.ask("/embed?q=a+red+circle").json["embedding"]
+    hit = page.searcher.search_text("a red circle", 1, rerank=False)[0]
+    [best] = page.searcher._vectors.take([hit.row])
+    assert sum(a * b for a, b in zip(of_text, best.tolist(), strict=True)) == pytest.approx(hit.score, abs=1e-3)
+
+
+def test_hits_are_weak_from_the_last_above_the_floor_on(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert -1 <= page.searcher.floor <= 1
+    scores = [hit.score for hit in page.searcher.search_text("x", 40)]
+    monkeypatch.setitem(page.searcher.__dict__, "floor", sorted(scores)[20])
+    weak = [hit["weak"] for hit in page.ask("/search?q=x&k=40").hits]
+    last = max(place for place, score in enumerate(scores) if score > sorted(scores)[20])
+    assert weak == [place > last for place in range(40)]
+    assert not any(hit["weak"] for hit in page.ask("/similar/3").hits)
+
+
+def test_an_update_is_taken_up_and_addresses_keep_their_image(model: Path, tmp_path: Path) -> None:
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(10))
+    update(index, model, photos)
+    for page in served(Searcher(index, device="cpu")):
+        last = page.ask("/start?k=10").json["hits"][-1]
+        address = f"/image/{last['row']}?id={last['id']}"
+        before = page.ask(address).body
+        (photos / "0/000.png").unlink()
+        update(index, model, photos)
+        end = time.monotonic() + 60
+        while page.ask("/start").json["total"] == 10 and time.monotonic() < end:
+            time.sleep(0.2)
+        assert page.ask("/search?q=x").json["total"] == 9
+        assert page.ask(address).body == before
+        assert page.ask("/image/0?id=0/000.png").status == 404
 
 
 def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:

@@ -121,23 +121,6 @@ def test_names_weigh_as_much_as_they_tell() -> None:
     torch.testing.assert_close(constant.image_AE, fit(dataclasses.replace(few, names_MB=None), 4).image_AE)
 
 
-def test_the_part_of_the_names_is_a_ridge_regression_and_its_share_that_of_the_score() -> None:
-    features = dataclasses.replace(pairs(noise=2.0), names_MB=pairs(noise=0.0, names=True).names_MB).unit()
-    assert features.names_MB is not None
-    image, text = without_mean(features.image_MA), without_mean(features.text_TB)
-    covariance = image.T @ image / 60
-    ridge = covariance + 3 * covariance.trace() / 12 * torch.eye(12, dtype=torch.double)
-    read = torch.linalg.solve(ridge, image.T @ (features.names_MB - features.names_MB.mean(0)) / 60)
-    fold = Fold.of(features)
-    expected = image @ read @ text.T
-    torch.testing.assert_close(scores(features, fold.name_maps(3.0, 9)), expected, rtol=0, atol=1e-7)
-    image_AE, text_BE = fold.both_maps(3.0, 0.0, 0.4, 8)
-    for mapped in (features.image_MA @ image_AE, features.text_TB @ text_BE):
-        squares = mapped.square().mean(0)
-        assert squares[:6].sum() == pytest.approx(1)
-        assert squares[6:].sum() == pytest.approx(0.4)
-
-
 def test_too_few_images_are_refused() -> None:
     with pytest.raises(ValueError, match="7 images are too few"):
         fit(pairs(7), 4)

@@ -34,9 +34,9 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives.encoding import PASS_TOKENS
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import gather_batch, info_nce, tile_of
-from mm_utils.objectives.padding import PASS_TOKENS
 from mm_utils.run.start import run_script
 from mm_utils.text import markdown_table
 

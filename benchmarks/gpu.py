@@ -43,8 +43,8 @@ from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives.encoding import length_groups
 from mm_utils.objectives.grad_cache import TooManyPairsError, is_out_of_memory
-from mm_utils.objectives.padding import length_groups
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 from mm_utils.training.arguments import TrainingArguments

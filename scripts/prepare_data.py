@@ -43,13 +43,14 @@ import time
 from mm_utils.arguments import parse_args
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
-from mm_utils.data.prepare.on_disk import removed_examples, verify, write_findings, write_pairs
-from mm_utils.data.prepare.pipeline import Engine, PrepareArguments, ingest_sources, workspace
+from mm_utils.data.prepare.on_disk import write_findings, write_pairs
+from mm_utils.data.prepare.pipeline import ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.rows.source import PathArguments, Source, resolved
+from mm_utils.data.rows.source import PathArguments, resolved
 from mm_utils.extras.data_reports.card import write_data_card
 from mm_utils.extras.data_reports.pair_scores import ScoreArguments, score_and_set_aside, write_scores
-from mm_utils.extras.data_reports.report import write_report
+from mm_utils.extras.data_reports.preparing import Engine, PrepareArguments, parse_source, verify, workspace
+from mm_utils.extras.data_reports.report import removed_examples, write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
 from mm_utils.run.checks import check_model
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [resolved(Source.parse(item)) for item in args.sources]
+        sources = [resolved(parse_source(item)) for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks, timed, engine), work)
 
         # 3. Rows together: duplicates, leaks, splits.

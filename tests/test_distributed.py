@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mm_utils import distributed
 from mm_utils.distributed import RunError
-from mm_utils.roll_call import RollCall
+from mm_utils.objectives.ranks import RollCall
 from tests.kit.ranks import run_on_ranks
 
 

@@ -36,8 +36,8 @@ from mm_utils.objectives import JointObjective, ObjectiveArguments, build_object
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.text import markdown_table
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.fsdp_deepspeed import prepare
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.prepared import prepare
 from mm_utils.training.step import TrainStep
 
 COLUMNS = {

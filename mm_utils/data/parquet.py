@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Features
 
 from mm_utils.data.faults import Fault
 
@@ -111,19 +110,6 @@ def check_files(paths: Sequence[str]) -> None:
         if path.lower().endswith(".parquet"):
             with ParquetRows(path, Path(path).name).file:
                 pass
-
-
-def features_of_file(path: str) -> Features | None:
-    """Return the columns that `datasets` has a type for; None for all of them."""
-    schema = pq.read_schema(path)
-    known = []
-    for field in schema:
-        try:
-            Features.from_arrow_schema(pa.schema([field]))
-            known.append(field)
-        except (ValueError, NotImplementedError):
-            continue
-    return None if len(known) == len(schema) else Features.from_arrow_schema(pa.schema(known, schema.metadata))
 
 
 def _size(file: BinaryIO) -> int:

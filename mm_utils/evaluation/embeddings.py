@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
-from mm_utils.model.stored_outputs import encode_image, stored_text
+from mm_utils.objectives.encoding import encode_image, stored_text
 
 LANGUAGES = 10  # languages measured separately; with two directions and three cut-offs they make 60 metrics
 BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mm_utils.evaluation.embeddings import LISTED, Embeddings, Keyed, Places, cosine_places
+from mm_utils.evaluation.embeddings import LISTED, Embeddings, Places, cosine_places
 from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
@@ -53,22 +53,6 @@ def mean_interval(value_Q: Tensor, group_Q: Tensor) -> tuple[float, float]:
     residual_M = torch.zeros(images, dtype=value_Q.dtype, device=value_Q.device).index_add_(0, place_Q, value_Q - mean)
     variance = (residual_M**2).sum().item() * images / max(1, images - 1) / len(value_Q) ** 2
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
-
-
-def mean_of_queries(value_Q: Tensor, queries: Keyed) -> dict[str, float | None]:
-    """Return the mean of values as `value`, and `half_width_95` of its interval.
-
-    That is None where equal captions leave fewer than `FEW_GROUPS` independent groups: no interval could be relied on.
-    """
-    value, half = mean_interval(value_Q, queries.group)
-    groups, images = len(queries.group.unique()), len(queries.key.unique())
-    return {"value": value, "half_width_95": None if groups < min(images, FEW_GROUPS) else half}
-
-
-def mean_with_interval(name: str, value_N: Tensor, group_N: Tensor) -> dict[str, float]:
-    """Return a mean of shares as `name`, its interval's ends, in 0 to 1, as `_low` and `_high`."""
-    mean, half = mean_interval(value_N, group_N)
-    return {name: mean, f"{name}_low": max(0.0, mean - half), f"{name}_high": min(1.0, mean + half)}
 
 
 # -- recall, nDCG, MRR --------------------------------------------------------------------------------------------------

@@ -22,13 +22,10 @@ from mm_utils.arguments import arg
 from mm_utils.distributed import load_full_weights, shard_like
 from mm_utils.model.modeling_fusion_dual_encoder import (
     FusionDualEncoderModel,
-    image_backbone,
     input_shape,
-    is_trained,
     on_gpu,
     probe_input,
 )
-from mm_utils.model.row_noise import PatchDropout
 
 logger = logging.getLogger(__name__)
 
@@ -100,27 +97,6 @@ def multiply_patches(tower: nn.Module) -> None:
             and conv.in_channels <= 4  # of later ones there are enough channels for a convolution to be fast
         ):
             conv.__class__ = PatchProduct
-
-
-def drop_patches(vision_model: PreTrainedModel, share: float) -> None:
-    """Drop a random share of every image's patches in training, see `PatchDropout`.
-
-    Raises:
-        ValueError: if the backbone does not embed an image as `[B, tokens, C]`, the patches last.
-    """
-    embeddings, config = getattr(vision_model, "embeddings", None), vision_model.config
-    shape, patch = input_shape(vision_model), getattr(config, "patch_size", None)
-    of_images = len(shape) == 3 and shape[0] == 3
-    patches = (shape[1] // patch) * (shape[2] // patch) if of_images and isinstance(patch, int) else 0
-
-    probed = embeddings(torch.zeros(1, *shape)) if embeddings is not None and patches else None
-    if embeddings is None or not isinstance(probed, Tensor) or probed.dim() != 3 or probed.shape[1] < patches:
-        raise ValueError(
-            f"--patch_dropout is {share}; a {config.model_type} has no row of patch tokens to drop from. Use a ViT, or 0."
-        )
-    # a submodule, so that `set_row_keys` finds it
-    embeddings.patch_dropout = PatchDropout(share, patches)
-    embeddings.register_forward_hook(lambda module, given, tokens: module.patch_dropout(tokens))
 
 
 def compile_parts(model: FusionDualEncoderModel) -> None:
@@ -215,51 +191,6 @@ class LoraArguments:
     def towers(self) -> list[str]:
         """Names of the towers."""
         return [name.strip() for name in self.lora_towers.split(",") if name.strip()]
-
-
-def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
-    """Freeze the towers of `args`; add adapters to attention's linear layers, frozen ones none.
-
-    Raises:
-        ValueError: if peft is not installed, a tower has no attention, or all are frozen.
-    """
-    if not args.lora_rank:
-        return
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError(
-            f"--lora_rank is {args.lora_rank}; adapters need peft, which is not installed. Run pip install peft."
-        ) from error
-    both = {"vision": image_backbone(model.vision_model), "text": model.text_model}
-    towers = {name: both[name] for name in args.towers if is_trained(both[name])}
-    if not towers:
-        raise ValueError(
-            f"--lora_rank is {args.lora_rank}; nothing of --lora_towers ({args.lora_towers}) is trained. Freeze less, or "
-            "give no rank."
-        )
-    for name, tower in towers.items():
-        layers = attention_layers(tower)
-        if not layers:
-            raise ValueError(
-                f"--lora_towers is {args.lora_towers}; a {tower.config.model_type} has no attention to adapt. Leave {name} "
-                "out."
-            )
-        tower.requires_grad_(False)
-        config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, target_modules=layers)
-        inject_adapter_in_model(config, tower)
-
-
-def attention_layers(tower: nn.Module) -> list[str]:
-    """Return the linear layers in modules named attention or attn that are called.
-
-    `nn.MultiheadAttention`, of which SigLIP's pooler has one, reads the weight of its layer, which is of a subclass.
-    """
-    return [
-        name
-        for name, module in tower.named_modules()
-        if type(module) is nn.Linear and any(word in name.lower() for word in ("attention", "attn"))
-    ]
 
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

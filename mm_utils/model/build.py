@@ -21,9 +21,7 @@ from mm_utils.model.adapt import (
     BACKBONE_DROPOUT,
     DROPOUTS,
     LoraArguments,
-    add_adapters,
     compile_parts,
-    drop_patches,
     freeze_unused,
     multiply_patches,
     recompute_activations,
@@ -41,8 +39,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     input_shape,
     vision_tower,
 )
-from mm_utils.model.pretrained import OwnCodeError, explained, load_config, load_tower, opened
-from mm_utils.model.stock import is_dual_encoder, load_stock
+from mm_utils.model.pretrained import OwnCodeError, explained, is_dual_encoder, load_config, load_tower, opened
 
 VISION_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
@@ -252,16 +249,17 @@ def build_model(
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:
             model.freeze(tower)
-    if lora_args is not None:
+    if lora_args is not None and lora_args.lora_rank:
         _check_adapters(args, lora_args)
-        add_adapters(model, lora_args)
+        entry("ADAPTERS", "lora", f"--lora_rank is {lora_args.lora_rank}")(model, lora_args)
     freeze_unreached(model)
     use_channels_last(model.vision_model)
     multiply_patches(model.vision_model)
     if args.gradient_checkpointing:
         recompute_activations(model)
     if args.patch_dropout:
-        drop_patches(model.vision_model, args.patch_dropout)
+        drop = entry("PATCHES", "drop", f"--patch_dropout is {args.patch_dropout}")
+        drop(model.vision_model, args.patch_dropout)
     if args.torch_compile:
         compile_parts(model)
     return model
@@ -322,7 +320,7 @@ def _check_head(args: ModelArguments, model: FusionDualEncoderModel) -> None:
 
 def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
     """Raise ValueError for adapters on a backbone from scratch, which would stay random."""
-    for tower in lora_args.towers if lora_args.lora_rank and not args.model_name_or_path else ():
+    for tower in () if args.model_name_or_path else lora_args.towers:
         if not getattr(args, f"{tower}_model_name_or_path"):
             raise ValueError(
                 f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need trained "
@@ -343,7 +341,7 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     try:
         config = load_config(title, name)
         if is_dual_encoder(config):
-            return load_stock(name, config, **head)
+            return entry("STOCK", "load", f"{name} holds a {config.model_type}")(name, config, **head)
         if config.model_type != FusionDualEncoderConfig.model_type:
             raise ValueError(
                 f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "

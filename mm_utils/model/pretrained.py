@@ -8,13 +8,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
 
 from mm_utils.doors import entries, load
-from mm_utils.model.modeling_fusion_dual_encoder import probe_input
+from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig, probe_input
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,15 @@ def opened(name: str) -> str:
             if (folder / file).is_file():
                 return load(path)(name)
     return name
+
+
+def is_dual_encoder(config: Any) -> bool:
+    """Return whether a configuration is that of a model of `transformers` that embeds images and texts."""
+    if config.model_type == FusionDualEncoderConfig.model_type:
+        return False
+    found = MODEL_MAPPING.get(type(config), None)
+    embeds = all(hasattr(found, f"get_{side}_features") for side in ("text", "image"))
+    return config.model_type in DUAL_ENCODERS or embeds
 
 
 def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -120,28 +120,3 @@ class RowDropout(RowNoise):
             return features
         kept = self.uniform(len(features), features.shape[1], features.device) >= self.p
         return features * kept.to(features) / (1 - self.p)
-
-
-class PatchDropout(RowNoise):
-    """Dropout of patches (FLIP, arXiv 2212.00794).
-
-    Args:
-        share: share of the patches to drop.
-        patches: number of patches of an image; they are the last tokens.
-    """
-
-    place = 2
-
-    def __init__(self, share: float, patches: int):
-        super().__init__()
-        self.patches, self.kept = patches, max(1, round(patches * (1 - share)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Drop a share of each image's patches `[n, N, C]` in training; the order stays."""
-        if not self.training:
-            return tokens
-        noise = self.uniform(len(tokens), self.patches, tokens.device)
-        order = noise.argsort(dim=1, stable=True)[:, : self.kept].sort(1).values
-        special = tokens.shape[1] - self.patches
-        chosen = tokens[:, special:].gather(1, order[..., None].expand(-1, -1, tokens.shape[2]))
-        return torch.cat([tokens[:, :special], chosen], 1)

@@ -31,8 +31,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.gradient_average import GradientAverage
 from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.ranks import GradientAverage
 from mm_utils.objectives.terms import Batch, Encoded, Plan, Report
 
 logger = logging.getLogger(__name__)

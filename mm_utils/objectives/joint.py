@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
-from mm_utils.model.stored_outputs import stored_text, vision_features
+from mm_utils.objectives.encoding import encode_in_groups, stored_text, vision_features
 from mm_utils.objectives.losses import GlobalBatch, gather_batch
-from mm_utils.objectives.padding import encode_in_groups
+from mm_utils.objectives.ranks import GradientAverage, RollCall
 from mm_utils.objectives.terms import (
     Batch,
     EmbeddingTerm,
@@ -33,7 +32,6 @@ from mm_utils.objectives.terms import (
     RowTerm,
     Term,
 )
-from mm_utils.roll_call import RollCall
 
 
 class Objective(nn.Module):

@@ -14,7 +14,6 @@ Shape letters: n this rank's rows, N the global batch, T rows and C columns of a
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import distributed
-from mm_utils.roll_call import RollCall
+from mm_utils.objectives.ranks import RollCall
 
 Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
@@ -88,7 +87,7 @@ def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatc
         batch: the result of `gather_batch` for the same embeddings.
         tile: the size of a tile; the result does not depend on it.
     """
-    return _AtEmbeddings.apply(_info_nce, batch, tile, image_nE, text_nE, scale)
+    return AtEmbeddings.apply(_info_nce, batch, tile, image_nE, text_nE, scale)
 
 
 def sigmoid_loss(
@@ -99,32 +98,7 @@ def sigmoid_loss(
     loss = 1/N sum_i [softplus(-z_ii) + sum_j softplus(z_ij)], z_ij = scale a_i b_j + bias, where j runs over the
     negatives of i. Arguments are those of `info_nce`, and `bias`, the scalar added to every logit.
     """
-    return _AtEmbeddings.apply(_sigmoid, batch, tile, image_nE, text_nE, scale, bias)
-
-
-def distilled_info_nce(
-    image_nE: Tensor,
-    text_nE: Tensor,
-    scale: Tensor,
-    teacher_image_nE: Tensor,
-    teacher_text_nE: Tensor,
-    batch: GlobalBatch,
-    tile: Tile | None = None,
-    teacher_scale: float | None = None,
-) -> Tensor:
-    """Return InfoNCE towards a teacher's soft targets (ALBEF, arXiv 2107.07651), a scalar.
-
-    loss = -1/2N sum_i [sum_j q_ij log softmax_j(scale a_i b_j) + the same of b_i a_j], q_ij = softmax_j of the teacher's
-    scale a'_i b'_j, where j runs over i itself and its negatives. No gradient goes through the teacher, nor by `scale`
-    through its softmax. Arguments are those of `info_nce`, the teacher's unit embeddings of the same rows, and its own
-    inverse temperature, if it is not `scale`.
-    """
-    wide = torch.stack([teacher_image_nE, teacher_text_nE], 1).detach().to(batch.image_NE.dtype)
-    teacher_NE = distributed.gather(wide, batch.sizes)
-    given = scale.detach().to(wide.dtype) if teacher_scale is None else teacher_scale
-    mine = given * teacher_NE[batch.offset : batch.offset + len(image_nE)]
-    teachers = ((mine[:, 0], teacher_NE[:, 1]), (mine[:, 1], teacher_NE[:, 0]))
-    return _AtEmbeddings.apply(partial(_distilled, teachers), batch, tile, image_nE, text_nE, scale)
+    return AtEmbeddings.apply(_sigmoid, batch, tile, image_nE, text_nE, scale, bias)
 
 
 @contextmanager
@@ -139,7 +113,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class _AtEmbeddings(torch.autograd.Function):
+class AtEmbeddings(torch.autograd.Function):
     """A loss whose forward pass computes its gradient at own embeddings and scalars."""
 
     @staticmethod
@@ -152,6 +126,7 @@ class _AtEmbeddings(torch.autograd.Function):
         text_nE: Tensor,
         *scalars: Tensor,
     ) -> Tensor:
+        """Return the loss that `compute` returns first; it returns the gradients too."""
         total, mine = max(1, len(batch.image_NE)), slice(batch.offset, batch.offset + len(image_nE))
         directions = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
         with full_precision(image_nE.device):
@@ -166,6 +141,7 @@ class _AtEmbeddings(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, times that of the loss."""
         upstream = upstream * distributed.world_size()  # in fp32, before the cast: safe under an fp16 loss scaler
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return None, None, None, *((gradient * upstream).to(dtype) for gradient, dtype in pairs)
@@ -183,7 +159,7 @@ def _info_nce(
         for part in slices(len(rows_nE), tile.rows):
             positive_T, others_T = lse_n2.new_full((2, part.stop - part.start), -torch.inf)
             for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, (row, column) = _logits(scaled_nE, columns_NE, batch, part, columns)
+                logits_TC, (row, column) = logits_of(scaled_nE, columns_NE, batch, part, columns)
                 positive_T[row] = logits_TC[row, column]
                 logits_TC[row, column] = -torch.inf
                 others_T = torch.logaddexp(others_T, logits_TC.logsumexp(1))
@@ -201,58 +177,15 @@ def _info_nce(
         for part in slices(len(rows_nE), tile.rows):
             for columns in slices(len(columns_NE), tile.columns):
                 logits_TC, (row, column) = (
-                    kept.pop(0) if is_one else _logits(scaled_nE, columns_NE, batch, part, columns)
+                    kept.pop(0) if is_one else logits_of(scaled_nE, columns_NE, batch, part, columns)
                 )
                 weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_()
                 weight_TC += logits_TC.sub_(shared_N3[columns, 1 - direction]).exp_()
                 weight_TC[row, column] = diagonal_grad_n[part][row]
-                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
+                add_product(grad_nE[part], weight_TC, columns_NE, columns)
         grads.append(grad_nE.div_(2 * total))
     scale_grad = (grads[0] * directions[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
     loss = shared_N3[:, 2].sum() / (2 * total)
-    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
-
-
-def _distilled(
-    teachers: Directions, directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: Tile
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
-    teacher_lse_n2, loss_n2 = torch.empty_like(lse_n2), torch.empty_like(lse_n2)
-    lowest = torch.finfo(
-        lse_n2.dtype
-    ).min  # -inf less -inf, of a tile with other positives alone, would not be a number
-    for direction, (rows_nE, columns_NE) in enumerate(directions):
-        scaled_nE = scale * rows_nE
-        for part in slices(len(rows_nE), tile.rows):
-            lse_T, teacher_lse_T = lse_n2.new_full((2, part.stop - part.start), lowest)
-            expected_T = torch.zeros_like(lse_T)
-            for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, _ = _logits(scaled_nE, columns_NE, batch, part, columns)
-                teacher_TC, _ = _logits(*teachers[direction], batch, part, columns)
-                lse_T = torch.logaddexp(lse_T, logits_TC.logsumexp(1))
-                before_T, teacher_lse_T = teacher_lse_T, torch.logaddexp(teacher_lse_T, teacher_TC.logsumexp(1))
-                target_TC = (teacher_TC - teacher_lse_T[:, None]).exp_()
-                found_T = target_TC.mul_(logits_TC.masked_fill_(logits_TC == -torch.inf, 0.0)).sum(1)
-                expected_T = expected_T * (before_T - teacher_lse_T).exp() + found_T
-            lse_n2[part, direction], teacher_lse_n2[part, direction] = lse_T, teacher_lse_T
-            loss_n2[part, direction] = lse_T - expected_T
-    shared_N5 = distributed.gather(torch.cat([lse_n2, teacher_lse_n2, loss_n2.sum(1, keepdim=True)], 1), batch.sizes)
-    grads = []
-    for direction, (rows_nE, columns_NE) in enumerate(directions):
-        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
-        for part in slices(len(rows_nE), tile.rows):
-            for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, _ = _logits(scaled_nE, columns_NE, batch, part, columns)
-                teacher_TC, _ = _logits(*teachers[direction], batch, part, columns)
-                weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_() - (
-                    teacher_TC - teacher_lse_n2[part, direction, None]
-                ).exp_()
-                weight_TC += logits_TC.sub_(shared_N5[columns, 1 - direction]).exp_()
-                weight_TC -= teacher_TC.sub_(shared_N5[columns, 3 - direction]).exp_()
-                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
-        grads.append(grad_nE.div_(2 * total))
-    scale_grad = (grads[0] * directions[0][0]).sum()
-    loss = shared_N5[:, 4].sum() / (2 * total)
     return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
 
 
@@ -265,12 +198,12 @@ def _sigmoid(
         scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
         for part in slices(len(rows_nE), tile.rows):
             for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, diagonal = _logits(scaled_nE, columns_NE, batch, part, columns)
+                logits_TC, diagonal = logits_of(scaled_nE, columns_NE, batch, part, columns)
                 logits_TC += bias
                 negated = -logits_TC[diagonal]
                 weight_TC = logits_TC.sigmoid()
                 weight_TC[diagonal] = -negated.sigmoid()
-                _add_product(grad_nE[part], weight_TC, columns_NE, columns)
+                add_product(grad_nE[part], weight_TC, columns_NE, columns)
                 if direction == 0:
                     logits_TC[diagonal] = negated
                     loss = loss + softplus(logits_TC, threshold=40).sum()
@@ -296,7 +229,7 @@ def slices(count: int, most: int) -> list[slice]:
     return [slice(low, min(low + most, count)) for low in range(0, count, most)]
 
 
-def _logits(
+def logits_of(
     rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, part: slice, columns: slice
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return a tile of logits `[T, C]`, other positives at -inf, and the own pairs' index."""
@@ -312,6 +245,6 @@ def _logits(
     return logits_TC, diagonal
 
 
-def _add_product(sum_TE: Tensor, weight_TC: Tensor, columns_NE: Tensor, columns: slice) -> None:
+def add_product(sum_TE: Tensor, weight_TC: Tensor, columns_NE: Tensor, columns: slice) -> None:
     """Add the weighted columns of a tile; the first tile overwrites."""
     sum_TE.addmm_(weight_TC, columns_NE[columns], beta=min(columns.start, 1))

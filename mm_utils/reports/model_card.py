@@ -1,18 +1,20 @@
 """Write the model card: training data, results, settings, and how to load the model."""
 
 import json
+import logging
 import platform
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from mm_utils.data.media import COLUMNS
+from mm_utils.data.rows.source import is_embedded
 from mm_utils.files import optional_file
-from mm_utils.reports.card_results import RETRIEVAL_TAGS
 from mm_utils.text import (
     markdown_table,
     markdown_text,
@@ -23,7 +25,89 @@ from mm_utils.text import (
     without_secrets,
 )
 
-_EXAMPLES = {  # of code: what a person has, how to make some, and a text
+logger = logging.getLogger(__name__)
+
+RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
+DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
+STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
+MEASURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10")
+
+
+class EvaluatedData(NamedTuple):
+    """What a model was measured on.
+
+    Attributes:
+        name: for people.
+        repository: the data set of the Hub, or a word of its own where it is none: by it the Hub tells data sets apart.
+        split: train, validation or test.
+        counts: what was measured, by name, such as the number of images.
+        medium: the kind of media, of `mm_utils.data.media.COLUMNS`.
+    """
+
+    name: str
+    repository: str
+    split: str
+    counts: Mapping[str, int]
+    medium: str = "image"
+
+    def result(self, task: str, measure: str, value: float, title: str) -> EvalResult:
+        """Return a figure, under a title."""
+        name, repository = (" ".join(printable(publishable(text)).split()) for text in (self.name, self.repository))
+        return EvalResult(
+            task_type=task,
+            dataset_type=repository,
+            dataset_name=name,
+            dataset_split=self.split,
+            dataset_args=dict(self.counts),
+            metric_type=measure,
+            metric_value=round(value, 4),
+            metric_name=title,
+        )
+
+
+def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
+    """Return name and repository of the named data, `embedded` where none is named.
+
+    A path is shortened to its last two parts.
+    """
+    flags = ("dataset_name", "train_file", "dataset_dir", "validation_file", "test_file")
+    given = next((settings[flag] for flag in flags if settings.get(flag)), None)
+    if given is None:
+        return embedded, f"embedded-{_slug(embedded)}"
+    if is_embedded(given):
+        return f"The embedded {given}", f"embedded-{given}"
+    if given == settings.get("dataset_name") and is_on_hub(given):
+        return given, given
+    name = "/".join(Path(given).parts[-2:])
+    return name, f"local-{_slug(name)}"
+
+
+def is_on_hub(dataset_name: str) -> bool:
+    """Return whether --dataset_name means a data set on the Hub."""
+    return not is_embedded(dataset_name) and not Path(dataset_name).exists()
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-").lower()
+
+
+def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix: str = "") -> list[EvalResult]:
+    """Return both directions' recall, nDCG, MRR, and re-ranked ones, named by `prefix`."""
+    return [
+        data.result(
+            f"{COLUMNS[data.medium]}-text-retrieval",
+            measure,
+            metrics[name],
+            f"{measure}, {title.replace('image', data.medium)}, {STAGES[stage]}",
+        )
+        for direction, title in DIRECTIONS.items()
+        for stage in STAGES
+        for measure in MEASURES
+        if (name := f"{prefix}{stage}{direction}_{measure}") in metrics
+    ]
+
+
+EXAMPLES = {  # of code: what a person has, how to make some, and a text
     "image": (
         "pictures, or paths to them",
         'pictures = [Image.new("RGB", (224, 224), colour) for colour in ("red", "green", "blue")]',
@@ -71,7 +155,7 @@ class CardInfo:
         table, table_note: titles and rows of the results, and a sentence below them.
         metrics: all metrics by name.
         pipeline_tag: a pipeline that takes the model; None if there is none.
-        classifier_inputs: what a classifier reads, as in the model's config; None for a model of retrieval.
+        usage: returns the code that uses the model, by its quoted name and its medium; None for a model of retrieval.
         results: what was measured, for the Hub.
         license: an identifier of the Hub; None if it is not known.
         languages: ISO 639 codes of the captions.
@@ -100,7 +184,7 @@ class CardInfo:
     pipeline_tag: str | None = "feature-extraction"
     tags: tuple[str, ...] = ()
     summary: str | None = None
-    classifier_inputs: str | None = None
+    usage: Callable[[str, str], str] | None = None
     glance: list[tuple[str, str]] = field(default_factory=list)
     results: list[EvalResult] = field(default_factory=list)
     license: str | None = None
@@ -196,7 +280,7 @@ def _medium_tags(medium: str) -> list[str]:
 def _glance(card: CardInfo) -> list[tuple[str, str]]:
     """Return what a person reads first: data, results, languages, licence."""
     count = card.dataset_rows.get("train", 0)
-    unit = f"{card.medium}s" if card.classifier_inputs is None else "rows"
+    unit = f"{card.medium}s" if card.usage is None else "rows"
     rows = [("trained on", f"{card.dataset_name}, {count:,} {unit}")]
     languages = [("languages of the captions", ", ".join(card.languages))] if card.languages else []
     return [*rows, *languages, *card.glance, ("licence", card.license or "not stated; ask who trained it")]
@@ -205,16 +289,12 @@ def _glance(card: CardInfo) -> list[tuple[str, str]]:
 def _usage(card: CardInfo) -> str:
     """Return code that runs as pasted, in any folder."""
     name = json.dumps(card.model, ensure_ascii=False)
-    if card.classifier_inputs is None:
-        return _fenced("python", _search_code(name, card))
-    if card.medium == "image" or card.classifier_inputs == "text":
-        return _fenced("python", _classify_code(name, card.classifier_inputs))
-    return _fenced("python", _predict_code(name, card))
+    return _fenced("python", _search_code(name, card) if card.usage is None else card.usage(name, card.medium))
 
 
 def _search_code(name: str, card: CardInfo) -> str:
     stock = f", {card.dual_encoder}" if card.dual_encoder else ""
-    medium, own, made, text = card.medium, *_EXAMPLES[card.medium]
+    medium, own, made, text = card.medium, *EXAMPLES[card.medium]
     media = "pictures" if medium == "image" else f"{medium}s"
     code = f"""\
 {"import torch" if medium == "sound" else "from PIL import Image"}
@@ -242,49 +322,6 @@ print("re-ranked:", [place for place, score in model.rerank("{text}", {media})])
 # The two encoders alone, with the class that transformers ships.
 dual_encoder = {card.dual_encoder}.from_pretrained(folder, subfolder="dual_encoder")"""
     return code
-
-
-def _classify_code(name: str, inputs: str) -> str:
-    given = [
-        *(['images=[Image.new("RGB", (224, 224), "red")]'] if inputs != "text" else []),
-        *(['text=["a text"]'] if inputs != "image" else []),
-    ]
-    picture = "from PIL import Image\n" if inputs != "text" else ""
-    comment = (
-        '# Take your own pictures, Image.open("photo.jpg").convert("RGB")' if picture else "# Take your own texts"
-    )
-    comment += ", and texts." if inputs in ("fused", "pair") else "."
-    return f"""\
-import torch
-{picture}from transformers import AutoModelForSequenceClassification, AutoProcessor
-
-folder = {name}
-model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
-processor = AutoProcessor.from_pretrained(folder)
-
-{comment}
-inputs = processor({", ".join(given)}, return_tensors="pt")
-with torch.no_grad():
-    share = model(**inputs).logits.softmax(-1)[0]
-for number in share.argsort(descending=True)[:5].tolist():
-    print(f"{{share[number]:.3f}}  {{model.config.id2label[number]}}")"""
-
-
-def _predict_code(name: str, card: CardInfo) -> str:
-    medium, own, made, _ = card.medium, *_EXAMPLES[card.medium]
-    has_texts = card.classifier_inputs != "image"
-    return f"""\
-{"import torch" if medium == "sound" else "from PIL import Image"}
-from transformers import AutoModelForSequenceClassification
-
-folder = {name}
-model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
-
-# Take your own {own}{", and a text for each" if has_texts else ""}.
-{made}
-shares = model.predict({medium}s{f', ["a text"] * len({medium}s)' if has_texts else ""})
-for share in shares:
-    print(f"{{share.max():.3f}}  {{model.config.id2label[share.argmax().item()]}}")"""
 
 
 def _sizes(path: Path, medium: str) -> list[str]:

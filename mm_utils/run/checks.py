@@ -26,8 +26,7 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.model.build import load_config
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
-from mm_utils.model.pretrained import opened
-from mm_utils.model.stock import is_dual_encoder
+from mm_utils.model.pretrained import is_dual_encoder, opened
 from mm_utils.run.restarts import code_digest, device_name, versions
 
 logger = logging.getLogger(__name__)

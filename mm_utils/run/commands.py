@@ -1,6 +1,5 @@
 """Build the commands that a run prints and writes, quoted for a shell."""
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,19 +13,11 @@ from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.training.arguments import CONFIG_FILE
 
 SOURCES = ("dataset_name", "train_file", "dataset_dir")
-_DRY_RUN = re.compile(r"(?:^| )--dry[_-]run(?:[ =](?:true|yes|t|y|1))?(?= |$)", re.IGNORECASE)
 
 
 def own_command(script: str, argv: Sequence[str] | None) -> str:
     """Return this run's command; `argv` was given to `main`, None for the process's own."""
     return launch_command(script, sys.argv[1:] if argv is None else argv, launcher())
-
-
-def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
-    """Return the command of the run that this dry run has tried."""
-    command = own_command(script, argv)
-    without = _DRY_RUN.sub("", command)
-    return command + " --dry_run false" if without == command else without  # then a YAML file has the flag
 
 
 def again_command(script: str, folder: Path) -> str:

@@ -22,7 +22,7 @@ from mm_utils.doors import entries, load, load_own
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
 from mm_utils.model.flops import measure_flops
 from mm_utils.objectives import Objective
-from mm_utils.reliability.skipped_samples import SkippedSamples
+from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
 from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord

@@ -1,39 +1,222 @@
 """Finish a run: pictures, model card, what callbacks publish, and a summary with the next commands."""
 
 import logging
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 from PIL import Image
+from transformers import AutoConfig
 
 from mm_utils import distributed
 from mm_utils.checkpointing.state import write_model
+from mm_utils.data.batches.tokens import languages_of
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
-from mm_utils.evaluation.embeddings import right_items
-from mm_utils.evaluation.reranking import describe_weights
+from mm_utils.data.training_data import TrainingData
+from mm_utils.doors import entry
+from mm_utils.evaluation.embeddings import Embeddings, count_right, right_items
+from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
+from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.reports.model_card import write_model_card
+from mm_utils.reports.model_card import (
+    DIRECTIONS,
+    CardInfo,
+    EvaluatedData,
+    an,
+    data_names,
+    is_on_hub,
+    retrieval_results,
+    write_model_card,
+)
 from mm_utils.reports.pictures import picture
 from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
-from mm_utils.run.cards import (
-    DIRECTIONS,
-    MEASURED,
-    chosen_on_validation,
-    retrieval_card,
-)
-from mm_utils.run.commands import commands_after_training, evaluation_command, search_commands
+from mm_utils.run.commands import SOURCES, commands_after_training, evaluation_command, own_command, search_commands
 from mm_utils.run.doors import Doors, RunContext
+from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
 from mm_utils.text import printable
 
 logger = logging.getLogger(__name__)
 
+EMBEDDED = "The embedded scenes"
 _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
+MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
+
+
+def retrieval_card(
+    run: Run,
+    model: FusionDualEncoderModel,
+    data: TrainingData,
+    split: Embeddings | None,
+    metrics: dict[str, float],
+    argv: Sequence[str] | None,
+) -> CardInfo:
+    """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
+    whole = run.settings.get("model_name_or_path")
+    bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
+    towers = (model.vision_model.config.model_type, model.text_model.config.model_type)
+    vision, text = (base or f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True))
+    images, medium = len(data.splits["validation"]) if split is None else len(split.image_key_M), data.medium
+    counts = {f"{medium}s": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
+    reranks = model.fusion is not None and bool(stored_weights(model))
+    # A head of weight 0 reorders nothing: there is no second figure to show.
+    shown = {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
+    counted, queries = independent_queries(split, images, medium)
+    codes = {code for rows in data.splits.values() for code in languages_of(rows)} - {""}
+    return run_card(
+        run,
+        model,
+        metrics,
+        argv,
+        medium=medium,
+        glance=_retrieval_glance(shown, split, images, queries, medium),
+        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium)),
+        table_note=f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}. {chosen_on_validation(run, metrics, model)}{describe_weights(model)}".rstrip(),
+        results=retrieval_results(
+            shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium), "eval_"
+        ),
+        languages=entry("LANGUAGES", "of_card", "captions have languages")(codes) if codes else [],
+        vision_model=vision,
+        text_model=text,
+        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
+        dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
+        dataset_fingerprint=data.fingerprint,
+        has_fusion=reranks,
+        dual_encoder=_class_in(run.output_dir / "dual_encoder"),
+        base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
+    )
+
+
+def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDualEncoderModel | None = None) -> str:
+    """Return a sentence on what the validation split has chosen, ending in a space; "" if it has chosen nothing.
+
+    Args:
+        model: a model of retrieval, whose re-ranking may have been fitted; None for a classifier.
+    """
+    chosen = [
+        *(["the checkpoint"] if run.args.keeps_best else []),
+        *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
+        *(["alpha"] if "eval_wise_ft_alpha" in metrics and run.settings.get("wise_ft_alpha") is None else []),
+    ]
+    if not chosen:
+        return f"{run.args.choice} " if run.args.choice else ""
+    named = " and ".join([*filter(None, [", ".join(chosen[:-1])]), chosen[-1]])
+    saved = f"{run.args.choice} " if run.args.choice else ""
+    return f"{saved}The validation split also chose {named}, so its figures are slightly too high; those of a test split are not. "
+
+
+def _retrieval_rows(
+    metrics: Mapping[str, float], split: Embeddings | None, queries: int, medium: str
+) -> list[list[str]]:
+    """Return both directions' recalls: encoders, re-ranked, the head's gain, by chance."""
+    rows: list[list[str]] = []
+    for direction, title in DIRECTIONS.items():
+        name = title.replace("image", medium)
+        found = {prefix: _recalls(metrics, f"{prefix}{direction}") for prefix in MEASURED}
+        for prefix, recalls in found.items():
+            if recalls:
+                rows.append([f"{name}, {MEASURED[prefix]}", *(_with_interval(recall, queries) for recall in recalls)])
+        gains = [after - before for before, after in zip(*found.values(), strict=False)]
+        if gains:
+            rows.append([f"{name}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
+        if split is not None:
+            rows.append([f"{name}, by chance", *(f"{chance(split, direction, k):.3f}" for k in CUTOFFS)])
+    return rows
+
+
+def _recalls(metrics: Mapping[str, float], name: str) -> list[float]:
+    return [metrics[f"{name}_recall@{k}"] for k in CUTOFFS if f"{name}_recall@{k}" in metrics]
+
+
+def independent_queries(split: Embeddings | None, images: int, medium: str) -> tuple[str, int]:
+    """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals.
+
+    Images with an equal caption are one, see `mm_utils.evaluation.embeddings.Keyed`.
+    """
+    groups = images if split is None else len(split.group_M.unique())
+    if groups < min(images, FEW_GROUPS):
+        return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
+    counted = medium if groups == images else f"group of {medium}s with equal captions"
+    return f"95 % intervals in brackets, counting one query per {counted}", groups
+
+
+def _with_interval(recall: float, queries: int) -> str:
+    """Format a recall with its interval, of independent queries; without if there are 0."""
+    if not queries:
+        return f"{recall:.3f}"
+    low, high = wilson_interval(recall * queries, queries)
+    return f"{recall:.3f} ({low:.2f} to {high:.2f})"
+
+
+def _retrieval_glance(
+    metrics: Mapping[str, float], split: Embeddings | None, images: int, queries: int, medium: str
+) -> list[tuple[str, str]]:
+    """Return in words how often the first item that is found is a right one."""
+    rows = []
+    for direction, title in (
+        ("text_to_image", f"finds the {medium} of a text first"),
+        ("image_to_text", f"finds a text of {an(medium)} first"),
+    ):
+        before, after = (metrics.get(f"{prefix}{direction}_recall@1") for prefix in MEASURED)
+        if before is not None:
+            text = f"{_with_interval(before, queries)} of the time, among {images:,} {medium}s"
+            text += f" (by chance {chance(split, direction, 1):.3f})" if split is not None else ""
+            text += f"; {_with_interval(after, queries)} with the fusion head" if after is not None else ""
+            rows.append((title, text))
+    if "eval_moment_iou0.5" in metrics:
+        share, low, high, fixed = (metrics[f"eval_moment_iou0.5{part}"] for part in ("", "_low", "_high", "_fixed"))
+        text = f"{share:.3f} ({low:.2f} to {high:.2f}) of the phrases, with an overlap (IoU) of at least 0.5"
+        rows.append(("finds the span of a phrase", f"{text}; the best fixed span: {fixed:.3f}"))
+    return rows
+
+
+def _class_in(folder: Path) -> str:
+    """Return the name of the class whose model a folder holds; empty if there is no such folder."""
+    return AutoConfig.from_pretrained(folder).architectures[0] if folder.is_dir() else ""
+
+
+def chance(split: Embeddings, direction: str, k: int) -> float:
+    """Return recall at k in random order: the mean share of queries with a right item there."""
+    images, texts = len(split.image_key_M), len(split.caption_key_T)
+    if split.text_key_T is not None:
+        counts = count_right(*split.directions[direction]).tolist()
+    elif direction == "text_to_image":
+        return min(1.0, k / images)
+    else:
+        counts = split.caption_key_T.unique(return_counts=True)[1].tolist()
+    items = images if direction == "text_to_image" else texts
+    return (
+        sum(1 - math.comb(items - count, k) / math.comb(items, k) for count in counts) / len(counts)
+        if items > k
+        else 1.0
+    )
+
+
+def run_card(
+    run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], argv: Sequence[str] | None, **values: Any
+) -> CardInfo:
+    """Return a card with what the cards of all runs have, and `values`."""
+    trained_on = run.settings.get("dataset_name")
+    return CardInfo(
+        name=run.output_dir.resolve().name,
+        model=run.repository or str(run.output_dir.resolve()),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        command=own_command(run.name, argv),
+        metrics=metrics,
+        license=run.settings.get("license"),
+        datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
+        hyperparameters={name: value for name, value in run.settings.items() if value is not None},
+        hardware=device_name(run.accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
+        precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
+        num_processes=run.accelerator.num_processes,
+        **values,
+    )
 
 
 def finish_run(doors: Doors, context: RunContext, argv: Sequence[str] | None) -> None:
@@ -121,7 +304,7 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     for share in data.shares(run, metrics):
         medium = share.data.medium
         title = f"Retrieval on the {medium}s of the validation split, which were not trained on:"
-        lines += ["", title, *_recalls(share.metrics, medium)]
+        lines += ["", title, *_recall_lines(share.metrics, medium)]
     lines += [f"  {name.removeprefix('eval_')}: {value:.3f}" for name, value in metrics.items() if "_between_" in name]
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     if "eval_moment_iou0.5" in metrics:
@@ -161,7 +344,7 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     ]
 
 
-def _recalls(metrics: dict[str, float], medium: str) -> list[str]:
+def _recall_lines(metrics: dict[str, float], medium: str) -> list[str]:
     lines = []
     for direction, name in DIRECTIONS.items():
         for prefix, label in MEASURED.items():

@@ -37,7 +37,6 @@ PRETRAINING = (
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments),
 )
 
-
 _HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_hierarchy fusion_direction"
 _SAVES = ("save_steps", "save_minutes", "save_best_limit")
 

@@ -174,7 +174,7 @@ class RunCallback(TrainerCallback):
     def prepare(self, *given: Any) -> Any:
         """Return the `Prepared` of a run that is not prepared by accelerate alone; None to leave that to it.
 
-        Called with the arguments of `mm_utils.training.fsdp_deepspeed.prepare`.
+        Called with the arguments of `mm_utils.training.prepared.prepare`.
         """
         return None
 
@@ -203,16 +203,9 @@ class ProgressBar(TrainerCallback):
         """Advance to the step."""
         self.bar.update(state.global_step - self.bar.n)
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show training figures behind the bar, and evaluations as lines above it."""
-        logs = logs or {}
+        logs = kwargs["logs"]
         if "loss" in logs:
             shown = [f"loss {logs['loss']:.3f}"]
             if "pairs_per_second" in logs:

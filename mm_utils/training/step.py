@@ -22,7 +22,7 @@ from mm_utils.doors import entry
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
-from mm_utils.reliability.nonfinite_steps import NonfiniteSteps
+from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import restored_buffers
 from mm_utils.training.optim import LR_RULES, OptimizerArguments

@@ -14,8 +14,8 @@ from mm_utils import distributed
 from mm_utils.communication import meter, reduced_bytes
 from mm_utils.model.flops import FlopCounts
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
+from mm_utils.objectives.encoding import computed_tokens
 from mm_utils.objectives.grad_cache import cuts
-from mm_utils.objectives.padding import computed_tokens
 from mm_utils.training.memory import peak_bytes
 
 logger = logging.getLogger(__name__)
@@ -59,16 +59,10 @@ class Throughput(TrainerCallback):
             scored = self.pairs_per_image * pairs
             self.operations += self.flops.training_step(pairs, lengths, scored, round(real / pairs))
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the rates to a training row."""
-        if logs is None or "loss" not in logs or self.start is None:
+        logs = kwargs["logs"]
+        if "loss" not in logs or self.start is None:
             return
         seconds = max(1e-9, time.perf_counter() - self.start)
         logs["pairs_per_second"] = self.pairs / seconds
@@ -126,24 +120,16 @@ class Communication(TrainerCallback):
             self.received += self.averaged
 
     def on_evaluate_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the evaluation out."""
+        """Leave the evaluation out, and a checkpoint alike."""
         self._pause()
 
-    def on_save_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the checkpoint out."""
-        self._pause()
+    on_save_begin = on_evaluate_begin
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to a training row."""
         self._pause()
-        if logs is None or "loss" not in logs or not self.steps:
+        logs = kwargs["logs"]
+        if "loss" not in logs or not self.steps:
             return
         if distributed.world_size() > 1:
             logs["comm_mib"] = self.received / self.steps / 2**20
@@ -186,16 +172,9 @@ class LoaderAdvice(TrainerCallback):
         self.waits: list[float] = []
         self.advised = False
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Read the share of time that this rank waited since the row before."""
-        wait = (logs or {}).get("data_wait")
+        wait = kwargs["logs"].get("data_wait")
         if self.advised or not state.is_world_process_zero or wait is None:
             return
         self.waits.append(wait)

@@ -38,9 +38,9 @@ from mm_utils.objectives import Objective
 from mm_utils.reliability.signals import Interrupted, Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
-from mm_utils.training.fsdp_deepspeed import prepare, unsharded
 from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.phases import same_head
+from mm_utils.training.prepared import prepare, unsharded
 from mm_utils.training.step import TrainStep
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,9 @@ from mm_utils.checkpointing.state import (
     optimizer_tensors,
 )
 from mm_utils.distributed import full_tensor
+from mm_utils.extras.lora.adapters import add_adapters
 from mm_utils.model import adapt
-from mm_utils.model.adapt import LoraArguments, WeightAverage, add_adapters, load_weights
+from mm_utils.model.adapt import LoraArguments, WeightAverage, load_weights
 from mm_utils.objectives import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from tests.kit.objectives import tiny_objective
@@ -43,7 +44,8 @@ Parts = tuple[JointObjective, torch.optim.AdamW, WeightAverage]
 
 def parts(shard: bool = False, lora_rank: int = 0) -> Parts:
     objective = tiny_objective(KIND)
-    add_adapters(objective.model, LoraArguments(lora_rank=lora_rank, lora_towers="text"))
+    if lora_rank:
+        add_adapters(objective.model, LoraArguments(lora_rank=lora_rank, lora_towers="text"))
     if shard:
         objective = sharded(objective)
     optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))

@@ -9,9 +9,9 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+from mm_utils.extras.sharded import backends
 from mm_utils.run.start import run_script
-from mm_utils.training import fsdp_deepspeed
 
 PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign,assignment]
-fsdp_deepspeed.MIN_BLOCK_PARAMETERS = 1000
+backends.MIN_BLOCK_PARAMETERS = 1000
 run_script(importlib.import_module(f"scripts.{sys.argv.pop(1)}").main)

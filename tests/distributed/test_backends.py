@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from mm_utils.extras.sharded.backends import configure_deepspeed, configure_fsdp
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
-from mm_utils.training import fsdp_deepspeed
 from scripts import finetune, pretrain
 from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
 from tests.kit.objectives import tiny_objective
@@ -130,5 +130,6 @@ def test_what_they_cannot_do_is_said_at_the_start(given: Any, terms: str, reason
     objective = tiny_objective("contrastive")
     if terms == "distilled":
         objective.needs_teacher = True
+    configure = configure_fsdp if given.distributed_type == DistributedType.FSDP else configure_deepspeed
     with pytest.raises(ValueError, match=reason):
-        fsdp_deepspeed.configure_backend(given, objective, 8)
+        configure(given, objective, 8)

@@ -15,10 +15,10 @@ from mm_utils.evaluation.metrics import (
     FEW_GROUPS,
     embedding_health,
     mean_interval,
-    mean_of_queries,
     share_with_interval,
     wilson_interval,
 )
+from mm_utils.extras.measured.sizes import mean_of_queries
 from tests.kit.truthful_model import split_of
 
 

@@ -12,8 +12,6 @@ FLOORS = [
         "distributed",
         "doors",
         "files",
-        "gradient_average",
-        "roll_call",
         "stored",
         "text",
     },

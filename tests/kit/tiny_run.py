@@ -21,7 +21,7 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.objectives import JointObjective
 from mm_utils.reliability.signals import Interrupted
-from mm_utils.reliability.skipped_samples import SkippedSamples
+from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments

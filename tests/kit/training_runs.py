@@ -19,6 +19,7 @@ from mm_utils.data.batches.tokens import global_order, tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.albef.negatives import Negatives
+from mm_utils.extras.sharded.backends import initialise_fsdp_root, make_shardable
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
@@ -26,7 +27,6 @@ from mm_utils.objectives import JointObjective, ObjectiveArguments, build_object
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
-from mm_utils.training.fsdp_deepspeed import initialise_fsdp_root, make_shardable
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from tests.kit.ranks import let_accelerate_find_ranks

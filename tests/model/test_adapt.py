@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config, ViTConfig
 
+from mm_utils.extras.lora.adapters import add_adapters, attention_layers
+from mm_utils.extras.patch_dropout.patches import drop_patches
 from mm_utils.model.adapt import (
     LoraArguments,
-    add_adapters,
-    attention_layers,
     compile_parts,
-    drop_patches,
     load_weights,
     merged,
     save_adapters,
@@ -83,7 +82,6 @@ def test_adapters_of_the_given_towers_are_trained_and_start_without_effect() -> 
         for side in "AB"
     }
     assert {name for name, _ in model.vision_model.named_parameters(prefix="vision_model")} <= trained
-    add_adapters(model, LoraArguments())  # a rank of 0 is none
 
 
 def test_merged_weights_load_into_a_model_without_adapters() -> None:

@@ -2,7 +2,8 @@
 
 import torch
 
-from mm_utils.model.row_noise import PatchDropout, RowDropout, RowNoise, row_keys, set_row_keys
+from mm_utils.extras.patch_dropout.patches import PatchDropout
+from mm_utils.model.row_noise import RowDropout, RowNoise, row_keys, set_row_keys
 
 
 def drawn(layer: RowNoise, keys: torch.Tensor | None, rows: slice = slice(None)) -> torch.Tensor:

@@ -8,8 +8,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from mm_utils.extras.measured.card import update_results
-from mm_utils.reports.card_results import EvaluatedData, data_names, retrieval_results
-from mm_utils.reports.model_card import CardInfo, write_model_card
+from mm_utils.reports.model_card import CardInfo, EvaluatedData, data_names, retrieval_results, write_model_card
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 

@@ -7,8 +7,10 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from mm_utils.extras.classes import confusion
+from mm_utils.extras.classes.confusion import draw_confusion
 from mm_utils.reports import plots
-from mm_utils.reports.plots import RetrievalExample, draw_confusion, draw_retrieval, plot_training
+from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
 
 TRAINING = {
     "loss": 2.0,
@@ -27,7 +29,8 @@ EVALUATION = {f"eval_{way}_recall@{k}": k / 20 for way in ("text_to_image", "ima
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are drawn, instead of files."""
     drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
+    for module in (plots, confusion):
+        monkeypatch.setattr(module, "save_figure", lambda figure, path: drawn.append(figure))
     return drawn
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from mm_utils.run.cards import chosen_on_validation, independent_queries
+from mm_utils.run.finish import chosen_on_validation, independent_queries
 
 
 @pytest.mark.parametrize(

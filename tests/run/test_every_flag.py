@@ -142,7 +142,7 @@ OTHERS = {
 }  # fmt: skip
 ALLOWED = {
     "num_train_epochs": "--max_steps is instead of it, as --help says",
-    "max_corrupt_share": "it is read once a row cannot be, see tests/reliability/test_skipped_samples.py",
+    "max_corrupt_share": "it is read once a row cannot be, see tests/reliability/test_skipped.py",
     "license": "the model card reads it among the settings, see tests/reports",
     "callbacks": "it is read before the run",
     "dry_run": "it is read before the run",

@@ -13,9 +13,11 @@ from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import on_disk, pipeline
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.prepare.on_disk import content_id, verify
+from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.albef.negatives import Negatives
+from mm_utils.extras.data_reports import preparing
+from mm_utils.extras.data_reports.preparing import verify
 from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.processor import cached_tokenizer
 from scripts.prepare_data import main
@@ -126,8 +128,8 @@ def _chunks_of_eight(items: Any) -> Any:
 
 @pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
 def test_two_runs_do_not_share_a_folder(flags: list[str], more: list[str]) -> None:
-    args = pipeline.PrepareArguments(["x"], flags[3])
-    first = pipeline.workspace(args)
+    args = preparing.PrepareArguments(["x"], flags[3])
+    first = preparing.workspace(args)
     kept = first.__enter__() / "rows of hours"
     kept.touch()
     with pytest.raises(ValueError, match="in use by another run"):
@@ -234,7 +236,7 @@ def test_a_folder_whose_name_is_not_text(name: str, tmp_path: Path) -> None:
     if name == "output_dir":
         places[name] = str(odd / "out")
         with pytest.raises(ValueError, match=r"--output_dir is .*odd\\udcff/out; that is not UTF-8 text"):
-            pipeline.PrepareArguments([places["sources"]], places["output_dir"])
+            preparing.PrepareArguments([places["sources"]], places["output_dir"])
         return
     main([*(f"--{each}={place}" for each, place in places.items()), "--num_proc", "1"])
     assert verify(places["output_dir"]) == 40

@@ -195,17 +195,6 @@ def _sample(image: dict[str, Any]) -> str:
     return f"{size}:{hashlib.blake2b(parts, digest_size=8).hexdigest()}"
 
 
-def token_digest(rows: datasets.Dataset) -> str:
-    """Hash the token ids of all captions."""
-    digest = hashlib.blake2b(digest_size=16)
-    for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
-        captions = pc.list_flatten(batch["input_ids"])
-        lengths = (pc.list_value_length(column) for column in (batch["input_ids"], captions))
-        for column in (*lengths, pc.list_flatten(captions)):
-            digest.update(column.to_numpy().tobytes())
-    return digest.hexdigest()
-
-
 # -- reading rows ------------------------------------------------------------------------------------------------------
 
 

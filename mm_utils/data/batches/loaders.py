@@ -85,7 +85,6 @@ class LoaderArguments:
         1,
         "Put this many rows with similar captions together in a batch, as each other's hard negatives; 1 = any rows.",
     )
-
     medium_seconds: float | None = arg(
         None,
         "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import ASTFeatureExtractor, ClapFeatureExtractor, WhisperFeatureExtractor
-from transformers.audio_utils import mel_filter_bank
-from transformers.models.wav2vec2 import Wav2Vec2FeatureExtractor
+from transformers import ClapFeatureExtractor
+
+from mm_utils.doors import entries, load
 
 _MAX_SAMPLES = 2**22  # of one pass; its spectra take up to about 0.3 GB
 
@@ -27,28 +27,31 @@ class LogMel(ABC):
     """
 
     read: ClassVar[tuple[str, ...]] = ()  # the attributes of the extractor that decide what is computed
-
     after_end: int = 0  # the 16-bit sample that follows a short sound in its window
 
     def __init__(self, extractor: Any) -> None:
         self.rate: int = extractor.sampling_rate
         self.samples = 0
-        self._description = {"extractor": type(extractor).__name__}
-        self._description |= {name: getattr(extractor, name) for name in ("sampling_rate", *self.read)}
-        self._constants: tuple[Tensor, ...] = ()  # window, and filters `[frequencies, mel]`
+        self.description = {"extractor": type(extractor).__name__}
+        self.description |= {name: getattr(extractor, name) for name in ("sampling_rate", *self.read)}
+        self.constants: tuple[Tensor, ...] = ()  # window, and filters `[frequencies, mel]`
 
     @staticmethod
     def of(feature_extractor: Any) -> "LogMel":
         """Return what computes the same as a feature extractor of transformers.
 
         Raises:
-            ValueError: if that is not one of the four that are known, or it is set in a way that is not.
+            ValueError: if that is not one of those that are known, or it is set in a way that is not.
         """
-        kind = _KINDS.get(type(feature_extractor))
-        if kind is None:
-            known = ", ".join(each.__name__ for each in _KINDS)
-            raise ValueError(f"the feature extractor is a {type(feature_extractor).__name__}; known are {known}.")
-        return kind(feature_extractor)
+        if type(feature_extractor) is ClapFeatureExtractor:
+            return _Clap(feature_extractor)
+        name, others = type(feature_extractor).__name__, entries("SOUND_INPUTS")
+        if name not in others:
+            raise ValueError(
+                f"the feature extractor is a {name}; known are {', '.join(others)}, ClapFeatureExtractor."
+            )
+        found: LogMel = load(others[name])(feature_extractor)
+        return found
 
     @torch.no_grad()
     def __call__(self, waveforms: Tensor) -> Tensor:
@@ -57,14 +60,14 @@ class LogMel(ABC):
         Its shape: AST `[B, frames, mel]`, CLAP `[B, 1, frames, mel]`, Whisper `[B, mel, frames]`, raw `[B, samples]`.
         """
         precision = torch.float32 if waveforms.device.type == "mps" else torch.float64
-        self._constants = tuple(each.to(waveforms.device, precision) for each in self._constants)
+        self.constants = tuple(each.to(waveforms.device, precision) for each in self.constants)
         parts = waveforms.split(max(1, _MAX_SAMPLES // (self.samples or waveforms.shape[1])))
         with torch.autocast(waveforms.device.type, enabled=False):
             return torch.cat([self._features(part.to(precision)).float() for part in parts])
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the numbers, equal on every machine: for keys and identities."""
-        return dict(self._description)
+        return dict(self.description)
 
     def loops(self, samples: int) -> int:
         """Return how many times the extractor repeats a sound of `samples` to fill the window."""
@@ -73,74 +76,15 @@ class LogMel(ABC):
     @abstractmethod
     def _features(self, waveforms: Tensor) -> Tensor: ...
 
-    def _mel(self, frames: Tensor, fft: int) -> Tensor:
+    def mel(self, frames: Tensor, fft: int) -> Tensor:
         """Return the energy in every mel band, `[B, frames, mel]`, of windows `[B, frames, size]`."""
-        window, filters = self._constants
+        window, filters = self.constants
         spectrum = torch.fft.rfft(frames * window, fft)
         return (spectrum.real.square() + spectrum.imag.square()) @ filters
 
-    def _centred(self, waveforms: Tensor, fft: int, hop: int) -> Tensor:
+    def centred(self, waveforms: Tensor, fft: int, hop: int) -> Tensor:
         """Cut waveforms into windows about every `hop`-th sample; mirrored beyond the ends."""
         return pad(waveforms, (fft // 2, fft // 2), mode="reflect").unfold(1, fft, hop)
-
-
-class _Ast(LogMel):
-    """Kaldi's filter bank, https://kaldi-asr.org/doc/feat.html, as the extractor sets it."""
-
-    read = ("num_mel_bins", "max_length", "do_normalize", "mean", "std")
-    hop, fft, emphasis, floor = 160, 512, 0.97, 1.192092955078125e-07
-
-    def __init__(self, extractor: ASTFeatureExtractor) -> None:
-        super().__init__(extractor)
-        window: Any = getattr(extractor, "window", None)
-        filters: Any = getattr(extractor, "mel_filters", None)
-        if filters is None:  # torchaudio is installed: the extractor calls it, and it computes the same at this rate
-            if self.rate != 16000:
-                raise ValueError(
-                    f"the feature extractor has a sampling_rate of {self.rate}; with torchaudio, set 16000."
-                )
-            bins, mel = self.fft // 2 + 1, extractor.num_mel_bins
-            filters = mel_filter_bank(bins, mel, 20, self.rate // 2, self.rate, None, "kaldi", True)
-            window = torch.hann_window(400, periodic=False, dtype=torch.float64)
-        self._constants = (torch.as_tensor(window), torch.as_tensor(filters))
-        self.frames = extractor.max_length
-        if getattr(extractor, "pads_frames", not hasattr(extractor, "window_seconds")):
-            self.after_end = -32768
-            self._description["short"] = "empty frames"
-        self.samples = (self.frames - 1) * self.hop + len(window)
-        self.mean: float = extractor.mean if extractor.do_normalize else 0.0
-        self.std: float = 2 * extractor.std if extractor.do_normalize else 1.0
-
-    def _features(self, waveforms: Tensor) -> Tensor:
-        size = len(self._constants[0])
-        waveforms = pad(waveforms[:, : self.samples], (0, max(0, size - waveforms.shape[1])))
-        frames = waveforms.unfold(1, size, self.hop)
-        frames = frames - frames.mean(-1, keepdim=True)
-        frames = frames - self.emphasis * torch.cat([frames[..., :1], frames[..., :-1]], -1)
-        bands = self._mel(frames, self.fft).clamp_min(self.floor).log()
-        if self.after_end:  # the extractor has no frames of what follows the end
-            at = torch.arange(1, waveforms.shape[1] + 1, device=waveforms.device)
-            whole = ((at * (waveforms != self.after_end / 32768)).amax(1, keepdim=True) - size) // self.hop
-            is_empty = torch.arange(bands.shape[1], device=bands.device) > whole.clamp_min(0)
-            bands = bands.masked_fill(is_empty[..., None], 0.0)
-        return (pad(bands, (0, 0, 0, self.frames - bands.shape[1])) - self.mean) / self.std
-
-
-class _Whisper(LogMel):
-    read = ("feature_size", "n_fft", "hop_length", "n_samples", "padding_value")
-
-    def __init__(self, extractor: WhisperFeatureExtractor) -> None:
-        super().__init__(extractor)
-        if extractor.dither:
-            raise ValueError(f"the feature extractor has a dither of {extractor.dither}, which is random; set 0.")
-        self.samples, self.filling = extractor.n_samples, extractor.padding_value
-        self.fft, self.hop = extractor.n_fft, extractor.hop_length
-        self._constants = (torch.hann_window(self.fft, dtype=torch.float64), torch.as_tensor(extractor.mel_filters))
-
-    def _features(self, waveforms: Tensor) -> Tensor:
-        waveforms = pad(waveforms, (0, self.samples - waveforms.shape[1]), value=self.filling)  # below 0: cuts
-        bands = self._mel(self._centred(waveforms, self.fft, self.hop)[:, :-1], self.fft).clamp_min(1e-10).log10()
-        return ((torch.maximum(bands, bands.amax((1, 2), keepdim=True) - 8) + 4) / 4).transpose(1, 2)
 
 
 class _Clap(LogMel):
@@ -159,10 +103,10 @@ class _Clap(LogMel):
             )
         self.samples, self.padding = int(extractor.nb_max_samples), extractor.padding
         self.fft, self.hop = extractor.fft_window_size, extractor.hop_length
-        self._description |= {"truncation": "fusion"} if fused else {}
-        self._description |= {"short": "in loops"} if self.padding != "pad" else {}
+        self.description |= {"truncation": "fusion"} if fused else {}
+        self.description |= {"short": "in loops"} if self.padding != "pad" else {}
         filters = torch.as_tensor(extractor.mel_filters if fused else extractor.mel_filters_slaney)
-        self._constants = (torch.hann_window(self.fft, dtype=torch.float64), filters)
+        self.constants = (torch.hann_window(self.fft, dtype=torch.float64), filters)
 
     def loops(self, samples: int) -> int:
         whole, rest = divmod(self.samples, samples)
@@ -171,27 +115,5 @@ class _Clap(LogMel):
     def _features(self, waveforms: Tensor) -> Tensor:
         waveforms = waveforms.repeat(1, self.loops(waveforms.shape[1]))
         waveforms = pad(waveforms, (0, self.samples - waveforms.shape[1]))  # below 0: cuts
-        bands = self._mel(self._centred(waveforms, self.fft, self.hop), self.fft)
+        bands = self.mel(self.centred(waveforms, self.fft, self.hop), self.fft)
         return 10 * bands.clamp_min(1e-10).log10()[:, None]
-
-
-class _Raw(LogMel):
-    read = ("do_normalize",)
-
-    def __init__(self, extractor: Wav2Vec2FeatureExtractor) -> None:
-        super().__init__(extractor)
-        self.normalize = extractor.do_normalize
-
-    def _features(self, waveforms: Tensor) -> Tensor:
-        if not self.normalize:
-            return waveforms
-        variance, mean = torch.var_mean(waveforms, 1, correction=0, keepdim=True)
-        return (waveforms - mean) / (variance + 1e-7).sqrt()
-
-
-_KINDS: dict[type, type[LogMel]] = {
-    ASTFeatureExtractor: _Ast,
-    ClapFeatureExtractor: _Clap,
-    WhisperFeatureExtractor: _Whisper,
-    Wav2Vec2FeatureExtractor: _Raw,
-}

@@ -1,4 +1,4 @@
-"""Write, verify and recognise prepared pair data sets.
+"""Write and recognise prepared pair data sets.
 
 ====================  ================================================================================================
 column                meaning
@@ -33,17 +33,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, DatasetInfo, Features, load_from_disk
+from datasets import Dataset, DatasetDict, DatasetInfo, Features
 from datasets.features.features import require_decoding
 from tqdm.auto import tqdm
 
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
-from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.dedup_and_split import Reconciled
-from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part, stored_hash
+from mm_utils.data.prepare.ingest import read_part
 from mm_utils.data.rows.columns import NEGATIVES, SPLITS
-from mm_utils.data.rows.stored import check_image_files, check_saved, dataset_jail, is_saved, load_splits
+from mm_utils.data.rows.stored import check_image_files, dataset_jail, is_saved, load_splits
 from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
@@ -76,7 +74,7 @@ def open_prepared(name: str, title: str, config: str | None = None, allow_outsid
     Raises:
         ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
     """
-    pairs = _with_image(load_splits(name, config, None, title, allow_outside))
+    pairs = with_image(load_splits(name, config, None, title, allow_outside))
     unknown = [split for split in pairs if split not in SPLITS]
     lacking = [split for split, rows in pairs.items() if not _is_prepared_split(rows)]
     if unknown or lacking:
@@ -97,7 +95,7 @@ def _is_prepared_split(rows: Dataset) -> bool:
     return is_read and not any(require_decoding(feature) for name, feature in rows.features.items() if name != "image")
 
 
-def _with_image(pairs: DatasetDict) -> DatasetDict:
+def with_image(pairs: DatasetDict) -> DatasetDict:
     """Call the column of clips or sounds `image`, as everywhere in memory."""
     for split, rows in pairs.items():
         held = [
@@ -124,7 +122,7 @@ def write_splits(
         for split, of_split in tables.items():
             write_split(of_split, split, folder / split, bar, medium)
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(tables)}), encoding="utf-8")
-    return _with_image(DatasetDict.load_from_disk(str(folder)))
+    return with_image(DatasetDict.load_from_disk(str(folder)))
 
 
 def _with_images(
@@ -189,27 +187,6 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm,
     (folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
 
-def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
-    """Return the rows that the findings name as examples and that are not kept."""
-    wanted = {name for part in (found.duplicates, found.leakage) for pair in part["examples"] for name in pair}
-    kept = np.zeros(len(found.facts), dtype=bool)
-    kept[np.concatenate(list(found.rows.values()))] = True
-    named = pc.is_in(found.facts["name"], pa.array(sorted(wanted), pa.string())).to_numpy()
-    rows = np.flatnonzero(named & ~kept)
-    begins = np.cumsum([0, *(len(read_part(part, ["width"])) for part in parts)])
-    images = [
-        read_part(parts[part], ["image"]).slice(row - begins[part], 1)
-        for row, part in zip(rows, np.searchsorted(begins, rows, side="right") - 1, strict=True)
-    ]
-    table = pa.concat_tables(images) if images else pa.schema([PART_SCHEMA.field("image")]).empty_table()
-    own = {name: [found.facts[name][row].as_py() for row in rows.tolist()] for name in ("name", "captions")}
-    captions = pa.array(own["captions"], PART_SCHEMA.field("captions").type)
-    named_table = pa.table({"id": pa.array(own["name"], pa.string()), "image": table["image"], "captions": captions})
-    features = Features.from_arrow_schema(named_table.schema)
-    features["image"] = FEATURES[found.facts["medium"][0].as_py()]
-    return Dataset(named_table.cast(features.arrow_schema))
-
-
 def write_findings(folder: Path, summary: dict[str, Any], faults: Sequence[dict[str, str]]) -> None:
     """Write `report.json` and `quarantine.jsonl`."""
     report = {"format": PREPARED_FORMAT, "version": VERSION, **summary}
@@ -235,53 +212,6 @@ def content_fingerprint(pairs: DatasetDict) -> str:
         for batch in rows.select_columns(known).with_format("arrow").iter(10_000):
             digest.update("".join(map(repr, batch.to_pylist())).encode())
     return digest.hexdigest()
-
-
-def verify(folder: str) -> int:
-    """Compare every row of a prepared data set with its content id; return the number of rows.
-
-    Raises:
-        ValueError: if the folder holds none, rows are damaged, or rows are missing; the message names the first.
-    """
-    if not is_prepared(folder):
-        raise ValueError(f"{folder} holds no prepared data set. Give the --output_dir of prepare_data.")
-    report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
-    if report.get("version") != VERSION:
-        raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
-    try:
-        check_saved(Path(folder), Jail(folder))
-        pairs = _with_image(load_from_disk(folder))
-        total = sum(map(len, pairs.values()))
-        damaged = _damaged(pairs, total)
-        counts = {name: part["images"] for name, part in report["splits"].items()}
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
-    if damaged:
-        raise ValueError(
-            f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
-        )
-    same = counts == {name: len(rows) for name, rows in pairs.items()}
-    if not same or content_fingerprint(pairs) != report.get("fingerprint"):
-        raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")
-    return total
-
-
-def _damaged(pairs: DatasetDict, total: int) -> list[str]:
-    """Name the rows that differ from what was written."""
-    found = (
-        (f"row {at} of {split}", good) for split, rows in pairs.items() for at, good in enumerate(_verified(rows))
-    )
-    return [row for row, good in tqdm(found, total=total, desc="Verifying", unit=" rows") if not good]
-
-
-def _verified(rows: Dataset) -> Iterator[bool]:
-    columns = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow")
-    for batch in columns.iter(100):
-        contents = pc.struct_field(batch["image"], "bytes")
-        for content, captions, wanted in zip(
-            contents, batch["captions"].to_pylist(), batch["content_id"].to_pylist(), strict=True
-        ):
-            yield content.is_valid and content_id(stored_hash(content.as_buffer()), captions) == wanted
 
 
 class _Columns:

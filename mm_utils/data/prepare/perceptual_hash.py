@@ -1,4 +1,4 @@
-"""Find images that occur twice and shared captions; assign splits without duplicates.
+"""Find images that occur twice; assign splits without duplicates.
 
 An image's fingerprint is a perceptual hash of 64 bits, which finds candidates among millions, and a thumbnail of 8 x 8
 colours, which confirms them: 200 bytes, and 0.3 ms for 256 pixels. It finds the same picture after it was compressed,
@@ -10,7 +10,6 @@ from another object. Recall and false alarms are in docs/log.md.
 import hashlib
 import logging
 import math
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -239,63 +238,15 @@ def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence
         raise ValueError(f"the split fractions are {list(fractions)}; they make {sum(fractions):g}. Give shares of 1.")
     first, place = np.unique(groups_N, return_inverse=True)
     digests_N = np.fromiter(
-        (int.from_bytes(_digest(f"{salt}\0{key}"), "little") for key in keys), "<u8", len(groups_N)
+        (int.from_bytes(hash_of_text(f"{salt}\0{key}"), "little") for key in keys), "<u8", len(groups_N)
     )
     positions = digests_N[first] / 2.0**64
     bounds = np.cumsum(fractions)[:-1]
     return np.searchsorted(bounds, positions, side="right").astype(np.int8)[place]
 
 
-def caption_keys(captions: Sequence[str]) -> np.ndarray:
-    """Return 64-bit keys [M], equal for captions that differ in case, signs or spacing."""
-    wording = _Wording()
-    plain = (unicodedata.normalize("NFKC", caption).casefold().translate(wording) for caption in captions)
-    return np.frombuffer(b"".join(_digest(" ".join(text.split())) for text in plain), dtype="<u8")
-
-
-class SharedCaption(NamedTuple):
-    """A caption of many images: the first of its rows, and how many images have it."""
-
-    row: int
-    images: int
-
-
-def shared_captions(
-    keys_M: np.ndarray, images_M: np.ndarray, least: int = 10, share: float = 0.01
-) -> list[SharedCaption]:
-    """Return captions of more than `least` images and more than `share` of all images.
-
-    Such a caption describes none of them well, and in a batch its images are each other's false negatives.
-
-    Args:
-        keys_M: the keys of all captions (`caption_keys`).
-        images_M: the image of each caption.
-    """
-    once = np.setdiff1d(np.arange(len(keys_M)), repeated_captions(keys_M, images_M))
-    _, first, images = np.unique(keys_M[once], return_index=True, return_counts=True)
-    limit = max(least, share * len(np.unique(images_M)))
-    many = np.flatnonzero(images > limit)
-    found = [SharedCaption(int(once[first[place]]), int(images[place])) for place in many]
-    return sorted(found, key=lambda shared: (-shared.images, shared.row))
-
-
-def repeated_captions(keys_M: np.ndarray, images_M: np.ndarray) -> np.ndarray:
-    """Return the rows whose image has the same caption in an earlier row."""
-    order = np.lexsort((np.arange(len(keys_M)), keys_M, images_M))
-    same = (np.diff(keys_M[order]) == 0) & (np.diff(images_M[order]) == 0)
-    return np.sort(order[1:][same])
-
-
-class _Wording(dict[int, str]):
-    """A table for `str.translate` that keeps letters, marks, digits and symbols (C++)."""
-
-    def __missing__(self, code: int) -> str:
-        category = unicodedata.category(chr(code))
-        self[code] = "" if category == "Cf" else " " if category[0] in "PZC" else chr(code)
-        return self[code]
-
-
-def _digest(text: str) -> bytes:
+def hash_of_text(text: str) -> bytes:
+    """Return 8 bytes of BLAKE2b."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 

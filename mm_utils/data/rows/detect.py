@@ -16,7 +16,6 @@ from mm_utils.data.rows.folders import (
     SUBTITLE_SUFFIXES,
     own_caption,
     read_caption_files,
-    read_classes,
 )
 from mm_utils.data.rows.records import IMAGE_SUFFIXES, BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source, known_formats
@@ -35,7 +34,6 @@ _PHOTOS_LOOKED_AT = 50  # in which a caption is looked for
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
     **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
     "parquet": read_parquet,
-    "classes": read_classes,
     "datasets": read_datasets,
 }
 

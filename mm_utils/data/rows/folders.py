@@ -1,4 +1,4 @@
-"""Records of folders: caption files, captions inside photos, and a folder per class."""
+"""Records of folders: caption files, and captions inside photos."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail, walk
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
-from mm_utils.data.rows.source import WORDNET_ID, PathArguments, Source, class_names, readable
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import read_cues
 from mm_utils.doors import entries, load
 from mm_utils.files import read_regular_file
@@ -35,7 +35,7 @@ def unread_rows(builder: RecordBuilder, unread: list[Fault]) -> Iterator[BadRow]
     return (builder.bad(f"folder {fault.detail}", fault) for fault in unread)
 
 
-def _raw_photographs(builder: RecordBuilder, place: str, names: list[str]) -> Iterator[BadRow]:
+def raw_photographs(builder: RecordBuilder, place: str, names: list[str]) -> Iterator[BadRow]:
     """Name the files of a folder that only a camera's maker decodes, which lie beside JPEG files or alone."""
     found = [name for name in names if name.lower().endswith(RAW_SUFFIXES)]
     if found and builder.medium == "image":
@@ -55,7 +55,7 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
     jail = Jail(source.path, safety.allow_outside_root)
     unread: list[Fault] = []
     for place, names in walk(source.path, unread):
-        yield from _raw_photographs(builder, place, names)
+        yield from raw_photographs(builder, place, names)
         beside = {_stem(name): name for name in reversed(names) if name.lower().endswith(CAPTION_SUFFIXES)}
         subtitles = {_stem(name): name for name in names if name.lower().endswith(SUBTITLE_SUFFIXES)}
         left = set(beside.values()) | (set(subtitles.values()) if is_timed else set())
@@ -82,40 +82,6 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
             path = os.path.relpath(os.path.join(place, name), source.path)
             fault = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
             yield builder.bad(f"file {path}", fault)
-    yield from unread_rows(builder, unread)
-
-
-def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
-    builder = RecordBuilder(source, safety, source.path)
-    names = class_names(source)
-    with os.scandir(source.path) as entries:
-        folders = [entry.name for entry in entries if entry.is_dir()]
-    divided = bool(folders) and all(name.lower() in SPLIT_NAMES for name in folders)
-    unread: list[Fault] = []
-    for place, files in walk(source.path, unread):
-        yield from _raw_photographs(builder, place, files)
-        parts = os.path.relpath(place, source.path).split(os.sep)
-        split = SPLIT_NAMES[parts.pop(0).lower()] if divided and parts[0] != "." else None
-        images = [name for name in files if name.lower().endswith(SUFFIXES[builder.medium])]
-        if not images:
-            continue
-        if not parts or parts == ["."]:
-            detail = f"{len(images):,} {builder.medium}s lie in no class's folder, such as {images[0]}"
-            fault = Fault("unmatched_image", detail)
-            yield builder.bad(f"folder {place}", fault)
-            continue
-        name = _class_name(parts[0], names, source)
-        if not name:
-            yield builder.bad(f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class"))
-            continue
-        captions = source.captions_of_class(name, builder.medium)
-        for name in images:
-            path = os.path.relpath(os.path.join(place, name), source.path)
-            try:
-                yield builder.record(f"file {path}", builder.image(path), list(captions), split=split)
-            except Fault as fault:
-                yield builder.bad(f"file {path}", fault, path)
     yield from unread_rows(builder, unread)
 
 
@@ -212,14 +178,3 @@ def _stem(name: str) -> str:
 def _split_of_folder(path: str) -> str | None:
     first, separator, _ = path.partition(os.sep)
     return SPLIT_NAMES.get(first.lower()) if separator else None
-
-
-def _class_name(folder: str, names: dict[str, str], source: Source) -> str:
-    if folder in names:
-        return names[folder]
-    if WORDNET_ID.fullmatch(folder):
-        raise ValueError(
-            f"{source.title}; the folder {folder} is named by a WordNet id, which is not a caption. Set classes= to a "
-            "file of lines 'id name'."
-        )
-    return readable(folder)

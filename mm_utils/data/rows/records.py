@@ -50,19 +50,6 @@ class FileImage(ImageRef):
 
 
 @dataclass(frozen=True, slots=True)
-class MemberImage(ImageRef):
-    """`size` bytes of an uncompressed tar archive, from byte `offset`."""
-
-    path: str
-    offset: int
-    size: int
-
-    def read(self, limits: Limits) -> bytes:
-        """Read the member alone."""
-        return read_file(self.path, limits, self.offset, self.size)
-
-
-@dataclass(frozen=True, slots=True)
 class FramesImage(ImageRef):
     """The pictures of a clip, in order, with the seconds at which they are shown, unchecked."""
 

@@ -1,23 +1,17 @@
 """Flags and items that name sources of image-caption pairs."""
 
-import dataclasses
 import difflib
-import json
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mm_utils.arguments import arg
-from mm_utils.data.faults import Fault, storable
+from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
-from mm_utils.data.paths import Limits, read_file
 from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
 from mm_utils.doors import entries, load
-from mm_utils.text import one_line
 
 FORMATS = {
     "jsonl": "one JSON object a line",
@@ -27,14 +21,11 @@ FORMATS = {
     "parquet": "a Parquet file or a folder of them",
     "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt), or "
     "with a caption in its own metadata (XMP, IPTC, EXIF)",
-    "classes": "a folder of images per class, below split folders or not; captions are made from templates",
     "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
 }
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
-WORDNET_ID = re.compile(r"n\d{8}")
-_LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
 COLUMNS = "image_column caption_column id_column language_column image_root"
@@ -181,11 +172,11 @@ class Source:
         if self.format and self.format not in formats and "." not in self.format:
             raise ValueError(
                 f"{title}, format={self.format}; known are {', '.join(formats)}, and a function of your own as "
-                f"module.function.{_close(self.format, formats)}"
+                f"module.function.{close_to(self.format, formats)}"
             )
         if self.medium not in MEDIA:
             known = ", ".join(MEDIA)
-            raise ValueError(f"{title}, medium={self.medium}; known are {known}.{_close(self.medium, MEDIA)}")
+            raise ValueError(f"{title}, medium={self.medium}; known are {known}.{close_to(self.medium, MEDIA)}")
         if self.split is not None:
             if self.split.lower() not in SPLIT_NAMES:
                 raise ValueError(
@@ -205,35 +196,6 @@ class Source:
             shown = without[0] if without else ""
             raise ValueError(f"{title}, templates={shown}; a template says with {{}} where the name goes. Add it.")
 
-    @classmethod
-    def parse(cls, item: "str | Mapping[str, Any]") -> "Source":
-        r"""Read ``path,key=value,...``, or a mapping of the same keys as a YAML file has it.
-
-        A comma inside a value is written ``\,``; templates are separated by ``|``, or are a list in a mapping.
-
-        Raises:
-            ValueError: for an unknown key or an impossible value.
-        """
-        if isinstance(item, str):
-            path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
-            pairs = [part.partition("=") for part in rest]
-            odd = next((key for key, equals, _ in pairs if not equals), None)
-            if odd is not None:
-                raise ValueError(rf"--sources has {item}; '{odd}' is not key=value. Write a comma in a path as '\,'.")
-            names = ["path", *(key.strip() for key, _, _ in pairs)]
-            twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
-            if twice is not None:
-                raise ValueError(f"--sources has {item}; {twice} is given twice. Keep one of them.")
-            item = dict(zip(names, [path.strip(), *(value.strip() for _, _, value in pairs)], strict=True))
-        known = [each.name for each in dataclasses.fields(cls) if each.name != "title"]
-        values = {key: value for key, value in item.items() if value is not None}
-        for key in values:
-            if key not in known:
-                raise ValueError(
-                    f"--sources has the key {key}; known are {', '.join(known)}.{_close(str(key), known)}"
-                )
-        return cls(**{key: _typed(key, value) for key, value in {"path": "", **values}.items()})
-
     @property
     def columns(self) -> Columns:
         """Return the wanted columns."""
@@ -241,11 +203,6 @@ class Source:
         option = "{}_column" if own else "--{}_column"
         names = (self.image_column, self.caption_column, self.id_column, self.language_column)
         return Columns(*names, option, self.medium, self.caption_template, self.group_column)
-
-    def captions_of_class(self, name: str, medium: str) -> list[str]:
-        """Return the captions that the templates make of the name of a class."""
-        usual = media.MEDIA[medium].templates
-        return [each.replace("{}", name) for each in (usual if self.templates == TEMPLATES else self.templates)]
 
 
 def known_formats() -> list[str]:
@@ -267,56 +224,7 @@ def resolved(source: Source) -> Source:
     return found
 
 
-def class_names(source: Source) -> dict[str, str]:
-    """Read the file `classes` of a source: names by WordNet id, folder name or index.
-
-    It is a JSON object ``{id: name}`` or ``{index: [id, name]}``, lines ``id name`` or ``id<TAB>name``, or one name a
-    line. The first of several names, as in WordNet, counts.
-    """
-    if source.classes is None:
-        return {}
-    path = Path(source.classes)
-    title = f"{source.title}, classes={path}"
-    if not path.is_file():
-        raise ValueError(f"{title}; there is no such file. Check the path.")
-    found: dict[str, str] = {}
-    try:
-        text = read_file(str(path), Limits(_LONGEST_NAMES)).decode("utf-8-sig")
-        if text.lstrip().startswith("{"):
-            for key, value in json.loads(text).items():
-                *keys, name = [key, *(value if isinstance(value, list) else [value])]
-                found |= dict.fromkeys(map(str, keys), str(name))
-        else:
-            for index, line in enumerate(line.strip() for line in text.splitlines() if line.strip()):
-                key, _, name = line.partition("\t") if "\t" in line else line.partition(" ")
-                if "\t" in line or WORDNET_ID.fullmatch(key):
-                    found[key] = name
-                else:
-                    found[str(index)] = line
-    except (ValueError, AttributeError) as error:
-        reason = error.detail if isinstance(error, Fault) else one_line(error)
-        raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name', or JSON.") from error
-    return {key: readable(name.split(",")[0]) for key, name in found.items()}
-
-
-def readable(name: str) -> str:
-    """Return the name of a folder or class as words."""
-    return " ".join(name.replace("_", " ").split())
-
-
-def _typed(key: str, value: Any) -> Any:
-    if key == "weight":
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"--sources has weight={value}; a weight is a number. Write for example weight=2."
-            ) from None
-    if key == "templates":
-        return tuple(value.split("|") if isinstance(value, str) else map(str, value))
-    return str(value)
-
-
-def _close(word: str, known: Any) -> str:
+def close_to(word: str, known: Any) -> str:
+    """Return a question whether a known word was meant, "" if none is close."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" Did you mean '{close[0]}'?" if close else ""

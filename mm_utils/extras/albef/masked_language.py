@@ -11,8 +11,8 @@ from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import pair_keys, uniform_noise
 from mm_utils.objectives.captioning import token_cross_entropy
+from mm_utils.objectives.encoding import encode_in_groups
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
 
 MASKED, REPLACED = 0.8, 0.1  # shares of the target tokens; the rest stays unchanged (BERT, arXiv 1810.04805)

@@ -17,8 +17,8 @@ from mm_utils.copies import HostCopy, to_device
 from mm_utils.extras.albef.negatives import Negatives
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
+from mm_utils.objectives.encoding import knows_padding
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
-from mm_utils.objectives.padding import knows_padding
 from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm
 
 MATCH_PRIOR_ENTROPY = 0.6365  # one positive to two negatives: a matching loss that stays here has learnt nothing

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from mm_utils.objectives.losses import GlobalBatch, distilled_info_nce
+from mm_utils.extras.albef.soft_targets import distilled_info_nce
+from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import EmbeddingTerm, LossInputs
 
 

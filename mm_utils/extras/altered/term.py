@@ -15,8 +15,8 @@ from mm_utils.copies import HostCopy, to_device
 from mm_utils.data.batches.tokens import pad_captions
 from mm_utils.extras.altered.captions import AlteredTokens
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, rows_of
+from mm_utils.objectives.encoding import encode_in_groups
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.padding import encode_in_groups
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
 
 

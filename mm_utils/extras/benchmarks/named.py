@@ -18,7 +18,8 @@ from torchvision.models import ResNet50_Weights
 
 from mm_utils.data.pairs import first_rows, load_pairs, sources_of
 from mm_utils.data.prepare.cache import load_or_prepare
-from mm_utils.data.rows.source import WORDNET_ID, DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.extras.formats.classes import WORDNET_ID
 from mm_utils.stored import place_of
 from mm_utils.text import one_line
 

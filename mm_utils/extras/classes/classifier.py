@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from mm_utils.arguments import arg, required
+from mm_utils.extras.lora.adapters import add_adapters
 from mm_utils.model.adapt import (
     BACKBONE_DROPOUT,
     DROPOUTS,
     LoraArguments,
-    add_adapters,
     freeze_unused,
     recompute_activations,
     switch_off_dropout,
@@ -84,7 +84,8 @@ def build_classifier(
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:
             model.freeze(tower)
-    add_adapters(model, lora_args)
+    if lora_args.lora_rank:
+        add_adapters(model, lora_args)
     use_channels_last(model.vision_model)
     freeze_unused(
         model, model.parameters(), lambda images, ids: model.classify(images, ids, torch.ones_like(ids)).sum()

@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -11,16 +12,16 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.media import COLUMNS
+from mm_utils.extras.classes.confusion import draw_confusion
 from mm_utils.extras.classes.evaluator import ClassificationEvaluator
 from mm_utils.extras.classes.labels import LabelledArguments, LabelledTask
+from mm_utils.extras.classes.usage import usage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
-from mm_utils.reports.card_results import EvaluatedData, data_names
-from mm_utils.reports.model_card import CardInfo, an, write_model_card
-from mm_utils.reports.plots import draw_confusion, plot_training
-from mm_utils.run.cards import EMBEDDED, chosen_on_validation, run_card
+from mm_utils.reports.model_card import CardInfo, EvaluatedData, an, data_names, write_model_card
+from mm_utils.reports.plots import plot_training
 from mm_utils.run.commands import longer_command
 from mm_utils.run.doors import Doors, RunContext
-from mm_utils.run.finish import choices, listing
+from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, run_card
 from mm_utils.run.start import Run
 from mm_utils.text import no_formula
 
@@ -147,7 +148,7 @@ def classification_card(
         tags=("classification", "dual-encoder"),
         medium=medium,
         summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
-        classifier_inputs=inputs,
+        usage=partial(usage, inputs),
     )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import PIL.Image
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value, concatenate_datasets
@@ -40,10 +41,9 @@ from mm_utils.data.images import encode
 from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.media.riff import write_avi, write_wav
-from mm_utils.data.parquet import cells_of, check_files, features_of_file
+from mm_utils.data.parquet import cells_of, check_files
 from mm_utils.data.paths import Jail, Limits, check_own_file
 from mm_utils.data.paths import read_file as read_file_bytes
-from mm_utils.data.prepare.cache import TIMES, media_records, store_media
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import (
     MEDIUM_NAMES,
@@ -62,15 +62,16 @@ from mm_utils.data.rows.columns import (
     split_of,
 )
 from mm_utils.data.rows.detect import holds_shards, kinds_of_folder
-from mm_utils.data.rows.folders import read_classes
 from mm_utils.data.rows.records import Record, image_path
-from mm_utils.data.rows.source import PathArguments, Source, class_names
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.tables import dataset_rows, text_table, with_raw_images
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, BadLine
 from mm_utils.data.scenes import load_scenes
 from mm_utils.data.training_data import Schedule, TrainingData, make_data
 from mm_utils.doors import entries, load
+from mm_utils.extras.classes.media import TIMES, media_records, store_media
+from mm_utils.extras.formats.classes import class_names, read_classes
 from mm_utils.extras.tars.webdataset import read_shard, shard_paths, split_of_folder
 from mm_utils.text import one_line
 
@@ -136,7 +137,7 @@ def read_file(path: Path, split: str, wanted: Wanted, title: str, jail: Jail, di
     if suffix == ".parquet":
         try:
             check_files([str(path)])
-            features = features_of_file(str(path))
+            features = _features_of_file(str(path))
             rows = Dataset.from_parquet(str(path), features=features, columns=features and list(features))
             return {split: read_dataset(rows, wanted, title, jail, text_is_path=True)}  # type: ignore[arg-type]
         except (DatasetsError, pa.ArrowException, OSError) as error:
@@ -1029,3 +1030,16 @@ def _numbered(labels: list[str], place_of: dict[str, int] | None, classes: int, 
                 "--classes."
             )
     return torch.tensor([number_of[label] for label in labels], dtype=torch.long)
+
+
+def _features_of_file(path: str) -> Features | None:
+    """Return the columns that `datasets` has a type for; None for all of them."""
+    schema = pq.read_schema(path)
+    known = []
+    for column in schema:
+        try:
+            Features.from_arrow_schema(pa.schema([column]))
+            known.append(column)
+        except (ValueError, NotImplementedError):
+            continue
+    return None if len(known) == len(schema) else Features.from_arrow_schema(pa.schema(known, schema.metadata))

@@ -29,9 +29,9 @@ from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.evaluation.reranking import PAIRS, stored_weights
+from mm_utils.extras.classes.confusion import draw_confusion
 from mm_utils.extras.classes.labels import LabelledImages
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
-from mm_utils.reports.plots import draw_confusion
 from mm_utils.text import no_formula, shortened
 
 logger = logging.getLogger(__name__)

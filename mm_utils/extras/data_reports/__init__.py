@@ -1,1 +1,1 @@
-"""What preparing data writes: the report, its pictures, and the card of a data set."""
+"""Preparing data as a run of its own: its folder, the check of the result, the report with pictures, and the card."""

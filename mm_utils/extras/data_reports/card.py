@@ -7,8 +7,8 @@ from typing import Any
 from datasets import DatasetDict, Features
 from huggingface_hub import DatasetCardData
 
-from mm_utils.data.batches.tokens import iso_languages
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
+from mm_utils.extras.languages.codes import iso_languages
 from mm_utils.text import markdown_text, redact
 
 logger = logging.getLogger(__name__)

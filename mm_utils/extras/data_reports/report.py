@@ -5,13 +5,19 @@ Captions, ids and file names come from strangers: the report shows them as text,
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, Features
 
 from mm_utils.data.faults import NOTES
-from mm_utils.data.media import kind_of
+from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.prepare.dedup_and_split import Reconciled
+from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part
 from mm_utils.extras.data_reports.pictures import (
     PairStatistics,
     draw_contact_sheet,
@@ -267,3 +273,24 @@ def _draw_sheets(
             draw_contact_sheet(tiles, folder / f"{part}.jpg", columns=4, group=2)
             blocks += [f"### {title}", f"![contact sheet]({part}.jpg)"]
     return blocks, damaged
+
+
+def removed_examples(found: Reconciled, parts: Sequence[Path]) -> Dataset:
+    """Return the rows that the findings name as examples and that are not kept."""
+    wanted = {name for part in (found.duplicates, found.leakage) for pair in part["examples"] for name in pair}
+    kept = np.zeros(len(found.facts), dtype=bool)
+    kept[np.concatenate(list(found.rows.values()))] = True
+    named = pc.is_in(found.facts["name"], pa.array(sorted(wanted), pa.string())).to_numpy()
+    rows = np.flatnonzero(named & ~kept)
+    begins = np.cumsum([0, *(len(read_part(part, ["width"])) for part in parts)])
+    images = [
+        read_part(parts[part], ["image"]).slice(row - begins[part], 1)
+        for row, part in zip(rows, np.searchsorted(begins, rows, side="right") - 1, strict=True)
+    ]
+    table = pa.concat_tables(images) if images else pa.schema([PART_SCHEMA.field("image")]).empty_table()
+    own = {name: [found.facts[name][row].as_py() for row in rows.tolist()] for name in ("name", "captions")}
+    captions = pa.array(own["captions"], PART_SCHEMA.field("captions").type)
+    named_table = pa.table({"id": pa.array(own["name"], pa.string()), "image": table["image"], "captions": captions})
+    features = Features.from_arrow_schema(named_table.schema)
+    features["image"] = FEATURES[found.facts["medium"][0].as_py()]
+    return Dataset(named_table.cast(features.arrow_schema))

@@ -12,8 +12,9 @@ from mm_utils.arguments import launch_command
 from mm_utils.data.faults import REASONS
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
-from mm_utils.data.prepare.perceptual_hash import caption_keys, shared_captions
-from mm_utils.data.prepare.pipeline import Ingested, PrepareArguments
+from mm_utils.data.prepare.pipeline import Ingested
+from mm_utils.extras.data_reports.captions import caption_keys, shared_captions
+from mm_utils.extras.data_reports.preparing import PrepareArguments
 from mm_utils.text import publishable, without_secrets
 
 _EXAMPLES = 3

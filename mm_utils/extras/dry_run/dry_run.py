@@ -9,6 +9,7 @@ ones would take longer than a minute they are left out, and the peak of memory s
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -33,7 +34,7 @@ from mm_utils.extras.several_media.flags import MediaArguments
 from mm_utils.extras.several_media.mixture import Mixture
 from mm_utils.extras.several_media.turns import Turns
 from mm_utils.reliability import failures
-from mm_utils.run.commands import command_without_dry_run
+from mm_utils.run.commands import own_command
 from mm_utils.run.doors import RunContext
 from mm_utils.run.output_folder import holds_run, misplaced
 from mm_utils.text import duration
@@ -42,6 +43,8 @@ from mm_utils.training.memory import available_bytes
 from mm_utils.training.phases import head_start
 
 logger = logging.getLogger(__name__)
+
+_DRY_RUN = re.compile(r"(?:^| )--dry[_-]run(?:[ =](?:true|yes|t|y|1))?(?= |$)", re.IGNORECASE)
 
 CHECKED, EVALUATED = 256, 32  # images of train that are read, and of validation that are evaluated
 STEP_SECONDS, LOADER_SECONDS = 60.0, 4.0
@@ -188,16 +191,10 @@ class _Probe(TrainerCallback):
             expected = state.global_step * self.step_seconds * self.plan[state.global_step] / pairs
             control.should_training_stop = time.perf_counter() - self.began + expected > STEP_SECONDS
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the figures of a step."""
-        if logs is None or "loss" not in logs:
+        logs = kwargs["logs"]
+        if "loss" not in logs:
             return
         for name in ("loss",) if "nonfinite_steps" not in logs else ("loss", "grad_norm"):
             if not math.isfinite(logs[name]):
@@ -369,3 +366,10 @@ def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
             "The disk of %s has %.3g GB left, and the run writes %.3g GB. Lower --save_total_limit or make room.",
             place, figures["free_disk_gb"], gigabytes,
         )  # fmt: skip
+
+
+def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
+    """Return the command of the run that this dry run has tried."""
+    command = own_command(script, argv)
+    without = _DRY_RUN.sub("", command)
+    return command + " --dry_run false" if without == command else without  # then a YAML file has the flag

@@ -7,3 +7,16 @@ TOWER_CHANGES = {
 TERMS = {"sentences": "mm_utils.extras.families.sentences.Sentences"}
 CALLBACKS = {"sentences": "mm_utils.extras.families.sentences.CacheSentences"}
 MODEL_FORMATS = {"open_clip_config.json": "mm_utils.extras.families.open_clip.as_transformers"}
+STOCK = {
+    "load": "mm_utils.extras.families.stock.load_stock",
+    "processor": "mm_utils.extras.families.stock.stock_processor",
+}
+"""What loads a dual encoder of transformers, and what makes the processor that is saved with one."""
+
+_SOUNDS = "mm_utils.extras.families.sound_inputs"
+SOUND_INPUTS = {
+    "ASTFeatureExtractor": f"{_SOUNDS}.Ast",
+    "WhisperFeatureExtractor": f"{_SOUNDS}.Whisper",
+    "Wav2Vec2FeatureExtractor": f"{_SOUNDS}.Raw",
+}
+"""By its feature extractor, the `LogMel` that computes the input of a sound tower."""

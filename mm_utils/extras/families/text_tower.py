@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
+from mm_utils.extras.families.stock import identity_projection
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
-from mm_utils.model.stock import identity_projection
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 _HERE = "mm_utils.extras.formats"
 SOURCES = {
+    "classes": f"{_HERE}.classes.read_classes",
     "coco": f"{_HERE}.annotations.read_coco",
     "karpathy": f"{_HERE}.annotations.read_karpathy",
     "flickr": f"{_HERE}.annotations.read_flickr",

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mm_utils.data.rows.columns import SUFFIXES
-from mm_utils.data.rows.source import Source, readable
+from mm_utils.data.rows.source import Source
+from mm_utils.extras.formats.classes import captions_of_class, readable
 
 _QUERIES = {"query", "vid", "relevant_windows"}
 _ESC = {"filename", "fold", "target", "category"}
@@ -39,6 +40,6 @@ def _query_row(row: dict[str, Any], root: str) -> dict[str, Any]:
 
 
 def _esc_row(row: dict[str, Any], source: Source) -> dict[str, Any]:
-    captions = source.captions_of_class(readable(str(row.get("category") or "")), "sound")
+    captions = captions_of_class(source, readable(str(row.get("category") or "")), "sound")
     split = _ESC_SPLITS.get(str(row.get("fold")), "train")
     return {"audio": row.get("filename"), "caption": captions, "split": split}

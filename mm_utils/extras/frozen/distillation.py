@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from mm_utils.extras.albef.soft_targets import distilled_info_nce
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.losses import GlobalBatch, distilled_info_nce
+from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs
 
 

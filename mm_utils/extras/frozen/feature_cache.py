@@ -20,6 +20,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
 from datasets.arrow_writer import ArrowWriter
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_digest, to_arrow, token_digest
+from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_digest, to_arrow
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
@@ -253,7 +254,7 @@ class _Text(_Tower):
 
     def depends_on(self) -> tuple:
         config = self.model.config
-        return config.text_pooling, config.fusion_text_taps if self.reads_pairs else None, token_digest(self.rows)
+        return config.text_pooling, config.fusion_text_taps if self.reads_pairs else None, _token_digest(self.rows)
 
     def blocks(self) -> Iterator[Block]:
         tokens = self.rows.select_columns(["input_ids"])
@@ -308,4 +309,15 @@ def weights_digest(tower: nn.Module) -> str:
     kept = sorted((name, value) for name, value in config.items() if name[0] != "_" and name not in passing)
     digest.update(f"{type(tower).__name__} {kept}".encode())
     add_weights(digest, tower.state_dict())
+    return digest.hexdigest()
+
+
+def _token_digest(rows: datasets.Dataset) -> str:
+    """Hash the token ids of all captions."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
+        captions = pc.list_flatten(batch["input_ids"])
+        lengths = (pc.list_value_length(column) for column in (batch["input_ids"], captions))
+        for column in (*lengths, pc.list_flatten(captions)):
+            digest.update(column.to_numpy().tobytes())
     return digest.hexdigest()

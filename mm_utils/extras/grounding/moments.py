@@ -27,8 +27,7 @@ from mm_utils import distributed
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.media.medium import Medium, kind_of
-from mm_utils.evaluation.metrics import mean_with_interval
-from mm_utils.extras.grounding.pointing import grounded, hits
+from mm_utils.extras.grounding.pointing import grounded, hits, mean_with_interval
 from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.terms import Evaluator

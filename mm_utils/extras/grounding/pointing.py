@@ -24,7 +24,7 @@ from mm_utils import distributed
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.images import open_image
-from mm_utils.evaluation.metrics import mean_with_interval
+from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.extras.grounding.regions import RegionReader, Regions, regions_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import center_square
@@ -164,3 +164,9 @@ def _draw_tile(ax: Axes, example: Pointed, row: dict) -> None:
     ax.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     draw_text(ax, 0, -0.03, wrap(phrases[example.key], 30, 2), va="bottom", fontsize=6.5, color=color)
+
+
+def mean_with_interval(name: str, value_N: Tensor, group_N: Tensor) -> dict[str, float]:
+    """Return a mean of shares as `name`, its interval's ends, in 0 to 1, as `_low` and `_high`."""
+    mean, half = mean_interval(value_N, group_N)
+    return {name: mean, f"{name}_low": max(0.0, mean - half), f"{name}_high": min(1.0, mean + half)}

@@ -18,7 +18,7 @@ import ray
 
 from mm_utils.data.prepare import pipeline
 from mm_utils.data.prepare.perceptual_hash import choices, pairs_of_choice
-from mm_utils.data.prepare.pipeline import Engine
+from mm_utils.extras.data_reports.preparing import Engine
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)

@@ -14,8 +14,8 @@ from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.evaluation.embeddings import Embeddings
 from mm_utils.files import write_atomic
-from mm_utils.reports.card_results import RETRIEVAL_TAGS, STAGES, EvaluatedData, data_names, retrieval_results
-from mm_utils.run.cards import EMBEDDED
+from mm_utils.reports.model_card import RETRIEVAL_TAGS, STAGES, EvaluatedData, data_names, retrieval_results
+from mm_utils.run.finish import EMBEDDED
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
-from mm_utils.evaluation.metrics import CUTOFFS, mean_of_queries, measures_of_queries
+from mm_utils.evaluation.metrics import CUTOFFS, measures_of_queries
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.extras.measured.sizes import report_sizes
+from mm_utils.extras.measured.sizes import mean_of_queries, report_sizes
 from mm_utils.files import write_atomic
 from mm_utils.model.flops import FlopCounts
 from mm_utils.reports.plots import (

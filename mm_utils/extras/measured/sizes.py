@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils.evaluation.embeddings import Embeddings, Keyed, best_rank, right_items
-from mm_utils.evaluation.metrics import CUTOFFS, mean_of_queries
+from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, mean_interval
 from mm_utils.extras.measured.embedding_codes import hamming, quantize_int8, rotate, to_bits
 from mm_utils.files import write_atomic
 from mm_utils.reports.plots import COLORS, INK, MUTED, new_figure, save_figure, set_title, style_axes
@@ -171,3 +171,13 @@ def draw_sizes(rows: list[dict[str, Any]], out_path: Path) -> None:
     lines, labels = ax.get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False, labelcolor=INK)
     save_figure(figure, out_path)
+
+
+def mean_of_queries(value_Q: Tensor, queries: Keyed) -> dict[str, float | None]:
+    """Return the mean of values as `value`, and `half_width_95` of its interval.
+
+    That is None where equal captions leave fewer than `FEW_GROUPS` independent groups: no interval could be relied on.
+    """
+    value, half = mean_interval(value_Q, queries.group)
+    groups, images = len(queries.group.unique()), len(queries.key.unique())
+    return {"value": value, "half_width_95": None if groups < min(images, FEW_GROUPS) else half}

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from mm_utils.distributed import RunError
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.padding import ENCODERS, masked
+from mm_utils.objectives.encoding import ENCODERS, masked
 
 _NAME = "packed_sdpa"
 _PROBED = (6, 3)  # lengths of the captions that are tried

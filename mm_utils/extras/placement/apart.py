@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from mm_utils import distributed
 from mm_utils.extras.placement.split import PARTS, Split, loss_rows, parameters_of
-from mm_utils.gradient_average import GradientAverage
 from mm_utils.model.row_noise import set_row_keys
+from mm_utils.objectives.encoding import encode_in_groups
 from mm_utils.objectives.joint import JointObjective, Objective, blank_pair, leaf
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.padding import encode_in_groups
+from mm_utils.objectives.ranks import GradientAverage, has_shared_ids
 from mm_utils.objectives.terms import Batch, EncodedBatch, LossInputs, Plan
-from mm_utils.roll_call import has_shared_ids
 
 
 @dataclass

@@ -20,7 +20,7 @@ from mm_utils.objectives.contrastive import Contrastive
 from mm_utils.reliability.watchdog import StragglerDetection
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import RunCallback
-from mm_utils.training.fsdp_deepspeed import Prepared
+from mm_utils.training.prepared import Prepared
 from mm_utils.training.throughput import Throughput
 
 logger = logging.getLogger(__name__)

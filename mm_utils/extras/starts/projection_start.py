@@ -27,7 +27,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.starts.class_names import read_classes
 from mm_utils.extras.starts.closed_form import ClosedForm, Features, fit
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
-from mm_utils.model.stored_outputs import vision_features
+from mm_utils.objectives.encoding import vision_features
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ import aiohttp
 import pyarrow as pa
 
 from mm_utils.data.faults import is_hopeless
-from mm_utils.data.paths import files_of_pattern, shard_kind
+from mm_utils.data.paths import shard_kind
 from mm_utils.data.rows.source import Source
 from mm_utils.extras.streams.rows import Row, count_rows, read_rows, store_of
+from mm_utils.extras.tars.patterns import files_of_pattern
 from mm_utils.files import is_passing, retry
 from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line

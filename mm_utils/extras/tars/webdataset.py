@@ -18,7 +18,7 @@ from typing import Any
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_BYTES
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import check_own_file, files_of_pattern, is_url, walk
+from mm_utils.data.paths import Limits, check_own_file, is_url, read_file, walk
 from mm_utils.data.rows.columns import (
     BESIDE,
     SPLIT_NAMES,
@@ -33,12 +33,13 @@ from mm_utils.data.rows.records import (
     BadRow,
     BytesImage,
     ImageRef,
-    MemberImage,
     Record,
     RecordBuilder,
 )
-from mm_utils.data.rows.source import PathArguments, Source, class_names
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import checked_object, parse_json
+from mm_utils.extras.formats.classes import captions_of_class, class_names
+from mm_utils.extras.tars.patterns import files_of_pattern
 from mm_utils.files import read_regular_file
 
 _TEXTS = ("txt", "caption", "json", "cls")
@@ -47,6 +48,19 @@ _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
 _COMPRESSED = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zX", "zstd": b"\x28\xb5\x2f\xfd"}
 _LOOKED_AT = 100  # samples that tell the kind of the media
+
+
+@dataclass(frozen=True, slots=True)
+class MemberImage(ImageRef):
+    """`size` bytes of an uncompressed tar archive, from byte `offset`."""
+
+    path: str
+    offset: int
+    size: int
+
+    def read(self, limits: Limits) -> bytes:
+        """Read the member alone."""
+        return read_file(self.path, limits, self.offset, self.size)
 
 
 class BoundedHeader(tarfile.TarInfo):
@@ -377,7 +391,7 @@ def captions_of_sample(
         label = sample.text("cls").strip()
         if label.isdigit() and label not in names:
             raise Fault("unmatched_image", f"class {label} has no name; set classes= to a file of names")
-        captions = source.captions_of_class(names.get(label, label), source.medium)
+        captions = captions_of_class(source, names.get(label, label), source.medium)
     else:
         raise Fault("unmatched_image", f"{sample.key} has no caption among its members")
     return captions_of({"caption": captions, str(columns.language): language}, columns)

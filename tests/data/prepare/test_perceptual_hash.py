@@ -20,7 +20,6 @@ from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     RADIUS,
     assign_splits,
-    caption_keys,
     choices,
     fingerprint,
     groups,
@@ -29,10 +28,9 @@ from mm_utils.data.prepare.perceptual_hash import (
     near_pairs,
     on_all_cores,
     pairs_of_choice,
-    repeated_captions,
-    shared_captions,
 )
 from mm_utils.data.scenes import load_scenes
+from mm_utils.extras.data_reports.captions import caption_keys, repeated_captions, shared_captions
 
 
 def photo(seed: int, width: int = 240, height: int = 180) -> Image.Image:

@@ -84,7 +84,7 @@ def test_every_format_is_recognised_and_gives_the_same_pairs(
 
 
 def test_the_table_of_formats_is_complete() -> None:
-    assert {name for _, name in EVERY} | {"classes"} == set(FORMATS)
+    assert {name for _, name in EVERY} == set(FORMATS)
 
 
 def test_a_folder_of_images_beside_their_list_points_at_the_list(folder: Path) -> None:

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.extras.data_reports.preparing import parse_source
 
 
 def test_an_item_is_parsed() -> None:
-    source = Source.parse(r"coco/captions\, all.json,image_root=coco/train2017,split=val,weight=2,templates=a {}.|{}")
+    source = parse_source(r"coco/captions\, all.json,image_root=coco/train2017,split=val,weight=2,templates=a {}.|{}")
     assert (source.path, source.name) == ("coco/captions, all.json", "captions, all.json")
     assert (source.image_root, source.split, source.weight) == ("coco/train2017", "validation", 2.0)
     assert source.templates == ("a {}.", "{}")
     mapping = {"path": "a, b/", "weight": 3, "templates": ["x {}"], "id_column": None}
-    assert Source.parse(mapping) == Source("a, b/", weight=3.0, templates=("x {}",), name="a, b")
+    assert parse_source(mapping) == Source("a, b/", weight=3.0, templates=("x {}",), name="a, b")
     assert pickle.loads(pickle.dumps(source)) == source
 
 
@@ -38,7 +39,7 @@ BAD_ITEMS = [
 @pytest.mark.parametrize(("item", "message"), BAD_ITEMS, ids=str)
 def test_an_item_that_cannot_be_meant_is_refused(item: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        Source.parse(item)
+        parse_source(item)
     assert "\n" not in str(error.value)
 
 
@@ -66,6 +67,6 @@ def test_an_image_root_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     ("written", "sign"), [("semicolon", ";"), (";", ";"), ("tab", "\t"), ("pipe", "|"), (r"\,", ",")]
 )
 def test_the_delimiter_of_a_table_has_a_name_or_is_a_sign(written: str, sign: str) -> None:
-    assert Source.parse(f"a.csv,delimiter={written}").delimiter == sign
+    assert parse_source(f"a.csv,delimiter={written}").delimiter == sign
     with pytest.raises(ValueError, match="delimiter=x; known are comma, semicolon, tab, pipe"):
-        Source.parse("a.csv,delimiter=x")
+        parse_source("a.csv,delimiter=x")

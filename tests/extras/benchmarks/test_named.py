@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.data.rows.source import Source, resolved
+from mm_utils.data.rows.source import resolved
 from mm_utils.doors import entries
 from mm_utils.extras.benchmarks import named
 from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark
+from mm_utils.extras.data_reports.preparing import parse_source
 
 NUMBERS = {
     **{"imagenet1k": 1000, "cifar10": 10, "cifar100": 100, "food101": 101, "oxford_pets": 37, "flowers102": 102},
@@ -124,10 +125,10 @@ def test_a_name_as_source_stands_for_all_its_shards(
 
     monkeypatch.setattr(named, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    source = resolved(Source.parse("flickr8k,weight=2"))
+    source = resolved(parse_source("flickr8k,weight=2"))
     assert (source.path, source.format) == (str(own_cache / "tandem_benchmarks/flickr8k"), "webdataset")
     assert (source.name, source.weight) == ("flickr8k", 2)
-    other = Source.parse("pairs.jsonl")
+    other = parse_source("pairs.jsonl")
     assert resolved(other) is other
     (tmp_path / "flickr8k").mkdir()
-    assert resolved(Source.parse("flickr8k")).path == "flickr8k"
+    assert resolved(parse_source("flickr8k")).path == "flickr8k"

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torch.nn.functional import normalize
 
-from mm_utils.data.prepare.on_disk import verify
 from mm_utils.extras.data_reports import pair_scores
 from mm_utils.extras.data_reports.pair_scores import FILE, SHEET, compare
+from mm_utils.extras.data_reports.preparing import verify
 from scripts import prepare_data
 from tests.kit.models import save_model
 from tests.kit.prepared import quarantine_of, report_of

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoProcesso
 
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.extras.families.image_size import resize
+from mm_utils.extras.families.stock import stock_processor
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
-from mm_utils.model.stock import stock_processor
 from tests.kit.stock_folders import KINDS, TEXTS, TOWER, close, write_clap, write_stock, write_xclip
 
 SIDE = 56

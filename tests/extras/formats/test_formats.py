@@ -67,7 +67,7 @@ def test_two_lists_or_folders_are_recognised(make: Callable[[Path], Path | Sourc
 
 def test_every_format_is_tested() -> None:
     others = {"webdataset", "sqlite"}  # which have extras of their own
-    assert {form for *_, form in FILES} | {"parallel"} | others == set(known_formats()) - set(FORMATS)
+    assert {form for *_, form in FILES} | {"classes", "parallel"} | others == set(known_formats()) - set(FORMATS)
 
 
 LISTS = put("images/0.png", "images/dog/1.png", "captions/0.txt", "captions/dog/1.txt")

@@ -12,10 +12,10 @@ import torch
 
 from mm_utils.data.batches.tokens import caption_key, image_key
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.prepare.on_disk import verify
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Texts
+from mm_utils.extras.data_reports.preparing import verify
 from mm_utils.extras.mining import negatives
 from mm_utils.extras.mining.mined_set import REPORT
 from mm_utils.extras.mining.negatives import Mined, MiningArguments, choose

@@ -18,7 +18,7 @@ from mm_utils.extras.packing import packing as packing_module
 from mm_utils.extras.packing.packing import PackedTower, encode_packed, pack_captions
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from mm_utils.objectives.padding import ENCODERS, PASS_TOKENS, computed_tokens, encode_in_groups, knows_padding
+from mm_utils.objectives.encoding import ENCODERS, PASS_TOKENS, computed_tokens, encode_in_groups, knows_padding
 from tests.kit.objectives import global_batch, tiny_objective
 
 WIDTHS = {

@@ -5,8 +5,9 @@ import logging
 import pytest
 from transformers import ByT5Tokenizer, MBartTokenizer, NllbTokenizer, PreTrainedTokenizerBase
 
-from mm_utils.data.batches import tokens
-from mm_utils.data.batches.tokens import encode_captions, iso_languages, language_tokens, own_codes
+from mm_utils.data.batches.tokens import encode_captions, own_codes
+from mm_utils.extras.languages import codes
+from mm_utils.extras.languages.codes import iso_languages, language_tokens
 from mm_utils.model.processor import train_tokenizer
 
 LETTERS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5, "b": 6}
@@ -14,7 +15,7 @@ LETTERS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5, "b": 6
 
 @pytest.fixture(autouse=True)
 def no_warning_yet() -> None:
-    tokens._warn.cache_clear()
+    codes._warn.cache_clear()
 
 
 def with_tokens(*tokens: str) -> PreTrainedTokenizerBase:

@@ -150,7 +150,7 @@ def test_what_is_left_out_is_said(folder: Folder, caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", "mm_utils"):
         load_model(folder("clap"))
         load_model(folder("xclip"))
-    one, other = (record.getMessage() for record in caplog.records if record.name == "mm_utils.model.stock")
+    one, other = (record.getMessage() for record in caplog.records if record.name == "mm_utils.extras.families.stock")
     assert "two temperatures, and one is trained: logit_scale 12.182, their geometric mean, instead of 7.389" in one
     assert "taken without its prompts" in other
 

@@ -12,39 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    MODEL_MAPPING,
-    AutoModel,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Siglip2ImageProcessor,
-)
+from transformers import AutoModel, AutoTokenizer, ProcessorMixin, Siglip2ImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
     UNPROJECTED,
-    FusionDualEncoderConfig,
     FusionDualEncoderModel,
     XCLIPTower,
     class_of_tower,
     probe_input,
 )
 from mm_utils.model.pretrained import explained
+from mm_utils.model.processor import complete, set_outputs
 
 logger = logging.getLogger(__name__)
 
 MEDIUM = {"clap": "sound", "xclip": "clip"}  # of stock models that read no images
-
-
-def is_dual_encoder(config: Any) -> bool:
-    """Return whether a configuration is that of a model of `transformers` that embeds images and texts."""
-    if config.model_type == FusionDualEncoderConfig.model_type:
-        return False
-    found = MODEL_MAPPING.get(type(config), None)
-    embeds = all(hasattr(found, f"get_{side}_features") for side in ("text", "image"))
-    return config.model_type in DUAL_ENCODERS or embeds
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
@@ -190,23 +174,6 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
     return model
 
 
-def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Let a tokenizer pad, with its last token if need be, return masks, and take special tokens for text; return it.
-
-    Raises:
-        ValueError: if it has no words, which is how some classes load from a folder without a tokenizer.
-    """
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        raise ValueError("its tokenizer has no words")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if "attention_mask" not in tokenizer.model_input_names:
-        _set_outputs(tokenizer, [*tokenizer.model_input_names, "attention_mask"])
-    if tokenizer.is_fast:  # the first is saved, for pipelines and others that open the folder
-        tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
-    return tokenizer
-
-
 def stock_processor(
     processor: ProcessorMixin, config: Any, text_padding: dict[str, Any] | None = None
 ) -> ProcessorMixin:
@@ -228,7 +195,7 @@ def stock_processor(
     if config.model_type in UNPROJECTED:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.model_max_length = (text_padding or {}).get("length", config.text_config.max_position_embeddings)
-        _set_outputs(tokenizer, ["input_ids"])
+        set_outputs(tokenizer, ["input_ids"])
     if config.model_type == "siglip2":
         patch_size = config.vision_config.patch_size
         images = Siglip2ImageProcessor(
@@ -238,7 +205,3 @@ def stock_processor(
         )
     processor_class: Any = PROCESSOR_MAPPING[type(config)]
     return processor_class(images, tokenizer)
-
-
-def _set_outputs(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> None:
-    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the second is saved

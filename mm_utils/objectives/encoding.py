@@ -1,4 +1,6 @@
-"""Encode captions in groups of about one length, so that little padding is computed.
+"""Encode a batch: what a frozen tower has stored is read, captions are taken in groups of about one length.
+
+`mm_utils.extras.frozen` stores outputs of towers; `mm_utils.data.batches.column_cache` names the entries of the batch.
 
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
@@ -7,7 +9,7 @@ the batch stays as it was drawn, and its captions, sorted by length, are embedde
 `ENCODERS` has it (`mm_utils.extras.packing`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -22,8 +24,41 @@ from torch.nn import functional as F
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.model.row_noise import part_of_rows
+
+
+def vision_features(
+    model: FusionDualEncoderModel, batch: Mapping[str, Any], with_taps: bool, medium: str | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return what the method of the model returns, of the batch's media: read, or computed."""
+    if "vision_pooled" not in batch:
+        return model.vision_features(batch["pixel_values"], with_taps, medium)
+    taps = range(len(model.fusion.taps)) if with_taps and model.fusion is not None else ()
+    pooled, *read = (batch[name].to(model.dtype) for name in ("vision_pooled", *map("vision_taps_{}".format, taps)))
+    return pooled, tuple(read)
+
+
+def encode_image(
+    model: FusionDualEncoderModel, batch: Mapping[str, Any], with_keys_values: bool = True
+) -> tuple[Tensor, KeysValues | None]:
+    """Return what the method of the model returns, of the batch's media."""
+    if "vision_pooled" not in batch:
+        return model.encode_image(batch["pixel_values"], with_keys_values=with_keys_values)
+    return model.project_image(*vision_features(model, batch, with_keys_values))
+
+
+def stored_text(
+    model: FusionDualEncoderModel, batch: Mapping[str, Any], with_states: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return what `encode_text` of the model returns, of the batch's captions; None where it must be computed."""
+    if "text_pooled" not in batch:
+        return None
+    pooled = batch["text_pooled"].to(model.dtype)
+    # A part of a batch is padded to its own longest caption.
+    states = batch["text_states"][:, : batch["attention_mask"].shape[1]].to(pooled) if with_states else None
+    return model.project_text(pooled, states)
+
 
 PASS_TOKENS = {"cpu": 32, "cuda": 8192}
 """Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device (H100)."""

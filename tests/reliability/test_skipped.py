@@ -9,7 +9,7 @@ import pytest
 from mm_utils import distributed
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
 from mm_utils.files import append_rows
-from mm_utils.reliability.skipped_samples import SKIPPED_FILE, SkippedSamples
+from mm_utils.reliability.skipped import SKIPPED_FILE, SkippedSamples
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.ranks import run_on_ranks
 from tests.kit.runs import FakeTrainer, use_ranks

@@ -1,88 +1,29 @@
-"""Prepare what a run trains for its processes; configure FSDP2 and DeepSpeed so that it learns with them what it does with DDP.
+"""Configure FSDP2 and DeepSpeed so that a run learns with them what it does with DDP.
 
 By default, Accelerate lets both round more than autocast does: weights (and so the temperature), the loss, and the sums of
 gradients. Here weights are fp32, and autocast rounds where it is safe.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from transformers import TrainerCallback
 
-from mm_utils.data.training_data import TrainingData
 from mm_utils.model.modeling_fusion_dual_encoder import FusionLayer
 from mm_utils.objectives import JointObjective, Objective
-from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.callbacks import RunCallback
 
 MIN_BLOCK_PARAMETERS = 1_000_000  # FSDP2 gathers and frees larger blocks one by one; all else is one unit
 
 
-@dataclass
-class Prepared:
-    """An objective as this process trains it.
-
-    Attributes:
-        unwrapped: the objective itself; a callback may put another one in its place.
-        objective, optimizer: what accelerate made of it, and of the optimizer.
-        callbacks: those of the training loop.
-    """
-
-    unwrapped: Objective
-    objective: nn.Module
-    optimizer: torch.optim.Optimizer
-    callbacks: Sequence[TrainerCallback]
-
-
-def prepare(
-    args: TrainingArguments,
-    accelerator: Accelerator,
-    objective: Objective,
-    optimizer: torch.optim.Optimizer,
-    data: TrainingData,
-    callbacks: Sequence[TrainerCallback],
-) -> Prepared:
-    """Prepare an objective for all processes alike, unless a callback does it in its own way; called on all ranks.
+def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    """Configure FSDP2; called before `accelerator.prepare`, as the other is.
 
     Raises:
-        ValueError: if backend, objective or data do not go together, with the reason.
+        ValueError: if accelerate's configuration or the objective is not supported with it.
     """
-    configure_backend(accelerator, objective, args.batch_sizes.at(0))
-    for each in callbacks:
-        if isinstance(each, RunCallback):
-            found = each.prepare(args, accelerator, objective, optimizer, data, callbacks)
-            if found is not None:
-                return found
-    wrapped, optimizer = accelerator.prepare(objective, optimizer)
-    initialise_fsdp_root(wrapped)
-    return Prepared(objective, wrapped, optimizer, callbacks)
-
-
-def configure_backend(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
-    """Configure FSDP2 or DeepSpeed, if the run uses one; call it before `accelerator.prepare`.
-
-    Raises:
-        ValueError: if accelerate's configuration or the objective is not supported with the backend.
-    """
-    if accelerator.distributed_type == DistributedType.FSDP:
-        _configure_fsdp(accelerator, objective)
-    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _configure_deepspeed(accelerator, objective, global_batch_size)
-    elif objective.model.media and accelerator.ddp_handler is not None:
-        # DDP else packs gradients in the order in which they came in the first step, so as that step's medium has it.
-        accelerator.ddp_handler.find_unused_parameters = True
-
-
-def _configure_fsdp(accelerator: Accelerator, objective: Objective) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
@@ -100,7 +41,8 @@ def _configure_fsdp(accelerator: Accelerator, objective: Objective) -> None:
     make_shardable(objective)
 
 
-def _configure_deepspeed(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+def configure_deepspeed(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    """Configure DeepSpeed, as `configure_fsdp`."""
     plugin = accelerator.state.deepspeed_plugin
     if objective.model.media:
         raise ValueError(
@@ -160,16 +102,3 @@ def initialise_fsdp_root(objective: nn.Module) -> None:
         register_fsdp_forward_method(root, "do_nothing")
         root.do_nothing()
         root.reshard()
-
-
-@contextmanager
-def unsharded(objective: nn.Module) -> Iterator[None]:
-    """Gather all weights, so that methods of the model can be called from outside the objective."""
-    if not isinstance(objective, FSDPModule):
-        yield
-        return
-    objective.unshard()
-    try:
-        yield
-    finally:
-        objective.reshard()

@@ -1,0 +1,1 @@
+"""Weights or their gradients in shards: FSDP2 and DeepSpeed."""

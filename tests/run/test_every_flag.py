@@ -248,7 +248,7 @@ def test_every_flag_is_read_or_refused(
 UNTRIED = {
     "max_steps num_train_epochs": "a longer run has another schedule, as docs/reliability.md says",
     "output_dir resume_from_checkpoint dry_run push_to_hub callbacks": "they belong to one start",
-    "micro_batch_size": "halves of a batch differ by rounding, see tests/distributed/test_signature.py",
+    "micro_batch_size torch_compile": "halves of a batch, and compiled kernels, differ by rounding; see docs/reliability.md",
 }
 
 

@@ -12,6 +12,7 @@ from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
 from mm_utils.doors import entries, load
+from mm_utils.text import redact
 
 FORMATS = {
     "jsonl": "one JSON object a line",
@@ -167,7 +168,7 @@ class Source:
             )
         title = self.title or f"--sources has {self.path}"
         object.__setattr__(self, "title", title)
-        object.__setattr__(self, "name", storable(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1]))
+        object.__setattr__(self, "name", storable(redact(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1])))
         formats = known_formats()
         if self.format and self.format not in formats and "." not in self.format:
             raise ValueError(

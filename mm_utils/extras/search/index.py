@@ -190,9 +190,12 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
     return info, rows
 
 
-def stamp(folder: Path) -> tuple[int, int]:
-    """Return what changes when the rows are exchanged."""
-    status = (folder / _STATE).stat()
+def stamp(folder: Path) -> tuple[int, int] | None:
+    """Return what changes when the rows are exchanged; None without rows."""
+    try:
+        status = (folder / _STATE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     return status.st_mtime_ns, status.st_ino
 
 

@@ -88,8 +88,8 @@ class Searcher:
         index_factory: str | None = None,
     ):
         self._folder, self._factory, self._lock = Path(index_dir), index_factory, threading.Lock()
-        self.info, rows = open_index(self._folder)
         self._stamp = stamp(self._folder)
+        self.info, rows = open_index(self._folder)
         self._take(self.info, rows)
         name = model or self.info.model
         processor = load_processor_of(name)

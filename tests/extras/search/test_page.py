@@ -269,10 +269,9 @@ def test_scrolling_loads_more(visit: Visit) -> None:
 def test_mistakes_are_said(visit: Visit) -> None:
     visit.hand_over("drop", b"", "")
     visit.finds("That is not a file. Drop, paste or choose the file of an image.")
-    asked = len(visit.asked)
     visit.hand_over("drop", b"", "large.png", 20 * 2**20 + 1)
     visit.finds("The image has more than 20 MB. Shrink it.")
-    assert len(visit.asked) == asked
+    assert not [each for each in visit.asked if each.startswith("POST")]
     assert visit.complaints == []
     visit.hand_over("paste", b"no image", "broken.png")
     visit.finds(

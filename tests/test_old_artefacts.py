@@ -71,7 +71,8 @@ def test_a_run_goes_on_to_the_same_weights(old: Path, monkeypatch: pytest.Monkey
     pretrain.main(["--config", "run/config.yaml", "--resume_from_checkpoint", "latest"])
     found = load_file("run/model.safetensors")
     assert found.keys() == expected.keys()
-    for name, weight in expected.items():  # a step is 1e-3; Adam enlarges what another processor rounds otherwise, most of
-        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)  # all in the biases of keys
+    # A step is 1e-3. Adam enlarges what another processor rounds otherwise, most of all in the biases of keys.
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
     steps = [json.loads(line).get("step") for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert max(step for step in steps if step) == 4

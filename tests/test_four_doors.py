@@ -29,5 +29,5 @@ def test_the_examples_of_the_page_run_together(
     assert re.search(r"^training on \d+ images$", output, re.MULTILINE)
     assert re.findall(r"^([12]) \d+\.\d+$", output, re.MULTILINE) == ["1", "2"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(any(name in row for row in rows) for name in ("Uniformity_loss", "eval_modality_gap"))
-    assert "modality_gap" in (tmp_path / "README.md").read_text()
+    assert all(any(name in row for row in rows) for name in ("Uniformity_loss", "eval_centroid_gap"))
+    assert "centroid_gap" in (tmp_path / "README.md").read_text()

@@ -206,12 +206,20 @@ class RetrievalEvaluator:
 
 
 def in_turn(*evaluators: Evaluate) -> Evaluate:
-    """Return an evaluator with the metrics of all of these."""
+    """Return an evaluator with the metrics of all of these; it raises ValueError if two have one name, or one is not a number."""
 
     def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         found: dict[str, float] = {}
         for evaluate in evaluators:
-            found |= evaluate(model, loader, accelerator)
+            for name, value in evaluate(model, loader, accelerator).items():
+                if name in found:
+                    raise ValueError(f"two evaluators return {name}; one would replace the other. Rename one of them.")
+                try:
+                    found[name] = value if isinstance(value, int) else float(value)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(
+                        f"an evaluator returns {name} = {value!r}; a metric is a number. Return one."
+                    ) from error
         return found
 
     return measure

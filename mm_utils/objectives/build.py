@@ -142,9 +142,10 @@ class ObjectiveArguments:
             refuses = dict(term.refuses)
             if not all(reader.optional for reader in term.readers):
                 refuses.setdefault("streaming", "reads media and captions alone")
-            for flag, reason in refuses.items():
-                if settings.get(flag):
-                    raise ValueError(f"--objectives has {name}, and --{flag} {reason}. Drop one of them.")
+            for given, reason in refuses.items():
+                flag, _, value = given.partition(" ")
+                if settings.get(flag) == value if value else settings.get(flag):
+                    raise ValueError(f"--objectives has {name}, and --{given} {reason}. Drop one of them.")
 
 
 def build_objective(

@@ -126,7 +126,8 @@ class Term:
         pairs_per_image: how many pairs the fusion head scores for each image.
         reads_taps: True if `embed` reads `EncodedBatch.taps`.
         readers: what the term reads of rows besides media and captions, and how that becomes part of a batch.
-        refuses: flags that the term cannot be trained with, and why: the end of a sentence that begins with the flag.
+        refuses: flags, or a flag and a value, that the term cannot be trained with, and why: the end of a sentence that begins
+            with the flag.
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.
         seed: the run's random seed.

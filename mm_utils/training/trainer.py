@@ -33,6 +33,7 @@ from mm_utils.checkpointing.state import TrainingState, learnt_flags
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
 from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives import Objective
 from mm_utils.reliability.signals import Interrupted, Interruption
@@ -280,8 +281,7 @@ class Trainer:
         self.objective.eval()
         with unsharded(self.objective):
             loader = CheckedLoader(self.data.eval_loader, self._check_stop_signal)
-            found = [evaluate(self.model, loader, self.accelerator) for evaluate in self.evaluators]
-        return {name: value for metrics in found for name, value in metrics.items()}
+            return in_turn(*self.evaluators)(self.model, loader, self.accelerator)
 
     def _measure_saved(self) -> dict[str, float]:
         """Evaluate the weights that would be saved, without logging."""

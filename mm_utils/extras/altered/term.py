@@ -1,8 +1,8 @@
 """Altered captions of a batch as a term: every image chooses its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ class Altered(RowTerm):
     """
 
     name = "altered"
+    refuses: ClassVar[Mapping[str, str]] = {"projection mlp": "draws its dropout by pair, for one text a pair"}
 
     def __init__(self, alter: Callable[[tuple[int, ...]], list[list[int]]], seed: int = 0):
         super().__init__(seed)

@@ -10,6 +10,7 @@ Shape letters: M lines, K columns of the file, L tokens, E embedding width, n ro
 
 import hashlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg
 from mm_utils.data.batches.column_cache import add_weights
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.files import read_regular_file
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
@@ -143,7 +145,7 @@ def read_lines(path: str) -> list[list[str]]:
         ValueError: if there is no such file, it is not of UTF-8, or a line has another number of sentences than the first.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_regular_file(path, sys.maxsize).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"--set parallel_sentences is {path}; it cannot be read: {error}. Give a file of tabs."

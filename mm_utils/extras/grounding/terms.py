@@ -33,6 +33,7 @@ class RegionPointing(RowTerm):
     refuses: ClassVar[Mapping[str, str]] = {
         "cache_features": "keeps no regions",
         "patch_dropout": "leaves no grid of patches",
+        "projection mlp": "draws its dropout by pair, for one text a pair",
     }
 
     def evaluator(self, medium: str) -> Evaluator:

@@ -137,6 +137,21 @@ def test_pointing_is_measured_with_retrieval() -> None:
     assert measure(GridModel(), [], ACCELERATOR) == {"recall": 0.5, "pointing_accuracy": 1.0}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [{"recall": 0.4}, {"own": "good"}, {"own": None}])
+def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
+    measure = in_turn(lambda *_: {"recall": 0.5}, lambda *_: value)
+    with pytest.raises(ValueError, match=next(iter(value))):
+        measure(GridModel(), [], ACCELERATOR)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("term", ["altered", "regions", "moments"])
+def test_terms_that_embed_other_texts_refuse_a_projection_that_draws_by_pair(term: str) -> None:
+    args = ObjectiveArguments(objectives=f"contrastive:1,{term}:1")
+    args.check({"projection": "linear"})
+    with pytest.raises(ValueError, match=f"has {term}, and --projection mlp draws"):
+        args.check({"projection": "mlp"})
+
+
 def test_the_main_process_draws_examples(tmp_path: Path) -> None:
     rows = load_scenes(64, 4, 1, cache_dir=tmp_path)["train"]
     examples = []

@@ -219,7 +219,7 @@ def test_similar_images_and_the_way_back(visit: Visit) -> None:
     expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a blue square")
     expect(visit.tab.get_by_role("searchbox")).to_have_value("a blue square")
     visit.tab.go_back()
-    expect(visit.tab.locator("#hits li")).to_have_count(0)
+    expect(visit.tab.locator("#hits .rank")).to_have_count(0)
 
 
 def test_a_dropped_file(visit: Visit) -> None:

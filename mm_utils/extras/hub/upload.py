@@ -24,7 +24,8 @@ from mm_utils.text import one_line, printable, redact
 # The client's HTTP library is requests, httpx or httpx2, by version. The library's common error is the last base class of the
 # client's own error that is not a built-in one.
 _ERRORS: list[type[Exception]] = [
-    base for base in HfHubHTTPError.__mro__ if issubclass(base, Exception) and base.__module__ != "builtins"
+    HfHubHTTPError,
+    *(base for base in HfHubHTTPError.__mro__ if issubclass(base, Exception) and base.__module__ != "builtins"),
 ]
 CLIENT_ERROR = _ERRORS[-1]
 # RuntimeError wraps the errors of a parallel upload; LookupError and ValueError are answers that are not the Hub's.

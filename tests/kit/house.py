@@ -49,7 +49,7 @@ BUDGETS = {
     "reports": 750,
     "run": 1_770,
     "extras": 19_700,
-    "tests": 49_800,
+    "tests": 49_820,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

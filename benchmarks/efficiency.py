@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ablations.report import interval
+from benchmarks.ablations.report import with_interval
 from benchmarks.ablations.runs import Run, execute_all, plan, read_grid
 from benchmarks.harness import ROOT, machine
 from mm_utils.arguments import arg, parse_args, required
@@ -130,10 +130,7 @@ def report(found: Sequence[dict[str, Any]], variants: Sequence[str]) -> str:
 
 
 def _cell(values: list[float], digits: int) -> str | None:
-    if not values:
-        return None
-    mean, half_width = interval(values)
-    return f"{mean:,.{digits}f}" + ("" if half_width is None else f" ± {half_width:,.{digits}f}")
+    return with_interval(values, digits) if values else None
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

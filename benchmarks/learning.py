@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.ablations.report import interval
+from benchmarks.ablations.report import with_interval
 from benchmarks.harness import ROOT, TurnTaker, machine
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.loaders import LoaderArguments
@@ -110,7 +110,7 @@ def report(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     for name in names:
         own = [row for row in rows if row["contestant"] == name]
         if own:
-            cells = [_cell([row["test"][metric] for row in own]) for metric in SHOWN]
+            cells = [with_interval([row["test"][metric] for row in own]) for metric in SHOWN]
             seconds, steps = (fmean(row.get(key) or 0 for row in own) for key in ("seconds", "steps"))
             order = fmean(row["test"]["mean_recall"] for row in own)
             table.append((order, [name, *cells, f"{seconds:.0f}", f"{steps:.0f}" if steps else None, len(own)]))
@@ -118,11 +118,6 @@ def report(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     titles = [metric.replace("_", " ") for metric in SHOWN]
     text = markdown_table(["contestant", *titles, "seconds", "steps", "runs"], [cells for _, cells in table])
     return f"{text}\n\nMean and 95 % interval (Student) over seeds; seconds until the weights that were best on validation."
-
-
-def _cell(values: list[float]) -> str:
-    mean, half_width = interval(values)
-    return f"{mean:.3f}" + ("" if half_width is None else f" ± {half_width:.3f}")
 
 
 def draw(rows: Sequence[dict[str, Any]], names: Sequence[str], out_path: Path) -> None:

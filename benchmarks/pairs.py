@@ -25,7 +25,7 @@ import torch
 from datasets import DatasetDict
 from matplotlib.ticker import NullLocator
 
-from benchmarks.ablations.report import interval
+from benchmarks.ablations.report import with_interval
 from benchmarks.harness import machine
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.tokens import global_order
@@ -120,16 +120,11 @@ def report(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
             if not found:
                 cells.append(None)
                 continue
-            text = _shown([row["mean_recall"] for row in found.values()])
+            text = with_interval([row["mean_recall"] for row in found.values()])
             gains = [row["mean_recall"] - row["start"] for row in found.values()]
-            cells.append(text if name == START else f"{text} ({_shown(gains, '+')})")
+            cells.append(text if name == START else f"{text} ({with_interval(gains, sign='+')})")
         table.append([*cells, len({row["seed"] for row in results if row["size"] == size})])
     return markdown_table(["images", START, *names, "seeds"], table)
-
-
-def _shown(values: list[float], sign: str = "") -> str:
-    mean, half_width = interval(values)
-    return f"{mean:{sign}.3f}" + ("" if half_width is None else f" ± {half_width:.3f}")
 
 
 def draw(results: Sequence[dict[str, Any]], names: Sequence[str], out_path: Path) -> None:

@@ -40,6 +40,12 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     return fmean(values), quantile * stdev(values) / math.sqrt(count)
 
 
+def with_interval(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """Return the mean and its interval as text; the mean alone for a single value."""
+    mean, half_width = interval(values)
+    return f"{mean:{sign},.{digits}f}" + ("" if half_width is None else f" ± {half_width:,.{digits}f}")
+
+
 def summarise(records: Iterable[dict[str, Any]], variants: Sequence[str], metrics: Sequence[str]) -> dict[str, Any]:
     """By variant and metric: values, mean and half width; and those of the differences.
 

@@ -89,8 +89,7 @@ class Searcher:
     ):
         self._folder, self._factory, self._lock = Path(index_dir), index_factory, threading.Lock()
         self._stamp = stamp(self._folder)
-        self.info, rows = open_index(self._folder)
-        self._take(self.info, rows)
+        self._take(*open_index(self._folder))
         name = model or self.info.model
         processor = load_processor_of(name)
         self._tokenizer = processor.tokenizer
@@ -168,8 +167,12 @@ class Searcher:
         """The cosine that a text's hits have to exceed: 19 of 20 random sequences of four tokens find nothing above it."""
         draw, size = torch.Generator().manual_seed(0), len(self._tokenizer)
         drawn = torch.randint(size, (_RANDOM_TEXTS, _RANDOM_TOKENS), generator=draw).tolist()
-        queries = [self._read(self._tokenizer.decode(ids, skip_special_tokens=True))[0] for ids in drawn]
-        best = [self._best(query_E, 1)[0][1] for query_E in queries] if len(self) else [0.0]
+        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
+        with self._lock, torch.no_grad():
+            query_QE, _ = self._model.encode_text(*self._model.text_inputs(texts), with_states=False)
+        queries = torch.nn.functional.normalize(query_QE.float().cpu(), dim=1)
+        with self._reading:
+            best = [hits[0][1] for hits in self._find(queries, 1)] if len(self) else [0.0]
         return float(torch.tensor(best).quantile(_FLOOR))
 
     def embed_text(self, text: str) -> list[float]:

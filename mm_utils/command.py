@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {close[0]}?" if close else ""
         sys.exit(f"tandem: there is no command {name}.{meant} Run tandem --help for the list.")
+    try:
+        os.getcwd()
+    except OSError as error:  # removed meanwhile; Python, and the libraries, ask for it when they start
+        sys.exit(f"tandem: the current folder is gone ({error.strerror}). Change to another.")
     script = str(scripts_folder() / f"{COMMANDS[name][0]}.py")
     launches = name in LAUNCHED and not {"-h", "--help", "--help-all"} & set(words)
     launcher = ["-m", "accelerate.commands.launch"] if launches else []

@@ -13,24 +13,24 @@ REASONS = {
     "missing_column": "The row lacks a required column. Add it, or name the right one, such as image_column.",
     "too_nested": "The row is nested too deeply to be data. Remove it.",
     "duplicate_key": "The row names a column twice. Keep one of them.",
-    "duplicate_id": "Another image has the same id. Give each image its own id, or name another id column.",
-    "unmatched_image": "No caption belongs to the image. Add a row for it, or remove it.",
-    "unmatched_caption": "No image belongs to the caption. Add the image, or remove the caption.",
+    "duplicate_id": "Another row has the same id. Give each its own id, or name another id column.",
+    "unmatched_image": "No caption belongs to the file. Add a row for it, or remove it.",
+    "unmatched_caption": "No file belongs to the caption. Add the file, or remove the caption.",
     "unknown_split": "The split is not train, validation or test. Rename it.",
     "bad_regions": "The regions are not a list of boxes inside the image with phrases. Write x, y, width, height.",
     "languages_mismatch": "Captions and languages differ in number. Give one language a caption, or none.",
     # paths, downloads, archives
-    "image_missing": "There is no such file. Check the path, and set --image_root to the folder of the images.",
-    "not_a_file": "The path is not a regular file. Point it at the image.",
-    "outside_root": "The path leaves the data folder. Set --image_root to a folder above the images, or "
+    "image_missing": "There is no such file. Check the path, and set --image_root to the folder where paths begin.",
+    "not_a_file": "The path is not a regular file. Point it at one.",
+    "outside_root": "The path leaves the data folder. Set --image_root to a folder above the files, or "
     "--allow_outside_root.",
     "path_too_long": "The path is longer than file systems allow. Shorten it.",
     "bad_path": "The path cannot be opened. Use a plain relative path.",
     "permission_denied": "The file may not be read. Change its permissions.",
     "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",
-    "url_not_allowed": "The image is a web address. Download it first, or allow downloads in prepare_data.",
-    "private_address": "The web address is in a private network. Copy the image into the data folder.",
-    "download_failed": "The image could not be downloaded. Check the address, and run again to retry.",
+    "url_not_allowed": "The row has a web address. Download it first, or allow downloads in prepare_data.",
+    "private_address": "The web address is in a private network. Copy the file into the data folder.",
+    "download_failed": "The file could not be downloaded. Check the address, and run again to retry.",
     "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
     "truncated_archive": "The archive ends too early. Copy it again.",
     "compressed_archive": "The archive is compressed, which its name does not say. Decompress it.",
@@ -42,9 +42,9 @@ REASONS = {
     "image_corrupt": "Part of the image is damaged, although decoders show it. Fetch it again, or save it again.",
     "image_unknown_format": "The file is in no supported format. Convert it to JPEG or PNG.",
     "zero_size": "The image has no width or no height. Fetch it again.",
-    "too_many_bytes": "The image file is too large. Shrink it, or raise --max_image_bytes of prepare_data.",
-    "too_many_pixels": "The image has too many pixels. Shrink it, or raise --max_image_pixels of prepare_data.",
-    "too_many_parts": "A file of that many parts is built to keep decoders busy. Save it again with an image editor.",
+    "too_many_bytes": "The file is too large. Shrink it, or raise --max_image_bytes of prepare_data.",
+    "too_many_pixels": "It has too many pixels. Shrink it, or raise --max_image_pixels of prepare_data.",
+    "too_many_parts": "A file of that many parts is built to keep decoders busy. Save it again.",
     "too_small": "The image is smaller than --min_image_side. Lower the limit, or use a larger image.",
     "extreme_aspect": "The image is longer than --max_aspect_ratio allows. Raise the limit, or crop the image.",
     # sounds and clips
@@ -68,13 +68,13 @@ REASONS = {
     "caption_empty": "The caption has no readable text. Write one, or remove the row.",
     "caption_nan": "The caption is a program's placeholder for no value. Write one, or remove the row.",
     "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
-    "caption_is_file_name": "The caption is a file name or web address. Write what the image shows.",
-    "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what the image shows.",
-    "low_pair_score": "No caption fits the image, by --score_with. Look at both, or lower --min_pair_score.",
-    "no_caption_left": "The image has no usable caption. Write one, or remove the row.",
+    "caption_is_file_name": "The caption is a file name or web address. Write what is to be seen or heard.",
+    "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what is to be seen.",
+    "low_pair_score": "No caption fits, by --score_with. Look at both, or lower --min_pair_score.",
+    "no_caption_left": "The row has no usable caption. Write one, or remove the row.",
     # between rows
-    "near_duplicate": "Another row has nearly the same image. Keep one of them.",
-    "leaked": "The image is also in an evaluation split. Keep it there only.",
+    "near_duplicate": "Another row is nearly the same. Keep one of them.",
+    "leaked": "It is also in an evaluation split. Keep it there only.",
 }
 """reason -> its meaning and the remedy."""
 
@@ -91,6 +91,7 @@ NOTES = {
     "trailing_bytes": "Bytes after the end of the image were ignored.",
     "wrong_extension": "The file name ends like another format's; the content decided.",
     # sounds and clips
+    "second_file": "A second file follows in the same one; it was left out, or mixed in. Join files with a program for them.",
     "packets_skipped": "A few damaged packets of a stream were skipped.",
     "turned": "The rotation that a camera wrote into a video was applied.",
     "frames_fitted": "Frames of several sizes were given the size of the first.",
@@ -106,7 +107,7 @@ NOTES = {
     "caption_from_xmp": "The photo's own XMP data has the caption.",
     "caption_from_iptc": "The photo's own IPTC data has the caption.",
     "caption_from_exif": "The photo's own EXIF data has the caption.",
-    "caption_repeated": "A caption given twice for an image was kept once.",
+    "caption_repeated": "A caption given twice in a row was kept once.",
 }
 """note -> the conversion."""
 

@@ -1,12 +1,14 @@
 """Build, load or convert a model; the flags that say how."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import (
     AutoConfig,
@@ -60,6 +62,7 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
               "intermediate_size": 1536},
     "base": {"model_type": "bert"},
 }  # fmt: skip
+_BYTES_OF_PIXEL = 24  # three colours as floats, and a first layer of at least as many
 
 
 @dataclass
@@ -156,6 +159,12 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if self.joins_whole:
             self.freeze_vision = True
+        most = math.isqrt(psutil.virtual_memory().total // _BYTES_OF_PIXEL)
+        if self.image_size is not None and not 0 < self.image_size <= most:
+            raise ValueError(
+                f"--image_size is {self.image_size}; a larger image than {most:,} pixels a side would fill this machine's memory. Give "
+                "pixels, from 1 on."
+            )
         if not 0 <= self.patch_dropout < 1:
             raise ValueError(f"--patch_dropout is {self.patch_dropout}; give a share of the patches in [0, 1).")
         for name in ("fusion_vision_taps", "fusion_text_taps"):

@@ -5,8 +5,11 @@ It stands apart from `mm_utils.run.start` because scripts that train nothing loa
 
 import errno
 import logging
+import multiprocessing
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,8 +23,9 @@ from mm_utils import distributed
 from mm_utils.distributed import RunError
 from mm_utils.files import errno_of
 from mm_utils.reliability import failures
-from mm_utils.text import SafeFormatter, printable, redact
+from mm_utils.text import SafeFormatter, one_line, printable, redact
 
+EXIT_SECONDS = 60.0  # for what libraries do at the exit of a process, such as a tracker that sends the rest of its log
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Change its permissions, or give another folder")
 _REMEDIES |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Give a folder, or the name of a new one")
@@ -32,7 +36,7 @@ def run_script(main: Callable[[], Any]) -> None:
 
     With several processes, the first that fails says why and ends the others: see `mm_utils.reliability.failures`.
     """
-    monitor = failures.start_monitor()
+    monitor, status = failures.start_monitor(), 1
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_Log, streams)  # type: ignore[assignment]
     try:
@@ -40,20 +44,47 @@ def run_script(main: Callable[[], Any]) -> None:
         if workers := sys.modules.get("mm_utils.data.batches.workers"):  # only who has loaded it has any
             workers.end_workers()
     except KeyboardInterrupt:
+        status = 130
         sys.excepthook = lambda *_: None  # the exit status stays that of the signal, without Python's report
         raise
     except Exception as error:
         _report(monitor, error)
         monitor.fail()
-    except SystemExit:
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
         monitor.finish()
         raise
     else:
+        status = 0
         monitor.finish()
     finally:
+        if getattr(main, "__module__", "") == "__main__":  # not where a notebook or a test has called it
+            threading.Thread(target=_limit_exit, args=(status,), daemon=True, name="exit").start()
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = streams
+
+
+def _limit_exit(status: int) -> None:
+    """End the process with its status if libraries keep it longer than `EXIT_SECONDS`, and name them."""
+    main = threading.main_thread()
+    main.join()  # until the interpreter begins to exit: it waits for threads, and then calls what is registered with `atexit`
+    time.sleep(EXIT_SECONDS)
+    waiting = {thread.ident for thread in threading.enumerate() if not thread.daemon} | {main.ident}
+    names = list[str]()
+    for ident, frame in sys._current_frames().items():
+        modules = [each.f_globals.get("__name__", "").split(".")[0] for each, _ in traceback.walk_stack(frame)]
+        own = [name for name in modules if name not in sys.stdlib_module_names] if ident in waiting else []
+        names += own[-1:]  # where its work began
+    logging.getLogger(__name__).warning(
+        "%s kept the finished process for %g seconds, so it ends now, with status %d",
+        " and ".join(dict.fromkeys(names)) or "A library",
+        EXIT_SECONDS,
+        status,
+    )
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)
 
 
 class _Log:
@@ -93,6 +124,8 @@ class _Log:
 
 def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
     """Log a user's mistake or a full disk in one line, and anything else with its traceback."""
+    from mm_utils.objectives.grad_cache import is_out_of_memory
+
     logger, line = logging.getLogger("mm_utils"), ""
     if isinstance(error, (RunError, ValueError, FloatingPointError)):
         line = str(error)
@@ -100,6 +133,8 @@ def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
         place = getattr(error, "filename", None) or "A file of this run, or of a cache"
         remedy = _REMEDIES.get(number, "Free some space there, or give a folder that can be written")
         line = f"{place}: {os.strerror(number)}. {remedy}."
+    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_out_of_memory(error)):
+        line = f"The memory is full; {one_line(error)}. Give smaller batches, images or models."
     elif monitor.is_alone:
         raise error
     if monitor.report(error):

@@ -138,6 +138,12 @@ def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders
     assert processor.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folders["text"]).get_vocab()
 
 
+@pytest.mark.parametrize("size", [0, -32, 1_000_000])
+def test_an_image_size_that_no_machine_holds_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"--image_size is {size}; a larger image than .* pixels a side would fill"):
+        ModelArguments(image_size=size)
+
+
 def test_image_size_overrides_the_backbones(folders, tokenizer):
     args = ModelArguments(vision_model_name_or_path=folders["vision"], image_size=48)
     assert image_geometry(VisionTextDualEncoderProcessor(processors._image_processor(args), tokenizer))[0] == 48

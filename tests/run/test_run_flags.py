@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -85,6 +86,36 @@ def test_no_stream_ends_a_run(how: str, stream: int, tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+def test_what_hangs_at_the_exit_keeps_no_finished_process(tmp_path: Path) -> None:
+    """A tracker's handler or thread that never ends; the status is that of the run."""
+    (tmp_path / "slow_tracker.py").write_text(
+        "import atexit, threading\n"
+        "def handler(): atexit.register(lambda: threading.Event().wait())\n"
+        "def thread(): threading.Thread(target=lambda: threading.Event().wait()).start()\n"
+    )
+    (tmp_path / "run.py").write_text(
+        "import os, sys\n"
+        "import slow_tracker\n"
+        "from mm_utils.run import script\n"
+        "script.EXIT_SECONDS, status = 0.3, 0\n"
+        "def main():\n"
+        "    getattr(slow_tracker, name)()\n"
+        "    if status: sys.exit(status)\n"
+        "for name, status in (('handler', 0), ('thread', 3)):\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        script.set_up_logging()\n"
+        "        script.run_script(main)\n"
+        "        sys.exit()\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+    )
+    command = [sys.executable, str(tmp_path / "run.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert ended.stdout.split() == ["0", "3"]
+    lines = [line.partition("WARNING ")[2] for line in ended.stderr.splitlines()]
+    ending = "kept the finished process for 0.3 seconds, so it ends now, with status"
+    assert lines == [f"slow_tracker {ending} {status}" for status in (0, 3)]
+
+
 ANY_FILE = "A file of this run, or of a cache"
 
 
@@ -99,9 +130,17 @@ ANY_FILE = "A file of this run, or of a cache"
         (Exception("No space left on device (os error 28)"), f"{ANY_FILE}: No space left on device"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/out"), "/data/out: Permission denied. Change its"),
         (FileExistsError(errno.EEXIST, "File exists", "/data/a.json"), "/data/a.json: File exists. Give a folder"),
+        (
+            MemoryError("Unable to allocate 9 TiB"),
+            "The memory is full; MemoryError: Unable to allocate 9 TiB. Give smaller",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            "The memory is full; RuntimeError: Def",
+        ),
     ],
 )
-def test_a_disk_that_refuses_is_one_line_and_other_errors_keep_their_traceback(
+def test_a_disk_or_memory_that_refuses_is_one_line_and_other_errors_keep_their_traceback(
     error: Exception, start: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = SimpleNamespace(is_alone=True, report=lambda _: True, fail=lambda: sys.exit(1), finish=lambda: None)

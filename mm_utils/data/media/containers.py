@@ -43,6 +43,17 @@ _SIGNATURES = {
     "MPEG-TS": re.compile(rb"G.{187}G", re.DOTALL),
     "MPEG-PS": re.compile(rb"\0\0\x01\xba"),
 }
+_SECOND = {
+    "WAV": rb"RIFF....WAVEfmt ",
+    "MP4": rb"ftyp(?<=\0\0\0.ftyp)",
+    "Matroska": rb"\x1aE\xdf\xa3([\x80-\xff]|[\x40-\x7f].|\x01.{7})\x42\x86\x81",
+    "FLAC": rb"fLaC[\0\x80]\0\0\x22",
+    "AIFF": rb"FORM....AIF[FC]",
+    "ASF": rb"0&\xb2u\x8ef\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c",
+    "FLV": rb"FLV\x01[\x01\x04\x05]\0\0\0\x09\0\0\0\0",
+    None: rb"GIF8[79]a|\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR|RIFF....WEBPVP8",
+}
+"""kind -> how a file of it begins, at such length that no compressed sound or picture holds it; the others are played on."""
 _HEIF = re.compile(rb"....ftyp(avi[fs]|hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
 _FOREVER = 1e9  # seconds
 _MOST_STREAMS = 64
@@ -55,6 +66,12 @@ def signature(content: bytes) -> str | None:
     if _HEIF.match(content):
         return None
     return next((name for name, magic in _SIGNATURES.items() if magic.match(content)), None)
+
+
+def holds_second(content: bytes) -> bool:
+    """Return whether another file of the same kind follows a sound or clip, as `cat` joins them, which decoders leave or mix."""
+    magic = _SECOND.get(signature(content))
+    return magic is not None and re.compile(magic, re.DOTALL).search(content, 16) is not None
 
 
 @contextmanager

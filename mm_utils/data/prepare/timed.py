@@ -10,7 +10,7 @@ from PIL import Image
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.clip_files import clip_of_frames, read_clip, strip
-from mm_utils.data.media.containers import seconds_of
+from mm_utils.data.media.containers import holds_second, seconds_of
 from mm_utils.data.media.riff import MOST_RATE, write_avi, write_wav
 from mm_utils.data.media.sound_files import LEAST_RATE, loudness_picture, read_sound
 from mm_utils.data.paths import MEDIA_LIMITS, Limits
@@ -74,6 +74,8 @@ def store_medium(
         row = {"seconds": clip.seconds, "rate": clip.original_fps}
         row |= dict(zip(("width", "height"), clip.size, strict=True))
         row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
+    if not isinstance(record.image, FramesImage) and holds_second(contents[0]):
+        notes.append("second_file")
     file_hash = _hash_of(contents, times)
     is_whole = not start and end is None
     return row | {

@@ -1,14 +1,16 @@
 """Sounds and frames keep their times in what is stored, whatever the file."""
 
+import re
 from fractions import Fraction
 from functools import partial
 
 import numpy as np
 import pytest
 
-from mm_utils.data.faults import Fault
+from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.media.clip_files import Clip, clip_of_frames, read_clip
+from mm_utils.data.media.containers import holds_second
 from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
 from tests.kit.made_media import animation, click_times, encoded, picture, steady, tone, video, wav
@@ -156,3 +158,28 @@ def test_resampling_keeps_tones_and_removes_what_the_rate_cannot_hold() -> None:
     wanted = 8_000 * np.sin(2 * np.pi * 1_000 * np.arange(16_000) / 16_000)
     assert (rate, len(found)) == (44_100, 16_000)
     assert abs(found - wanted)[500:-500].max() < 100
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        wav(tone(0.5)),
+        *(encoded(tone(0.5), 8000, form, codec)
+          for form, codec in (("flac", "flac"), ("mp4", "aac"), ("aiff", "pcm_s16be"), ("flv", "aac"), ("matroska", "flac"))),
+        *(video(steady(10, 0.5), form=form) for form in ("mov", "matroska", "asf")),
+        *(animation(3, form) for form in ("GIF", "WEBP", "PNG")),
+    ],
+)  # fmt: skip
+def test_a_second_file_behind_the_first_is_noted(content: bytes) -> None:
+    """All kinds of which decoders do not play the second; `cat a.mp4 b.mp4` is a mistake that people make."""
+    assert not holds_second(content)
+    assert holds_second(content + content)
+
+
+def test_the_remedy_of_a_fault_fits_all_media() -> None:
+    """Those of images alone are named for it, or speak of what only images have."""
+    of_images = {"too_small", "extreme_aspect", "zero_size", "bad_regions"} | {
+        name for name in REASONS if name.startswith("image_") and name != "image_missing"
+    }
+    shared = {name: text for name, text in REASONS.items() if name not in of_images}
+    assert not {name: text for name, text in shared.items() if re.search(r"(?<![-_])\bimages?\b(?!_)", text)}

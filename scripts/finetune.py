@@ -93,6 +93,7 @@ def main(
     # 4. Train.
     evaluator = ClassificationEvaluator(data.splits["validation"], classes)
     context = RunContext(run, given, data, model, objective, optimizer, [evaluator, *evaluators], resume_from)
+    context.final_evaluations = int("test" in data.splits)
     doors.start(context)
     trainer = Trainer(
         args,

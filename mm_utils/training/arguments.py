@@ -40,7 +40,7 @@ class TrainingArguments:
     )
     num_train_epochs: float = arg(12.0, "Passes over the training rows.")
     max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
-    logging_steps: int = arg(10, "Log every N steps.")
+    logging_steps: int = arg(-1, "Log every N steps; -1 = 10, or a tenth of a run that is shorter than 100.")
     eval_steps: int = arg(
         -1,
         "Evaluate every N steps; 0 = only at the end; -1 = before the first step and five times, if the run starts from "

@@ -92,6 +92,8 @@ class Trainer:
             self.state.max_steps,
             data.max_seq_length,
         )
+        if args.logging_steps < 0:
+            args.logging_steps = min(10, -(-self.state.max_steps // 10))
         self.phases, self.average = self.step.phases, self.step.average
         objective.teacher = self.average
         self.callbacks = CallbackRunner(prepared.callbacks, self._context, accelerator.device)

@@ -45,6 +45,12 @@ def test_everything_is_left_behind(finished: tuple[Path, dict[str, float]]) -> N
     assert not (folder / "dual_encoder").exists()
 
 
+def test_a_dry_run_counts_the_test_split(finetuning_flags: list[str], questions: Path, tmp_path: Path) -> None:
+    for more, counted in (([], 1), (["--test_file", str(questions / "test.jsonl")], 2)):
+        found = finetune.main([*finetuning_flags, *more, "--output_dir", str(tmp_path / "out"), "--dry_run"])
+        assert found["dry_run_evaluations"] == counted
+
+
 def test_the_saved_model_is_a_stock_artefact(finished: tuple[Path, dict[str, float]]) -> None:
     folder, _ = finished
     for path in (folder, folder / "checkpoint-2"):

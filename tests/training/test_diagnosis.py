@@ -83,7 +83,7 @@ class Run:
 
     def __init__(self, main: bool = True, history: list[dict] | None = None, max_steps: int = 400, **args: Any):
         self.state = TrainerState(max_steps=max_steps, is_world_process_zero=main, log_history=history or [])
-        self.args: Any = TrainingArguments(**args)
+        self.args: Any = TrainingArguments(**{"logging_steps": 10} | args)
         self.warning = CollapseWarning(0.05, 100.0)
         self.step = history[-1]["step"] if history else 20
         self.warning.on_train_begin(self.args, self.state, TrainerControl())

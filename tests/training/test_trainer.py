@@ -10,7 +10,7 @@ from typing import Any
 from mm_utils.checkpointing.files import checkpoint_folders, step_of
 from mm_utils.training import trainer
 from tests.kit.launches import logged
-from tests.kit.tiny_run import Signalled, TinyRun, alone, exiting, train
+from tests.kit.tiny_run import Signalled, TinyRun, alone, build, exiting, train
 
 
 @dataclass
@@ -52,3 +52,9 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up_for(tmp_path: Path) ->
     assert alone(train, TinyRun(tmp_path / "run", arguments=best))[0] == 0
     assert logged(tmp_path / "run", "eval_score") == logged(tmp_path / "straight", "eval_score")
     assert list(logged(tmp_path / "run", "eval_score")) == [4, 5, 8, 10]  # also where the encoders' part ends
+
+
+def test_a_short_run_has_a_curve(tmp_path: Path) -> None:
+    for steps, every in ((1, 1), (6, 1), (15, 2), (25, 3), (100, 10), (1000, 10)):
+        run = TinyRun(tmp_path, arguments={"max_steps": steps, "logging_steps": -1})
+        assert build(run, []).args.logging_steps == every

@@ -200,9 +200,11 @@ def draw_contact_sheet(tiles: list[Tile], out_path: Path, columns: int = 6, grou
             picture = ImageOps.pad(tile.image.convert("RGB"), picture.size, color="#f8fafc")
         ax.imshow(np.asarray(picture), extent=(0, side, 0, side))
         ax.set(xlim=(0, side), ylim=(-below, side))
-        title = tile.title if len(tile.title) <= 28 else f"{tile.title[:13]}…{tile.title[-14:]}"
-        draw_text(ax, 0, -0.05, wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
-        draw_text(ax, 0, -0.19, wrap(tile.text, 24, 5), va="top", fontsize=7.5, clip_on=True)
+        title = tile.title if len(tile.title) <= 56 else f"{tile.title[:27]}…{tile.title[-28:]}"
+        title = "\n".join(wrap(part, 28, 1) for part in (title[:28], title[28:]) if part)
+        extra = title.count("\n")
+        draw_text(ax, 0, -0.05, title, va="top", fontsize=6.5, color=MUTED, clip_on=True)
+        draw_text(ax, 0, -0.19 - 0.11 * extra, wrap(tile.text, 24, 5 - extra), va="top", fontsize=7.5, clip_on=True)
     # 24 photographs take 200 kB, and as a PNG five times that.
     save_figure(figure, out_path, pil_kwargs={"quality": 75, "optimize": True})
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mm_utils.extras.data_reports import pictures
 from mm_utils.extras.data_reports.pictures import (
     PairStatistics,
     Tile,
@@ -91,6 +92,16 @@ def test_contact_sheet_grows_by_rows_and_keeps_to_its_columns(tmp_path: Path) ->
     assert size(1)[0] < size(6)[0] == size(7)[0]
     assert size(1)[1] == size(6)[1] < size(7)[1] == size(12)[1]
     assert size(4, columns=4)[0] < size(4, columns=4, group=2)[0]
+
+
+@pytest.mark.parametrize("length", [10, 28, 29, 56, 57, 500])
+def test_an_id_is_shown_whole_or_by_its_ends(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    title, texts = "".join(chr(ord("a") + place % 26) for place in range(length)), list[str]()
+    monkeypatch.setattr(pictures, "draw_text", lambda ax, x, y, text, **_: texts.append(text))
+    draw_contact_sheet([Tile(None, title, "a fox")], tmp_path / "sheet.jpg")
+    shown = texts[0].replace("\n", "")
+    assert shown == (title if length <= 56 else f"{title[:27]}…{title[-28:]}")
+    assert max(map(len, texts[0].split("\n"))) <= 28
 
 
 def test_text_stays_in_its_tile(tmp_path: Path) -> None:

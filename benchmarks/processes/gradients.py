@@ -27,7 +27,8 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args
-from mm_utils.objectives.losses import gather_batch, info_nce, sigmoid_loss
+from mm_utils.extras.sigmoid.term import sigmoid_loss
+from mm_utils.objectives.losses import gather_batch, info_nce
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of a process's own [image, text] embeddings and the inverse temperature
 PARTS = 2  # in which a batch is accumulated

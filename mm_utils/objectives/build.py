@@ -17,13 +17,13 @@ from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.doors import entries, entry, load
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.captioning import Captioning
-from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
+from mm_utils.objectives.contrastive import InfoNCE
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.terms import EmbeddingTerm, Term
 
 logger = logging.getLogger(__name__)
 
-_CORE: dict[str, type[Term]] = {term.name: term for term in (InfoNCE, PairwiseSigmoid, Captioning)}
+_CORE: dict[str, type[Term]] = {term.name: term for term in (InfoNCE, Captioning)}
 _READ_BY = {
     "matryoshka_dims": ("contrastive", "sigmoid"),
     "hard_negatives": ("matching",),
@@ -97,7 +97,7 @@ class ObjectiveArguments:
         found = {name: weight for name, weight in weights.items() if weight}
         if not all(0 <= weight < math.inf for weight in weights.values()):
             raise ValueError(f"--objectives is {self.objectives!r}; a weight is a finite number of at least 0.")
-        if {InfoNCE.name, PairwiseSigmoid.name} <= found.keys():
+        if {"contrastive", "sigmoid"} <= found.keys():
             raise ValueError(
                 f"--objectives is {self.objectives!r}; contrastive and sigmoid share one temperature. Drop one of them."
             )
@@ -166,7 +166,7 @@ def build_objective(
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
     """
     weights = {term_class(name).build(args, seed, tokenizer): weight for name, weight in args.weights.items()}
-    if not any(isinstance(term, PairwiseSigmoid) for term in weights):
+    if not any(term.has_bias for term in weights):
         model.remove_logit_bias()
     before = {name for name in model.state_dict() if model.voices or not name.startswith("fusion.")}
     for term in weights:

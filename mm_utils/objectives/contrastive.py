@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.losses import GlobalBatch, info_nce, sigmoid_loss
+from mm_utils.objectives.losses import GlobalBatch, info_nce
 from mm_utils.objectives.terms import EmbeddingTerm, LossInputs, Report
 
 
@@ -74,26 +74,3 @@ class InfoNCE(Contrastive):
     def metrics(self, value: Tensor, own: LossInputs) -> Report:
         """Log the loss and the temperature."""
         return {"contrastive_loss": value, "temperature": 1 / own.scale.detach()}
-
-
-class PairwiseSigmoid(Contrastive):
-    """A binary loss for every pair (SigLIP, arXiv 2303.15343); see `losses.sigmoid_loss`."""
-
-    name = "sigmoid"
-
-    def prepare(self, model: FusionDualEncoderModel) -> None:
-        """Add the bias that this loss starts from, if the model has none."""
-        super().prepare(model)
-        if model.logit_bias is None:
-            model.add_logit_bias()
-
-    def of_width(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
-        """Return the loss of embeddings of one width."""
-        assert own.bias is not None
-        return sigmoid_loss(own.embeds["image"], own.embeds["text"], own.scale, own.bias, batch)
-
-    def metrics(self, value: Tensor, own: LossInputs) -> Report:
-        """Log the loss, the temperature and the bias."""
-        assert own.bias is not None
-        scalars = {"temperature": 1 / own.scale.detach(), "logit_bias": own.bias.detach()}
-        return {"contrastive_loss": value, **scalars}

@@ -90,17 +90,6 @@ def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatc
     return AtEmbeddings.apply(_info_nce, batch, tile, image_nE, text_nE, scale)
 
 
-def sigmoid_loss(
-    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: Tile | None = None
-) -> Tensor:
-    """Return the pairwise sigmoid loss (SigLIP, arXiv 2303.15343), a scalar.
-
-    loss = 1/N sum_i [softplus(-z_ii) + sum_j softplus(z_ij)], z_ij = scale a_i b_j + bias, where j runs over the
-    negatives of i. Arguments are those of `info_nce`, and `bias`, the scalar added to every logit.
-    """
-    return AtEmbeddings.apply(_sigmoid, batch, tile, image_nE, text_nE, scale, bias)
-
-
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Turn autocast and TF32 off: at a scale of 100, they leave an error of 0.1 in a logit."""
@@ -187,31 +176,6 @@ def _info_nce(
     scale_grad = (grads[0] * directions[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
     loss = shared_N3[:, 2].sum() / (2 * total)
     return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
-
-
-def _sigmoid(
-    directions: Directions, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: Tile
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
-    grads = []
-    for direction, (rows_nE, columns_NE) in enumerate(directions):
-        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
-        for part in slices(len(rows_nE), tile.rows):
-            for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, diagonal = logits_of(scaled_nE, columns_NE, batch, part, columns)
-                logits_TC += bias
-                negated = -logits_TC[diagonal]
-                weight_TC = logits_TC.sigmoid()
-                weight_TC[diagonal] = -negated.sigmoid()
-                add_product(grad_nE[part], weight_TC, columns_NE, columns)
-                if direction == 0:
-                    logits_TC[diagonal] = negated
-                    loss = loss + softplus(logits_TC, threshold=40).sum()
-                    bias_grad = bias_grad + weight_TC.sum()
-        grads.append(grad_nE.div_(total))
-    scale_grad = (grads[0] * directions[0][0]).sum()
-    loss = distributed.sum_over_ranks(loss) / total
-    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad, bias_grad / total)
 
 
 def tile_of(rows: int, columns: int, device: torch.device) -> Tile:

@@ -130,6 +130,7 @@ class Term:
             with the flag.
         needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
             `teacher_image` and `teacher_text`.
+        has_bias: True if the term reads the bias of the logits, which a model has for such a term alone.
         seed: the run's random seed.
     """
 
@@ -140,6 +141,7 @@ class Term:
     readers: ClassVar[Sequence[ColumnReader]] = ()
     refuses: ClassVar[Mapping[str, str]] = {}
     needs_teacher: ClassVar[bool] = False
+    has_bias: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0):
         self.seed = seed

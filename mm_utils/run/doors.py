@@ -28,7 +28,6 @@ from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
-from mm_utils.training.diagnosis import CollapseWarning
 from mm_utils.training.throughput import Communication, LoaderAdvice, Throughput
 
 
@@ -171,8 +170,7 @@ def default_callbacks(
         ProgressBar(),
     ]
     if highest_scale is not None:
-        warmup = run.settings["warmup_ratio"]
-        callbacks += [TemperatureClamp(highest_scale), CollapseWarning(warmup, highest_scale)]
+        callbacks.append(TemperatureClamp(highest_scale))
     if not (caches and run.settings["freeze_vision"]):  # cached features cost the loader nothing
         callbacks.append(LoaderAdvice(lambda: data.loaders.workers))
     if args.early_stopping_patience:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from mm_utils.extras.altered.term import Altered
-from mm_utils.extras.frozen.distillation import Distillation
+from mm_utils.extras.soft_targets.terms import Distillation
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils import distributed
 from mm_utils.extras.albef.matching import hard_negatives
-from mm_utils.extras.albef.soft_targets import distilled_info_nce
-from mm_utils.objectives.losses import Tile, gather_batch, info_nce, same_pair, sigmoid_loss
+from mm_utils.extras.sigmoid.term import sigmoid_loss
+from mm_utils.extras.soft_targets.terms import distilled_info_nce
+from mm_utils.objectives.losses import Tile, gather_batch, info_nce, same_pair
 from tests.kit.objectives import dense_info_nce, dense_sigmoid, other_positives_of
 from tests.kit.ranks import run_on_ranks
 

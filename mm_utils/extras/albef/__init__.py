@@ -1,1 +1,1 @@
-"""Terms of ALBEF (arXiv 2107.07651): matching with hard negatives, masked words, soft targets of averaged weights."""
+"""Terms of ALBEF (arXiv 2107.07651): matching with hard negatives, masked words."""

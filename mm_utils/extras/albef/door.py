@@ -3,5 +3,4 @@
 TERMS = {
     "matching": "mm_utils.extras.albef.matching.Matching",
     "masked_lm": "mm_utils.extras.albef.masked_language.MaskedLanguageModelling",
-    "self_distillation": "mm_utils.extras.albef.self_distillation.SelfDistillation",
 }

@@ -7,6 +7,7 @@ with the same teacher and data read. It is in memory until then.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import datasets
 import torch
@@ -18,7 +19,6 @@ from mm_utils.data.batches.column_cache import column_digest, image_digest
 from mm_utils.data.batches.loaders import make_loaders
 from mm_utils.data.batches.tokens import fingerprint, tokenize_captions, tokenizer_digest
 from mm_utils.data.training_data import TrainingData
-from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.extras.frozen.feature_cache import Block, Source, weights_digest
 from mm_utils.extras.frozen.sentence_teacher import PREFIX, Embedder, SentenceTeacher
 from mm_utils.model.build import load_model
@@ -36,7 +36,7 @@ def cache_teacher(name: str | None, data: TrainingData, objective: JointObjectiv
     Raises:
         ValueError: if there is no such model, if its embeddings are not finite, or if processes share no cache.
     """
-    terms = [term for term in objective.weights if isinstance(term, Distillation)]
+    terms: list[Any] = [term for term in objective.weights if term.name == "distillation"]
     if not terms or name is None:
         return
     if name.startswith(PREFIX):

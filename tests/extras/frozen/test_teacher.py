@@ -18,9 +18,9 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.training_data import TrainingData
-from mm_utils.extras.frozen.distillation import Distillation
 from mm_utils.extras.frozen.feature_cache import Source, cache_features
 from mm_utils.extras.frozen.teacher import cache_teacher
+from mm_utils.extras.soft_targets.terms import Distillation
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective

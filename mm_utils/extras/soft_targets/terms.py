@@ -1,12 +1,57 @@
 """InfoNCE towards soft targets, exact and in tiles as in `mm_utils.objectives.losses`, whose shape letters these are."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mm_utils import distributed
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import AtEmbeddings, Directions, GlobalBatch, Tile, add_product, logits_of, slices
+from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs
+
+
+class SelfDistillation(EmbeddingTerm):
+    """InfoNCE towards the weight average's soft targets (ALBEF, arXiv 2107.07651).
+
+    Captions of web pairs often fit other images too; a hard target calls all of those wrong. ALBEF's weights are
+    contrastive:0.6,self_distillation:0.4 with an `--ema_decay` of 0.995. It costs a forward pass of both towers.
+    """
+
+    name = "self_distillation"
+    needs_teacher = True
+
+    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Compute the loss in tiles; each rank computes its own rows."""
+        teacher = (own.embeds["teacher_image"], own.embeds["teacher_text"])
+        return distilled_info_nce(own.embeds["image"], own.embeds["text"], own.scale, *teacher, batch)
+
+
+class Distillation(EmbeddingTerm):
+    """InfoNCE towards the soft targets of another model, a teacher (TinyCLIP, arXiv 2309.12314).
+
+    Its unit embeddings of the images as evaluation sees them, and of the captions, are computed before training
+    (`mm_utils.extras.frozen.teacher`) and are in the batch as `teacher_image` and `teacher_text`, `[n, width of the teacher]`.
+
+    Attributes:
+        scale: the teacher's own inverse temperature, of its softmax; set with the embeddings.
+    """
+
+    name = "distillation"
+    refuses: ClassVar[Mapping[str, str]] = {"streaming": "never has all rows at hand, over which a teacher runs"}
+    scale: float | None = None
+
+    def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> dict[str, Tensor]:
+        """Return the teacher's embeddings."""
+        return {f"distillation_{side}": batch[f"teacher_{side}"] for side in ("image", "text")}
+
+    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+        """Compute the loss in tiles; each rank computes its own rows."""
+        teacher = (own.embeds["distillation_image"], own.embeds["distillation_text"])
+        student = (own.embeds["image"], own.embeds["text"], own.scale)
+        return distilled_info_nce(*student, *teacher, batch, teacher_scale=self.scale)
 
 
 def distilled_info_nce(

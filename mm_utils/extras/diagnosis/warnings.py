@@ -11,7 +11,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
+
+from mm_utils.arguments import Parsed
+from mm_utils.objectives import ObjectiveArguments
+from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ def chance_loss(pairs: int, sigmoid: bool) -> float:
     return math.log(pairs) + ((pairs - 1) * math.log(pairs / (pairs - 1)) if sigmoid else 0.0)
 
 
-class CollapseWarning(TrainerCallback):
+class CollapseWarning(RunCallback):
     """Read the log, and warn once for each cause: the finding, the likely reason and the remedy.
 
     After warm-up, several rows in succession must agree: contrastive loss at chance or rising, matching head idle, temperature
@@ -52,11 +56,22 @@ class CollapseWarning(TrainerCallback):
 
     Args:
         warmup_ratio: the share of steps in which nothing is judged.
-        max_logit_scale: the upper bound of the inverse temperature; the lower one is 1.
+        max_logit_scale: the upper bound of the inverse temperature, which the model of a run may set; the lower one is 1.
     """
 
-    def __init__(self, warmup_ratio: float, max_logit_scale: float):
+    scripts = ("pretrain",)
+
+    def __init__(self, warmup_ratio: float, max_logit_scale: float = math.inf):
         self.warmup_ratio, self.max_logit_scale = warmup_ratio, max_logit_scale
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "CollapseWarning":
+        """Return the callback of any run."""
+        return cls(given["warmup_ratio"])
+
+    def on_start(self, run: Any) -> None:
+        """Read the bound of the temperature."""
+        self.max_logit_scale = run.given[ObjectiveArguments].highest_scale(run.model)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget an earlier run; read a resumed one's log, and log again what still holds."""

@@ -1,0 +1,3 @@
+"""What warnings add to a run, see `mm_utils.doors`."""
+
+CALLBACKS = {"diagnosis": "mm_utils.extras.diagnosis.warnings.CollapseWarning"}

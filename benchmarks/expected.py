@@ -30,8 +30,8 @@ from benchmarks.gpu import captions
 from benchmarks.host_reads import _VIEWS
 from mm_utils.arguments import arg, parse_args
 from mm_utils.copies import HostCopy
+from mm_utils.extras.flops.counts import measure_flops
 from mm_utils.model.build import ModelArguments, build_model
-from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.encoding import PASS_TOKENS

@@ -11,7 +11,7 @@ AdamW and clipping, and one `.item()` a step. The loss of the last step, from eq
 compiling or packing changes.
 
 Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is model FLOPs of real tokens
-(`mm_utils.model.flops`) by the rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the
+(`mm_utils.extras.flops.counts`) by the rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the
 step in which a kernel runs, matmul the share of matrix products in that, launches and waits are calls of CUDA's runtime, all by
 torch's profiler, which slows a step down; the log has the kernels' names.
 Kernels and reads need no GPU (`benchmarks.host_reads`): operations that are more than a view, and values that the host waits for
@@ -39,8 +39,8 @@ from benchmarks.half_hour import run_half_hour
 from benchmarks.harness import device_name, give_memory_back, machine, synchronize
 from benchmarks.host_reads import HostReads
 from mm_utils.arguments import arg, parse_args
+from mm_utils.extras.flops.counts import measure_flops
 from mm_utils.model.build import ModelArguments, build_model
-from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.encoding import length_groups

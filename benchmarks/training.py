@@ -18,7 +18,7 @@ prefetched batches to where it stays. What free work is left is one queue over a
 here, 2 in the peers' loaders); take more steps than that.
 
 Figures are medians over the rounds, ratios are ratios of medians, tokens are those embedded by those that are not padding.
-Utilisation counts the model FLOPs of images and real tokens (`mm_utils.model.flops`), not padding or what is computed twice.
+Utilisation counts the model FLOPs of images and real tokens (`mm_utils.extras.flops.counts`), not padding or what is computed twice.
 """
 
 import json

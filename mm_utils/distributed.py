@@ -30,6 +30,7 @@ TensorLike = TypeVar("TensorLike", bound=Tensor)
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
 BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
+RENDEZVOUS_TIMEOUT = 600.0  # seconds from the start of the first process to that of the last
 COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
 SAME_COMMAND = "Start all machines with one command, in equal environments."
 SAME_DATA = "All processes must read the same data with the same arguments."

@@ -34,10 +34,10 @@ from mm_utils.doors import entries, load
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
+from mm_utils.extras.flops.counts import measure_flops
 from mm_utils.extras.measured.card import record_retrieval
 from mm_utils.extras.measured.report import report_retrieval
 from mm_utils.model.build import load_model
-from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script

@@ -40,7 +40,7 @@ from mm_utils.extras.classes.objective import ClassificationObjective, weigh_cla
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.doors import Doors, RunContext, default_callbacks
+from mm_utils.run.doors import Doors, RunContext, all_callbacks
 from mm_utils.run.flags import check_flags
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import FinetuningArguments
@@ -103,7 +103,7 @@ def main(
         optimizer,
         data,
         context.evaluators,
-        [*default_callbacks(run, objective, data), *doors.callbacks],
+        all_callbacks(run, objective, data, doors.callbacks),
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 

@@ -34,7 +34,7 @@ from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import build_objective
 from mm_utils.run import flags
-from mm_utils.run.doors import Doors, RunContext, default_callbacks
+from mm_utils.run.doors import Doors, RunContext, all_callbacks
 from mm_utils.run.finish import finish_run
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.optim import build_optimizer
@@ -93,7 +93,7 @@ def main(
     context = RunContext(
         run, given, data, model, objective, optimizer, measures, resume_from, has_baseline, retrieval=retrieval
     )
-    watchers = default_callbacks(run, objective, data, objective_args.highest_scale(model))
+    scale = objective_args.highest_scale(model)
     doors.start(context)
     args.settle_eval_steps(args.total_steps(data.num_rows), has_baseline)
     trainer = Trainer(
@@ -104,7 +104,7 @@ def main(
         optimizer,
         data,
         context.evaluators,
-        [*watchers, *doors.callbacks],
+        all_callbacks(run, objective, data, doors.callbacks, scale),
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 

@@ -83,10 +83,15 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/model/test_flops.py` counts."""
-    for user in ("mm_utils.run.doors", "scripts.eval_retrieval", "benchmarks.rivals.loop_bench", "benchmarks.gpu"):
+    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/extras/flops` counts."""
+    for user in (
+        "mm_utils.extras.flops.counts",
+        "scripts.eval_retrieval",
+        "benchmarks.rivals.loop_bench",
+        "benchmarks.gpu",
+    ):
         if user in sys.modules:
-            count = sys.modules["mm_utils.model.flops"].measure_flops
+            count = sys.modules["mm_utils.extras.flops.counts"].measure_flops
             monkeypatch.setattr(sys.modules[user], "measure_flops", partial(_counted, count))
 
 

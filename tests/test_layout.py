@@ -122,7 +122,7 @@ def test_modelling_code_travels_alone() -> None:
 def test_one_module_asks_torch_distributed() -> None:
     """Except `rendezvous`, before there are ranks; the classes of sharded modules know nothing of them."""
     for name, path in [*modules().items(), *((path.stem, path) for path in SCRIPTS)]:
-        if name in ("distributed", "reliability.rendezvous"):
+        if name in ("distributed", "extras.elastic.rendezvous"):
             continue
         named = {each for each in imports(path) if each.startswith("torch.distributed")}
         assert all(each.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor.")) for each in named), path

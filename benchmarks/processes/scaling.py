@@ -3,7 +3,7 @@
     python -m benchmarks.processes.scaling
     python -m benchmarks.processes.scaling --vision_config small --text_config small --gpus 64,1024 --bandwidth_gb 25
 
-It needs no GPU. FLOPs are counted on the real model (`mm_utils.model.flops`), bytes by the formulas of docs/communication.md
+It needs no GPU. FLOPs are counted on the real model (`mm_utils.extras.flops.counts`), bytes by the formulas of docs/communication.md
 (`benchmarks.processes.communication`), which are tested, and the draw of a global batch is timed here. What a GPU, a link, a core and a
 disk reach are flags: assumptions. So this shows what grows beyond what, and does not replace a measurement.
 
@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.processes.communication import StepSize, predict
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.extras.flops.counts import FlopCounts, measure_flops
 from mm_utils.model.build import ModelArguments, build_model
-from mm_utils.model.flops import FlopCounts, measure_flops
 from mm_utils.model.processor import load_processor
 from mm_utils.reliability.failures import POLL_SECONDS
 from mm_utils.run.start import run_script

@@ -1,1 +1,1 @@
-"""Failure detection, hang detection, signals, rendezvous, skipped samples."""
+"""Failure detection, hang detection, signals, skipped samples."""

@@ -20,7 +20,6 @@ from mm_utils.arguments import Parsed
 from mm_utils.data.training_data import TrainingData
 from mm_utils.doors import entries, load, load_own
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
-from mm_utils.model.flops import measure_flops
 from mm_utils.objectives import Objective
 from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
@@ -144,35 +143,35 @@ def _call(event: str, callbacks: Sequence[TrainerCallback], context: RunContext)
             method(context)
 
 
-def default_callbacks(
-    run: Run, objective: Objective, data: TrainingData, highest_scale: float | None = None
+def all_callbacks(
+    run: Run,
+    objective: Objective,
+    data: TrainingData,
+    others: Iterable[TrainerCallback],
+    highest_scale: float | None = None,
 ) -> list[TrainerCallback]:
-    """Return the callbacks that every run has; those that add values to the log come first.
+    """Return the callbacks that every run has, and others; those that add values to the log come before the bar.
 
     Args:
         run: the started run.
         objective: the objective that is trained.
         data: the data that it is trained on.
+        others: those that are attached.
         highest_scale: the bound of the inverse temperature; None for an objective without one.
     """
-    device, args, caches = run.accelerator.device, run.args, bool(run.settings.get("cache_features"))
-    flops = None
-    if highest_scale is not None and len(data.media) == 1:
-        shape = data.loaders.blank(1).shape[1:]
-        flops = measure_flops(objective.model, shape, data.max_seq_length, not caches)
+    args = run.args
     callbacks: list[TrainerCallback] = [
         HangDetection(args.ddp_timeout),
-        Throughput(device, flops, objective.pairs_per_image),
+        Throughput(run.accelerator.device),
         Communication(run.accelerator.distributed_type),
         StragglerDetection(),
         SkippedSamples(),
         RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
-        ProgressBar(),
     ]
     if highest_scale is not None:
         callbacks.append(TemperatureClamp(highest_scale))
-    if not (caches and run.settings["freeze_vision"]):  # cached features cost the loader nothing
+    if not (run.settings.get("cache_features") and run.settings["freeze_vision"]):  # then the loader reads no images
         callbacks.append(LoaderAdvice(lambda: data.loaders.workers))
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
-    return callbacks
+    return [*callbacks, *others, ProgressBar()]

@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg, to_dict
 from mm_utils.distributed import RunError
-from mm_utils.reliability import rendezvous
+from mm_utils.doors import entries, load
 from mm_utils.run import checks
 from mm_utils.run.output_folder import claim_folder, save_config
 from mm_utils.run.restarts import describe_start, launcher_names, record_start
@@ -114,10 +114,13 @@ def make_accelerator() -> Accelerator:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Its successor is not in older versions of torch, which are supported, too.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    methods = entries("RENDEZVOUS").values() if launched > 1 else ()
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         InitProcessGroupKwargs(
-            init_method=rendezvous.init_method(), timeout=timedelta(seconds=rendezvous.RENDEZVOUS_TIMEOUT)
+            init_method=next((load(path)() for path in methods), None),
+            timeout=timedelta(seconds=distributed.RENDEZVOUS_TIMEOUT),
         ),
     ]
     try:
@@ -127,7 +130,6 @@ def make_accelerator() -> Accelerator:
     distributed.any_rank(False, accelerator.device)  # NCCL connects at the first collective: let all connect now
     distributed.set_timeout(distributed.COLLECTIVE_TIMEOUT)
     set_up_logging(accelerator.is_main_process, accelerator.is_local_main_process)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise RunError(
             f"{launched} processes were launched, but each sees {accelerator.num_processes}; they would train apart and "

@@ -12,7 +12,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.communication import meter, reduced_bytes
-from mm_utils.model.flops import FlopCounts
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.encoding import computed_tokens
 from mm_utils.objectives.grad_cache import cuts
@@ -27,17 +26,14 @@ class Throughput(TrainerCallback):
     """Add to each training row the rates since the row before, of this rank by default.
 
     pairs_per_second: pairs of all ranks. data_wait: share of the time. padding: share of the tokens. peak_memory_gib.
-    tflops: model FLOPs (`mm_utils.model.flops`) per second, of real tokens, in 10^12. utilisation: their share of the
-    device's peak. gpu_utilisation: share of the time in which the GPU ran a kernel.
+    gpu_utilisation: share of the time in which the GPU ran a kernel.
 
     Args:
         device: this rank's device.
-        flops: the model's FLOPs; None to leave them out.
-        pairs_per_image: how many pairs the fusion head scores for each image.
     """
 
-    def __init__(self, device: torch.device, flops: FlopCounts | None = None, pairs_per_image: int = 0):
-        self.device, self.flops, self.pairs_per_image = device, flops, pairs_per_image
+    def __init__(self, device: torch.device):
+        self.device = device
         self.start: float | None = None
         self._restart(None)
 
@@ -49,15 +45,11 @@ class Throughput(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count a step."""
         lengths = kwargs["batch"]["lengths"]
-        pairs, real = len(lengths), sum(lengths)
         self.pairs += args.batch_sizes.at(state.global_step - 1)
-        self.real_tokens += real
-        for cut in cuts(pairs, kwargs["micro_batch_size"]):
+        self.real_tokens += sum(lengths)
+        for cut in cuts(len(lengths), kwargs["micro_batch_size"]):
             self.tokens += computed_tokens(kwargs["model"], lengths[cut.start : cut.stop], self.device.type)
         self.wait += kwargs["data_wait"]
-        if self.flops is not None and pairs:
-            scored = self.pairs_per_image * pairs
-            self.operations += self.flops.training_step(pairs, lengths, scored, round(real / pairs))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the rates to a training row."""
@@ -69,10 +61,6 @@ class Throughput(TrainerCallback):
         logs["data_wait"] = self.wait / seconds
         logs["padding"] = 1 - self.real_tokens / self.tokens if self.tokens else 0.0
         logs["peak_memory_gib"] = peak_bytes(self.device) / 2**30
-        if self.flops is not None:
-            logs["tflops"] = self.operations / seconds / 1e12
-            if args.peak_tflops:
-                logs["utilisation"] = logs["tflops"] / args.peak_tflops
         busy = gpu_utilisation(self.device)
         if busy is not None:
             logs["gpu_utilisation"] = busy
@@ -84,7 +72,7 @@ class Throughput(TrainerCallback):
 
     def _restart(self, start: float | None) -> None:
         self.start, self.wait = start, 0.0
-        self.pairs = self.real_tokens = self.tokens = self.operations = 0
+        self.pairs = self.real_tokens = self.tokens = 0
 
 
 class Communication(TrainerCallback):

@@ -6,8 +6,8 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from benchmarks import expected
+from mm_utils.extras.flops.counts import measure_flops
 from mm_utils.model.build import ModelArguments, build_model
-from mm_utils.model.flops import measure_flops
 from mm_utils.model.processor import load_processor
 
 

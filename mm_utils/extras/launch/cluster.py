@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mm_utils import distributed
-from mm_utils.distributed import RunError
+from mm_utils.distributed import RENDEZVOUS_TIMEOUT, RunError
 from mm_utils.extras.launch.arguments import Command, LaunchArguments
 from mm_utils.extras.launch.worker import work
-from mm_utils.reliability.rendezvous import RENDEZVOUS_TIMEOUT
 from mm_utils.text import without_secrets
 
 # What Ray says every second where its dashboard is missing, and all metrics in one line, of every worker.

@@ -13,9 +13,9 @@ from torch import Tensor
 from mm_utils.evaluation.metrics import CUTOFFS, measures_of_queries
 from mm_utils.evaluation.reranking import DirectionRanks, PairScores
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.extras.flops.counts import FlopCounts
 from mm_utils.extras.measured.sizes import mean_of_queries, report_sizes
 from mm_utils.files import write_atomic
-from mm_utils.model.flops import FlopCounts
 from mm_utils.reports.plots import (
     COLORS,
     INK,
@@ -44,7 +44,7 @@ def report_retrieval(
 
     Args:
         metrics: what the evaluator returned.
-        flops: FLOPs of the same model, from `mm_utils.model.flops.measure_flops`.
+        flops: FLOPs of the same model, from `mm_utils.extras.flops.counts.measure_flops`.
         folder: where to write `reranking.json`, `embedding_sizes.json`, and a picture of each.
     """
     if not accelerator.is_main_process:
@@ -101,7 +101,7 @@ def direction_figures(ranks: DirectionRanks) -> dict[str, Any]:
 def scoring_costs(scores: PairScores, flops: FlopCounts) -> dict[str, float]:
     """Return the time and the FLOPs of re-ranking.
 
-    FLOPs are those of match logits (`mm_utils.model.flops`), at the mean padded length of the texts: per pair, per text (once
+    FLOPs are those of match logits (`mm_utils.extras.flops.counts`), at the mean padded length of the texts: per pair, per text (once
     for all its candidates), and per image for its keys and values (once for all its texts).
     """
     length = round(scores.length)

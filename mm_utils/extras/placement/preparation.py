@@ -21,7 +21,6 @@ from mm_utils.reliability.watchdog import StragglerDetection
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.prepared import Prepared
-from mm_utils.training.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +59,6 @@ class Apart(RunCallback):
         # In evaluation mode, accelerate moves a model to the device and does not wrap it.
         wrapped = accelerator.prepare_model(apart, evaluation_mode=True)
         distributed.broadcast([*apart.parameters(), *apart.buffers()], 0, accelerator.device)  # as DDP does
-        for each in callbacks:
-            if isinstance(each, Throughput):
-                each.flops = None
         # The detection of stragglers takes all processes for alike.
         kept = [each for each in callbacks if not isinstance(each, StragglerDetection)]
         return Prepared(apart, wrapped, accelerator.prepare(optimizer), kept)

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.processes import scaling
 from benchmarks.processes.scaling import ScalingArguments, reckon
-from mm_utils.model.flops import FlopCounts, Quadratic
+from mm_utils.extras.flops.counts import FlopCounts, Quadratic
 
 LARGE = FlopCounts(35 * 10**9, 0, Quadratic(0, 2 * 10**8, 0), Quadratic(0, 0, 0), True, True)
 

@@ -8,8 +8,8 @@ import pytest
 
 from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.extras.flops.counts import FlopCounts, Quadratic
 from mm_utils.extras.measured.report import direction_figures, report_retrieval, scoring_costs
-from mm_utils.model.flops import FlopCounts, Quadratic
 from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS, TruthfulModel
 
 FLOPS = FlopCounts(

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from mm_utils.model.flops import FlopCounts, Quadratic, measure_flops
+from mm_utils.extras.flops.counts import FlopCounts, Quadratic, measure_flops
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from tests.kit.models import TEXT, build

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-RENDEZVOUS_TIMEOUT = 600.0  # seconds from the start of the first process to that of the last
 POLL_SECONDS = 0.1
 _SCHEME = "fresh"
 
 
 @functools.cache
 def init_method() -> str:
-    """Return the `init_method` for `init_process_group`, in place of `env://`."""
+    """Return the `init_method` for `init_process_group`."""
     dist.register_rendezvous_handler(_SCHEME, _connect)
     return f"{_SCHEME}://"
 

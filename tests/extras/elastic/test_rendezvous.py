@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mm_utils.reliability.rendezvous import rendezvous
+from mm_utils.extras.elastic.rendezvous import rendezvous
 from tests.kit.runs import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LONG = 30.0
 
 

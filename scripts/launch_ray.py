@@ -15,6 +15,10 @@ Data that are prepared by 32 processes of the cluster:
     python scripts/launch_ray.py --address auto --num_workers 32 scripts/prepare_data.py --sources "/shared/web-{000..999}.tar" \\
         --output_dir /shared/data
 
+An index that 32 processes of the cluster embed:
+    python scripts/launch_ray.py --address auto --num_workers 32 scripts/embed.py --model_name_or_path /shared/mine \\
+        --images /shared/photos --index_dir /shared/index
+
 A sweep; every trial has a folder in --output_dir, and a table names the best:
     python scripts/launch_ray.py --tune "learning_rate=3e-4,1e-3;seed=1,2" scripts/pretrain.py --output_dir outputs/sweep
 """

@@ -53,6 +53,7 @@ from mm_utils.extras.data_reports.preparing import Engine, PrepareArguments, par
 from mm_utils.extras.data_reports.report import removed_examples, write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
+from mm_utils.extras.streams.fetch import fetched
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import run_script, set_up_logging
 
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [resolved(parse_source(item)) for item in args.sources]
+        sources = [fetched(resolved(parse_source(item)), work / "fetched") for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks, timed, engine), work)
 
         # 3. Rows together: duplicates, leaks, splits.

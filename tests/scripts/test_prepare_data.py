@@ -339,6 +339,10 @@ def test_what_is_corrected_and_prepared_again_is_trained_on(tmp_path: Path) -> N
     [
         ([], "--sources is empty"),
         (["--sources", "x"], "--output_dir is empty"),
+        (
+            ["--sources", "x", "--output_dir", "s3://b/data"],
+            "--output_dir is s3://b/data; the result is a folder of this machine",
+        ),
         (["--sources", "x", "--output_dir", "y", "--image_size", "3"], "--image_size is 3"),
         (["--sources", "x", "--output_dir", "y", "--max_bad_fraction", "2"], "--max_bad_fraction is 2"),
         (["--sources", "x", "--output_dir", "y", "--num_proc", "0"], "--num_proc is 0"),

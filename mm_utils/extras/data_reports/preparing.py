@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
-from mm_utils.data.paths import Jail
+from mm_utils.data.paths import Jail, is_url
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, Storage, stored_hash
 from mm_utils.data.prepare.on_disk import VERSION, content_fingerprint, content_id, is_prepared, with_image
@@ -36,7 +36,7 @@ from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import Source, close_to
 from mm_utils.data.rows.stored import check_saved
 from mm_utils.files import replace_folder, restore_folder
-from mm_utils.text import one_line
+from mm_utils.text import one_line, redact
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class PrepareArguments:
     sources: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
+            "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern, Hub repository or address (s3://...), with format, "
             "name, split, weight, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
             "language_column, language, captions, templates, classes or config where they are not found by themselves."
         },
@@ -89,6 +89,10 @@ class PrepareArguments:
             raise ValueError("--sources is empty; there is nothing to prepare. Give files, folders or repositories.")
         if not self.output_dir:
             raise ValueError("--output_dir is empty; the prepared data set needs a place. Give a folder.")
+        if is_url(self.output_dir):
+            raise ValueError(
+                f"--output_dir is {redact(self.output_dir)}; the result is a folder of this machine. Give one, and copy it there."
+            )
         if self.output_dir != storable(self.output_dir):
             raise ValueError(
                 f"--output_dir is {storable(self.output_dir)}; that is not UTF-8 text, and Arrow files need such names. Give "

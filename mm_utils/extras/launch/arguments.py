@@ -100,13 +100,12 @@ class Command:
     folder: str
     launcher: str
 
-    @property
-    def output_dir(self) -> str | None:
-        """The value of `--output_dir` among the arguments; the last one counts."""
+    def folder_of(self, flag: str) -> str | None:
+        """Return the value of a flag, such as `output_dir`, among the arguments; the last one counts."""
         found = None
         for place, word in enumerate(self.argv):
             name, equals, value = word.partition("=")
-            if name in ("--output_dir", "--output-dir"):
+            if name.replace("-", "_") == f"__{flag}":
                 found = value if equals else next(iter(self.argv[place + 1 : place + 2]), None)
         return found
 
@@ -139,12 +138,13 @@ def read_command(args: LaunchArguments, script: str | None, argv: Sequence[str])
     is_copy = "working_dir_files" in folder.parts  # of the folder that a job was submitted in
     launcher = f"ray job submit --working-dir . -- {launcher}" if is_copy else launcher
     command = Command(str(Path(script).resolve()), tuple(argv), str(folder), launcher)
-    given = command.output_dir
+    flag = "index_dir" if Path(script).stem == "embed" else "output_dir"
+    given = command.folder_of(flag)
     if args.tune is not None and given is None:
         raise ValueError("--tune needs --output_dir among the script's arguments: every trial gets a folder in it.")
     if is_copy and not Path(given or "").is_absolute():
         raise ValueError(
-            f"--output_dir is {given}; the working folder {folder} is a copy that Ray removes after the job. Give an absolute "
+            f"--{flag} is {given}; the working folder {folder} is a copy that Ray removes after the job. Give an absolute "
             "path that all machines share."
         )
     return command

@@ -50,7 +50,7 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
 
     from mm_utils.extras.launch.cluster import fit, records
 
-    grid, top = parse_grid(args.tune), Path(command.folder, command.output_dir or "")
+    grid, top = parse_grid(args.tune), Path(command.folder, command.folder_of("output_dir") or "")
 
     def run_trial(values: dict[str, str]) -> dict[str, Any]:
         trial = command.with_values(values, str(top / trial_name(values)))

@@ -98,8 +98,10 @@ def hide_bars() -> None:
 def load_main(path: str, second: str = "callbacks") -> Callable[..., dict[str, float]]:
     """Return the `main(argv, callbacks)` of a script, or one with another second argument.
 
+    Scripts that embed or evaluate, on any number of processes, have a `main(argv)`; they are called without the callbacks.
+
     Raises:
-        ValueError: if it has none.
+        ValueError: if it has none of them.
     """
     name = f"scripts.{Path(path).stem}"  # whose log is shown
     spec = importlib.util.spec_from_file_location(name, path)
@@ -108,12 +110,16 @@ def load_main(path: str, second: str = "callbacks") -> Callable[..., dict[str, f
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    main = getattr(module, "main", None)
-    if not callable(main) or second not in main.__code__.co_varnames[: main.__code__.co_argcount]:
-        raise ValueError(
-            f"the script is {path}; it has no main(argv, {second}). Give a training script, such as scripts/pretrain.py."
-        )
-    return main
+    main: Any = getattr(module, "main", None)
+    takes = main.__code__.co_varnames[: main.__code__.co_argcount] if callable(main) else ()
+    if second in takes:
+        return main
+    if second == "callbacks" and "argv" in takes and hasattr(module, "make_accelerator"):
+        return lambda argv, callbacks: main(argv)
+    raise ValueError(
+        f"the script is {path}; it has no main(argv, {second}). Give a script that trains, embeds or evaluates, such as "
+        "scripts/pretrain.py."
+    )
 
 
 class RayCallback(TrainerCallback):

@@ -79,7 +79,7 @@ def expand(pattern: str) -> list[str]:
     if "://" in pattern:
         store_of(pattern)
     try:
-        return sorted(_patiently(files_of_pattern, pattern))
+        return sorted(patiently(files_of_pattern, pattern))
     except damage() as error:
         raise ValueError(
             f"shards {pattern} cannot be listed ({one_line(error)}). Check the address, the credentials and the connection."
@@ -102,11 +102,11 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
 
 def _cached_count(url: str) -> tuple[int, str] | None:
     """Return the number of rows, and a hash of the content; None for a damaged file."""
-    key = key_of(_VERSION, pa.__version__, _stamp(url))
+    key = key_of(_VERSION, pa.__version__, stamp_of(url))
     try:
-        count, content = stored_value("shards", key, lambda: [_patiently(count_rows, url), _patiently(_content, url)])
+        count, content = stored_value("shards", key, lambda: [patiently(count_rows, url), patiently(_content, url)])
     except damage() as error:
-        _stamp(url)  # raises if it is the connection that fails
+        stamp_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
         return None
     return count, content
@@ -125,10 +125,14 @@ def _content(url: str) -> str:
     return digest.hexdigest()
 
 
-def _stamp(url: str) -> str:
-    """Return address, size and date of a file, as far as the server states them."""
+def stamp_of(url: str) -> str:
+    """Return address, size and date of a file as JSON, as far as the server states them.
+
+    Raises:
+        ValueError: if the server cannot be reached, or does not have the file.
+    """
     try:
-        about = _patiently(_info, url)
+        about = patiently(_info, url)
     except damage() as error:
         raise ValueError(
             f"shard {url} cannot be opened ({one_line(error)}). Check its address, the credentials and the connection."
@@ -142,7 +146,8 @@ def _info(url: str) -> dict[str, Any]:
     return files.info(path)
 
 
-def _patiently(ask: Callable[[str], _Answer], url: str) -> _Answer:
+def patiently(ask: Callable[[str], _Answer], url: str) -> _Answer:
+    """Return what a store answers about an address; errors that may pass are tried again for 21 s."""
     return retry(lambda: ask(url), _may_pass, _PAUSES)
 
 
@@ -188,7 +193,7 @@ class ShardReader:
             retry(lambda: self._extend(rows, shard, start, stop), passing, _PAUSES)
         except damage() as error:
             if not _is_gone(url, error):
-                _stamp(url)  # raises if it is the connection that fails
+                stamp_of(url)  # raises if it is the connection that fails
             self._lose(rows, shard, start, stop, error)
         return rows
 

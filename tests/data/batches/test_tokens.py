@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from mm_utils.data.batches.tokens import caption_key, encode_captions, fingerprint, image_key, tokenize_captions
+from tests.kit import awkward
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, png, rows_of
 
 TEXTS = List(Value("string"))
@@ -91,6 +92,17 @@ def test_special_tokens_are_text_for_every_family(family: str) -> None:
     frame = [token for token in tokenizer("")["input_ids"] if token in special]
     for ids in tokenize_captions(one_row(*written, f"a {written[0]} a"), tokenizer, 64)[0]["input_ids"]:
         assert [token for token in ids if token in special] == frame
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("most", [5, 64])
+def test_many_captions_at_once_are_tokenised_as_one_by_one(family: str, most: int) -> None:
+    tokenizer: PreTrainedTokenizerBase = FAMILIES[family]()
+    texts = [*awkward.TEXTS, *tokenizer.all_special_tokens, "a a " * 200, ""]
+    many = encode_captions(tokenizer, texts, None, most)
+    assert many == [ids for text in texts for ids in encode_captions(tokenizer, [text], None, most)]
+    tokenizer("a a a", truncation=True, max_length=2)  # what a call leaves in the tokenizer changes nothing
+    assert encode_captions(tokenizer, texts, None, most) == many
 
 
 def test_equal_images_and_captions_have_equal_keys(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -92,7 +92,7 @@ def test_a_trial_has_its_values_and_a_folder() -> None:
     assert trial_name(values) == "learning_rate-1e-4_dataset_name-data-mine"
     command = Command("/s/pretrain.py", ("--output-dir=top", "--learning_rate", "1"), "/s", "")
     trial = command.with_values(values, "top/one")
-    assert trial.output_dir == "top/one"
+    assert trial.folder_of("output_dir") == "top/one"
     assert trial.argv[:3] == command.argv
     assert trial.argv[3:] == (
         "--set",
@@ -114,7 +114,7 @@ def test_a_trial_has_its_values_and_a_folder() -> None:
     ],
 )
 def test_the_output_folder_of_a_command(argv: list[str], folder: str | None) -> None:
-    assert Command("s.py", tuple(argv), "/", "").output_dir == folder
+    assert Command("s.py", tuple(argv), "/", "").folder_of("output_dir") == folder
 
 
 def test_a_command_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +157,7 @@ def test_the_launcher_of_a_command_is_told_again(
         (".", "train.py", ["--seed", "1"], True, "--tune needs --output_dir"),
         ("working_dir_files/pkg", "train.py", ["--output_dir", "mine"], False, "--output_dir is mine"),
         ("working_dir_files/pkg", "train.py", [], False, "--output_dir is None"),
+        ("working_dir_files/pkg", "embed.py", ["--index_dir=a"], False, "--index_dir is a"),
     ],
 )
 def test_a_command_that_would_lose_its_run_is_refused(
@@ -164,7 +165,8 @@ def test_a_command_that_would_lose_its_run_is_refused(
 ) -> None:
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path / folder)
-    Path("train.py").touch()
+    for name in ("train.py", "embed.py"):
+        Path(name).touch()
     with pytest.raises(ValueError, match=named):
         read_command(LaunchArguments(tune="seed=1,2" if sweep else None), script, argv)
 

@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mm_utils.distributed import available_cores
 from mm_utils.extras.launch.arguments import LaunchArguments
+from mm_utils.extras.search.index import read_info, read_rows
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from scripts import embed
+from tests.kit.numbered_rows import png
 
 pytest.importorskip("ray")
 cluster = importlib.import_module("mm_utils.extras.launch.cluster")
@@ -51,6 +55,28 @@ class Strike(TrainerCallback):
 
 def main(argv=None, callbacks=()):
     return pretrain.main(argv, [*callbacks, Strike()])
+"""
+
+EMBEDS = """
+import os, signal
+from pathlib import Path
+from mm_utils import distributed
+from mm_utils.extras.search import updating
+from mm_utils.run.start import make_accelerator
+from scripts import embed
+
+write_part, updating.FLUSH_SECONDS = updating.write_part, 0.0
+
+def write_and_die(*part):
+    write_part(*part)
+    if distributed.rank() == 1 and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+updating.write_part = write_and_die
+
+def main(argv=None):
+    return embed.main(argv)
 """
 
 
@@ -140,6 +166,30 @@ def test_a_killed_worker_costs_no_bit(plain: Path, tiny_flags: list[str], tmp_pa
     assert [start["resumed_from"] for start in starts(tmp_path / "out")] == [0, 4]
     assert len({start["launch"][0] for start in starts(tmp_path / "out")}) == 1
     assert difference(tmp_path / "out", plain) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_index_of_several_workers_is_that_of_one_process(workers: int, plain: Path, tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number in range(40):
+        (photos / f"{number}.png").write_bytes(png(number))
+    (photos / "broken.png").write_bytes(b"no image")
+    words = ["--model_name_or_path", str(plain), "--images", str(photos), "--per_device_eval_batch_size", "4"]
+    embed.main([*words, "--index_dir", str(tmp_path / "alone")])
+    (tmp_path / "embeds.py").write_text(EMBEDS)
+    own = ["--num_workers", str(workers), "embeds.py", *words, "--index_dir", "index"]
+    said = run(tmp_path, [str(ROOT / "scripts/launch_ray.py"), *own])
+    assert said.endswith("exit status 0"), said
+    assert (tmp_path / "killed").exists() == (workers > 1)
+    infos = [read_info(tmp_path / name) for name in ("alone", "index")]
+    assert infos[0] == infos[1]
+    one, other = (read_rows(tmp_path / name, infos[0].columns).with_format("arrow")[:] for name in ("alone", "index"))
+    assert one.drop(["embedding"]).equals(other.drop(["embedding"]))
+    assert len(one) == 40
+    both = [np.stack(table["embedding"].to_numpy()).astype(np.float32) for table in (one, other)]
+    np.testing.assert_allclose(both[0], both[1], atol=1e-3)  # float16, of batches of another composition
+    assert (tmp_path / "alone/skipped.jsonl").read_text() == (tmp_path / "index/skipped.jsonl").read_text()
 
 
 def test_a_mistake_is_not_tried_again(tiny_flags: list[str], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_commands_of_a_run_name_its_launcher(tmp_path: Path) -> None:
     assert args.resume_command == f"{begin} {own}"
     assert own_command("pretrain", ["--seed", "1"]).startswith(f"{begin} ")
     assert again_command("pretrain", Path("outputs/mine")).startswith(f"{begin} ")
-    assert launch_command("embed", []).startswith("accelerate launch ")  # which Ray does not start
+    assert launch_command("embed", []).startswith("accelerate launch ")  # as it may run on less than what trained
     os.environ[LAUNCH_VARIABLE] = ""
     assert args.resume_command == f"accelerate launch {own}"
 
@@ -92,6 +92,11 @@ def test_a_script_is_found_by_its_path(tmp_path: Path) -> None:
     for name in ("pretrain", "finetune"):
         main = load_main(str(ROOT / f"scripts/{name}.py"))
         assert (main.__name__, main.__module__) == ("main", f"scripts.{name}")
+    for name in ("embed", "eval_retrieval", "eval_zero_shot", "mine_negatives"):
+        assert callable(load_main(str(ROOT / f"scripts/{name}.py")))
+    for name in ("export", "search", "prepare_data"):  # on several processes they would write over each other
+        with pytest.raises(ValueError, match=r"has no main\(argv, callbacks\)"):
+            load_main(str(ROOT / f"scripts/{name}.py"))
     (tmp_path / "other.py").write_text("def main(argv=None):\n    callbacks = argv\n")
     with pytest.raises(ValueError, match=r"other\.py; it has no main\(argv, callbacks\)"):
         load_main(str(tmp_path / "other.py"))

@@ -14,6 +14,7 @@ from mm_utils.data.rows.source import Source
 from mm_utils.distributed import RunError
 from mm_utils.extras.streams import rows as stream_rows
 from mm_utils.extras.streams import shards as stream_shards
+from mm_utils.extras.streams.fetch import fetched
 from mm_utils.extras.streams.shards import ShardReader, count_shards, expand
 from tests.kit.numbered_shards import write_shards
 
@@ -124,6 +125,16 @@ def test_a_server_that_comes_back_is_used_again(store: Store, caplog: pytest.Log
     starting.join()
     assert found[:5] + found[14:] + found[5:14] == whole
     assert "cannot be read" not in caplog.text
+
+
+def test_a_source_is_fetched_over_a_break_of_the_server(store: Store, tmp_path: Path) -> None:
+    store.server.stop()
+    starting = threading.Timer(0.8, store.start, (store.port,))
+    starting.start()
+    copy = Path(fetched(Source(PATTERN), tmp_path / "fetched").path)
+    starting.join()
+    for path in (tmp_path / "shards").iterdir():
+        assert (copy.parent / path.name).read_bytes() == path.read_bytes()
 
 
 def test_each_error_of_a_store_is_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

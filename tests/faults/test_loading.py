@@ -119,15 +119,27 @@ def test_a_killed_worker_changes_nothing(make: Make, fault: Record, caplog: pyte
     assert "pass --dataloader_num_workers lower than 2, or 0." in warnings[0]
 
 
-def test_a_worker_killed_between_two_evaluations(tokenizer: PreTrainedTokenizerFast, fault: Record) -> None:
+@pytest.mark.parametrize("named_to_another", [False, True])
+def test_a_worker_killed_between_two_evaluations(
+    named_to_another: bool, tokenizer: PreTrainedTokenizerFast, fault: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch names it to the loader that asks next, in training; the evaluation would wait for the time limit of a batch."""
     fault("loading", "a worker killed between two evaluations")
-    rows = tokenize_captions(rows_of(13), tokenizer, 16)
+    monkeypatch.setattr(loader_workers, "TIMEOUT", 40)
+    rows, order = tokenize_captions(rows_of(13), tokenizer, 16), GlobalOrder(13, BatchSizes((0,), (5,)), seed=3)
+    training = iter(loaders(1).train(rows, order, 0, 10))
+    next(training)
     before = children()
     loader = loaders(2).evaluation(rows, 3)
     first = list(loader)
     kill(max(children() - before))
+    if named_to_another:
+        time.sleep(0.3)
+        assert len(list(training)) == 9
+    began = time.monotonic()
     assert all(equal(*both) for both in zip(loader, first, strict=True))
     assert all(equal(*both) for both in zip(loader, first, strict=True))
+    assert time.monotonic() - began < 40
 
 
 def test_a_killed_worker_of_another_loader_loses_no_batch(

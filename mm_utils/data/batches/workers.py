@@ -133,7 +133,9 @@ class RestartingLoader:
         while number < self.length:
             try:
                 with _worker_errors():
-                    batches = iter(loader) if batches is None else batches
+                    if batches is None:
+                        _check_idle(loader)
+                        batches = iter(loader)
                     batch = next(batches)
             except RuntimeError as error:
                 problem = str(error).strip(". ")
@@ -196,6 +198,16 @@ def _worker_errors() -> Iterator[None]:
         raise
     finally:
         _torch_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _check_idle(loader: Any) -> None:
+    """Raise RuntimeError if a worker has ended since the loader's last batch.
+
+    Torch says so once, to whichever loader asks next; the one that it belongs to would wait for `TIMEOUT`.
+    """
+    workers = getattr(getattr(loader, "_iterator", None), "_workers", ())
+    if ended := [str(worker.pid) for worker in workers if not worker.is_alive()]:
+        raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(ended)}) exited unexpectedly")
 
 
 def _report_killed() -> None:

@@ -54,7 +54,7 @@ def test_any_number_of_images_texts_and_tokens(
 def test_precisions_are_smaller_and_close(exported: tuple[Path, dict[str, Figures]]) -> None:
     folder, figures = exported
     assert list(figures) == ["torch", *PRECISIONS]
-    for precision, most in (("fp32", 1e-5), ("fp16", 1e-2), ("int8", 0.5)):  # processors without VNNI saturate
+    for precision, most in (("fp32", 1e-5), ("fp16", 1e-2), ("int8", 0.03)):  # on any processor
         differences = figures[precision].differences
         assert differences.keys() == {"image", "text", "head"}
         assert max(differences["image"], differences["text"]) < most

@@ -107,6 +107,11 @@ class Parsed:
         """Return whether the command line or the file of ``--config`` has one of some flags."""
         return not (self.named | self.in_config).isdisjoint(names)
 
+    def differs(self, names: str) -> bool:
+        """Return whether one of some flags, separated by spaces, is not at its default; the script may lack some."""
+        known = {field.name: field for each in self._parsed for field in dataclasses.fields(each)}
+        return any(self[name] != known[name].default for name in names.split() if name in known)
+
     def default(self, **values: Any) -> None:
         """Change flags that are not given."""
         for each in self._parsed:

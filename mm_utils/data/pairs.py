@@ -24,7 +24,6 @@ from datasets import Dataset, DatasetDict
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
-from mm_utils.data.rows.columns import first_rows as first_of
 from mm_utils.data.rows.detect import METADATA_FILES, holds_shards, is_image_folder, metadata_files
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded, resolved
 from mm_utils.data.scenes import load_scenes
@@ -84,7 +83,7 @@ def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, n
     kept = DatasetDict()
     for name, rows in splits.items():
         most = args.max_train_samples if name == "train" else args.max_eval_samples
-        kept[name] = first_of(rows, most)
+        kept[name] = rows if most is None else rows.take(min(most, len(rows)))
     if need_train and len(kept["train"]) < 2:
         raise ValueError(
             f"{title}; train has {len(kept['train'])} pairs, and contrastive training needs at least 2 pairs. Add some, "

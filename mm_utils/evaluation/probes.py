@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.media import kind_of
 from mm_utils.data.scenes import order_pairs
 from mm_utils.doors import entries, load
 from mm_utils.evaluation.embeddings import Embeddings, Texts
@@ -130,14 +131,16 @@ def word_order(rows: datasets.Dataset) -> list[Probe]:
 
 
 def caption_probes(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, door: str = "PROBES"
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, in_training: bool = False
 ) -> Probes:
     """Return the probes of word order and those that extras add, tokenised.
 
     Args:
-        door: `PROBES` has what a trained model is asked, `PROBES_IN_TRAINING` the few that every evaluation of a run has.
+        in_training: take the few that every evaluation of a run on this medium has, in place of all that a trained model is asked.
     """
-    others = [probe for path in entries(door).values() for probe in load(path)(rows)]
+    paths = entries("PROBES_IN_TRAINING" if in_training else "PROBES").items()
+    asked = [path for name, path in paths if not in_training or name == kind_of(rows.features)]
+    others = [probe for path in asked for probe in load(path)(rows)]
     return tokenize_probes([*word_order(rows), *others], tokenizer, max_seq_length)
 
 

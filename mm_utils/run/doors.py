@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.data.training_data import TrainingData
 from mm_utils.doors import entries, load, load_own
@@ -104,7 +105,7 @@ class Doors:
         """
         names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
         own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
-        wanted = [kind for kind in self._kinds if kind.flag is None or given[kind.flag]]
+        wanted = [kind for kind in self._kinds if kind.flag is None or given.differs(kind.flag)]
         for kind in self._kinds:
             if kind not in wanted and not given.is_trial:  # which turns flags off behind the user's
                 given.refuse(kind.reads, f"there is no --{kind.flag}")
@@ -163,8 +164,11 @@ def all_callbacks(
     callbacks: list[TrainerCallback] = [
         HangDetection(args.ddp_timeout),
         Throughput(run.accelerator.device),
-        Communication(run.accelerator.distributed_type),
-        StragglerDetection(),
+        *(
+            [Communication(run.accelerator.distributed_type), StragglerDetection()]
+            if distributed.world_size() > 1
+            else []
+        ),
         SkippedSamples(),
         RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
     ]

@@ -46,7 +46,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
     vision, text = given["vision_model_name_or_path"], given["text_model_name_or_path"]
     head, pairs = given["fusion_layers"] != 0, given["objectives"] is not None
     prepared = pairs and given["dataset_name"] and is_prepared(given["dataset_name"])
-    tars = pairs and shard_kind(given["train_file"] or "") == "tar"
+    tars = pairs and given["train_file"] and shard_kind(given["train_file"]) == "tar"
     others = any((given["model_name_or_path"], vision, text, given["tokenizer_name_or_path"]))
     trial = given.is_trial  # it turns off what reads them, by flags behind the user's
     return [
@@ -93,7 +93,8 @@ def check_flags(given: Parsed) -> None:
     Raises:
         ValueError: if one of them would have no effect, or two contradict each other.
     """
-    check_model(given["model_name_or_path"])
+    if given["model_name_or_path"] is not None:
+        check_model(given["model_name_or_path"])
     if given.config and given["resume_from_checkpoint"]:
         _check_place(Path(given.config), given["output_dir"])
     if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:

@@ -120,7 +120,7 @@ class RunCallback(TrainerCallback):
 
     Attributes:
         scripts: the scripts that it is for.
-        flag: the flag without which it is not asked for; None if `attach` decides.
+        flag: the flags, separated by spaces, of which one unlike its default asks for it; None if `attach` decides.
         reads: the names of further flags that are not read without it, separated by spaces.
         arguments: the dataclass of its flags, if it has any.
     """

@@ -191,8 +191,8 @@ def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool) ->
             for name in rates
             if f".{tower}" in f".{name}" and (name.startswith(part) if part else not _MEDIUM.match(name))
         }
-        depths = depths_below_the_top(inside.values())
+        depths = depths_below_the_top(inside.values()) if args.layerwise_lr_decay < 1 else {}
         for name, short in inside.items():
             if ".lora_" not in name:
-                rates[name] = backbone_rate(args, pretrained) * args.layerwise_lr_decay ** depths[short]
+                rates[name] = backbone_rate(args, pretrained) * args.layerwise_lr_decay ** depths.get(short, 0)
     return rates

@@ -80,7 +80,7 @@ class Communication(TrainerCallback):
 
     comm_mib: MiB received. comm_seconds: seconds in which it waited for them (`mm_utils.communication`). DDP's averages of gradients
     are in the first by their size, and not in the second, as they travel beside the backward pass. What FSDP2 and DeepSpeed
-    exchange by themselves is in neither. A run of one process has no such figures.
+    exchange by themselves is in neither.
 
     Args:
         backend: how the objective is distributed.
@@ -119,9 +119,8 @@ class Communication(TrainerCallback):
         logs = kwargs["logs"]
         if "loss" not in logs or not self.steps:
             return
-        if distributed.world_size() > 1:
-            logs["comm_mib"] = self.received / self.steps / 2**20
-            logs["comm_seconds"] = self.seconds / self.steps
+        logs["comm_mib"] = self.received / self.steps / 2**20
+        logs["comm_seconds"] = self.seconds / self.steps
         self._reset()
 
     def _pause(self) -> None:

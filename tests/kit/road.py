@@ -17,10 +17,10 @@ FLAGS = ["--max_steps", "3", "--max_train_samples", "512", "--max_eval_samples",
 
 
 def functions(codes: set[CodeType]) -> dict[str, set[int]]:
-    """Lines of the functions, by file; the body of a module and of a class counts with neither."""
+    """Lines of the functions, by file; what runs at an import counts with neither."""
     found: dict[str, set[int]] = {}
     for code in codes:
-        if code.co_name == "<module>" or not code.co_flags & 2:  # no function, so it ran at an import
+        if not code.co_flags & 2:  # the body of a class
             continue
         lines = {line for *_, line in code.co_lines() if line}
         file = Path(code.co_filename).relative_to(ROOT).as_posix()
@@ -37,13 +37,20 @@ def trace(flags: list[str]) -> dict[str, Any]:
     step: set[CodeType] = set()
     inside, package = False, f"{ROOT}/mm_utils/"
 
+    def at_import(frame: FrameType | None) -> bool:
+        while frame is not None and not (frame.f_code.co_name == "<module>" and package in frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame is not None
+
     def enter(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(package):
+            if frame.f_code not in whole and at_import(frame):
+                return
             whole.add(frame.f_code)
             if inside:
                 step.add(frame.f_code)
 
-    run = TrainStep.run
+    run, words = TrainStep.run, sys.argv
 
     def traced(self: Any, batch: Any, number: int) -> Any:
         nonlocal inside
@@ -56,9 +63,11 @@ def trace(flags: list[str]) -> dict[str, Any]:
     TrainStep.run = traced  # type: ignore[method-assign]
     threading.setprofile(enter)
     sys.setprofile(enter)
+    sys.argv = [f"{ROOT}/scripts/pretrain.py", *flags]
     try:
-        pretrain.main(flags)
+        pretrain.main()
     finally:
+        sys.argv = words
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
         TrainStep.run = run  # type: ignore[method-assign]

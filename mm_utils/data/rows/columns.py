@@ -261,10 +261,5 @@ def hold_out(rows: Dataset, keys: Sequence[str], classes: Mapping[str, str] | No
     return rows.select(kept), rows.select(out)
 
 
-def first_rows(rows: Dataset, most: int | None) -> Dataset:
-    """Return the first rows, at most `most`."""
-    return rows if most is None else rows.take(min(most, len(rows)))
-
-
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -31,7 +31,6 @@ from typing import NamedTuple
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.media import kind_of
 from mm_utils.evaluation.probes import Probe
 from mm_utils.extras.altered.caption_words import (
     ASYMMETRIC,
@@ -286,8 +285,8 @@ def altered_captions(rows: datasets.Dataset, kinds: Mapping[str, Alter] = KINDS)
 
 
 def event_probes(rows: datasets.Dataset) -> list[Probe]:
-    """Return the probes of the order of events in clips and sounds; of images none."""
-    return [] if kind_of(rows.features) == "image" else altered_captions(rows, {"event_order": event_order})
+    """Return the probes of the order of events."""
+    return altered_captions(rows, {"event_order": event_order})
 
 
 def _english(row: dict[str, list[str]]) -> list[tuple[Caption, str]]:

@@ -2,6 +2,7 @@
 
 _CAPTIONS = "mm_utils.extras.altered.captions"
 PROBES = {"altered": f"{_CAPTIONS}.altered_captions"}
-PROBES_IN_TRAINING = {"event_order": f"{_CAPTIONS}.event_probes"}
 """What returns the `Probe`s of some rows."""
+PROBES_IN_TRAINING = dict.fromkeys(("clip", "sound"), f"{_CAPTIONS}.event_probes")
+"""By medium, what returns those that every evaluation of a run has."""
 TERMS = {"altered": "mm_utils.extras.altered.term.Altered"}

@@ -40,6 +40,7 @@ class CacheFeatures(RunCallback):
     """Run frozen towers once over the training data, and train from their stored output."""
 
     scripts = ("pretrain",)
+    flag = "cache_features freeze_vision"
     arguments = FeatureCacheArguments
 
     @classmethod

@@ -38,6 +38,7 @@ class Placement(RunCallback):
     """What attaches `Apart` or `Balance`; a run has one of them at most."""
 
     arguments = PlacementArguments
+    flag = "balance placement"
 
     @classmethod
     def attach(cls, given: Parsed) -> RunCallback | None:

@@ -22,6 +22,7 @@ class SeveralMedia(RunCallback):
     """Open, build and measure several media, and log the latest loss of each, as `sound_loss`."""
 
     scripts = ("pretrain",)
+    flag = "dataset_name media_share"
     arguments = MediaArguments
     losses: dict[str, torch.Tensor]
 

@@ -32,6 +32,7 @@ class ClosedFormStart(RunCallback):
     """Start new projections between two pretrained towers from closed form, before the first step."""
 
     scripts = ("pretrain",)
+    flag = "text_model_name_or_path closed_form_images"
     arguments = ProjectionStartArguments
 
     def __init__(self, images: int, vision_name: str | None):

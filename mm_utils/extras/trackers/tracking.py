@@ -80,6 +80,7 @@ class Tracking(RunCallback):
     """
 
     arguments = TrackerArguments
+    flag = "report_to"
 
     def __init__(self, report_to: Any, run_name: str | None = None):
         self.report_to, self.run_name = report_to, run_name

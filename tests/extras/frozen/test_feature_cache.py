@@ -578,7 +578,7 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
 
     counted("vision_features")
     counted("text_features")
-    monkeypatch.setattr(train_recall, "caption_probes", lambda *_: Probes.none())
+    monkeypatch.setattr(train_recall, "caption_probes", lambda *_, **__: Probes.none())
     flags = [
         "--train_file", str(corpus), *write_towers(tmp_path), "--freeze_vision", "--freeze_text", "--logging_steps",
         "1",

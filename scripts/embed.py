@@ -44,6 +44,10 @@ class EmbedArguments:
         "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs. For a model of "
         "clips or sounds, of these.",
     )
+    with_clips: bool = arg(
+        False,
+        "With a model of images, also take the videos of the folder: each as the mean of eight frames of its first minute.",
+    )
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
     per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
@@ -77,19 +81,24 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     if args.images:
         unread = f"{COLUMNS} validation_file test_file medium max_train_samples max_eval_samples dataset_config_name"
         given.refuse(unread, "--images are media without captions")
+    is_folder = args.images and not args.images.lower().endswith(".tar")
+    if not is_folder:
+        given.refuse("with_clips", "--images is no folder")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
     check_model(model_name)
     accelerator = make_accelerator()
     loaders = make_loaders(workers, accelerator.device, load_processor_of(model_name))
     medium = loaders.medium
+    if medium.kind != "image":
+        given.refuse("with_clips", f"the model embeds {medium.kind}s")
 
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
-    if args.images and args.images.lower().endswith(".tar"):
+    if args.images and not is_folder:
         with distributed.first_then_others():
             listing = shard_listing(args.images, medium.kind)
     elif args.images:
         kind = data_args.allow_outside_root, medium.kind
-        names, skipped = distributed.on_first(lambda: list_folder(str(args.images), *kind))
+        names, skipped = distributed.on_first(lambda: list_folder(str(args.images), *kind, args.with_clips))
         listing = folder_listing(args.images, names, skipped, medium.kind)
     else:
         with distributed.first_then_others():

@@ -4,6 +4,10 @@ A ranked table of the best hits:
     python scripts/search.py --index_dir outputs/index "a red door"
     python scripts/search.py --index_dir outputs/index --image query.jpg --top_k 5
 
+Of one folder or of some days alone; and what the folder holds more than once:
+    python scripts/search.py --index_dir outputs/index "a red door" --folder 2024/italy --since 2024-05 --until 2024-06-15
+    python scripts/search.py --index_dir outputs/index --copies
+
 A page and a JSON API on this machine (pip install starlette uvicorn):
     python scripts/search.py --index_dir outputs/index --serve
 """
@@ -16,9 +20,11 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.extras.search.searcher import Searcher
+from mm_utils.extras.search.narrowed import Filter
+from mm_utils.extras.search.searcher import Hit, Searcher
 from mm_utils.files import read_regular_file
 from mm_utils.run.script import run_script, set_up_logging
 from mm_utils.text import printable, shortened
@@ -33,6 +39,10 @@ class SearchArguments:
     image: str | None = arg(
         None, "Search for what is similar to this file: an image or, in an index of sounds, a WAV file."
     )
+    copies: bool = arg(False, "List the images that occur more than once, also compressed, scaled or brightened.")
+    folder: str = arg("", "Search only below this folder of those that were embedded, such as 2024/italy.")
+    since: str = arg("", "Search only files last changed on or after this day (2024-05-31), month or year.")
+    until: str = arg("", "Search only files last changed on or before this day, month or year.")
     top_k: int = arg(10, "Hits to show.")
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
@@ -76,16 +86,20 @@ def main(argv: list[str] | None = None) -> None:
     parsed = parse_args(SearchArguments, argv=argv, doc=__doc__, rest="query")
     args = parsed[SearchArguments]
     set_up_logging()
-    given = [name for name in ("query", "image", "serve") if getattr(args, name)]
+    given = [name for name in ("query", "image", "serve", "copies") if getattr(args, name)]
     if len(given) != 1:
         raise ValueError(
-            f'There are {len(given)} of a text, --image and --serve; give one, e.g. --index_dir {args.index_dir} "a red door".'
+            f"There are {len(given)} of a text, --image, --copies and --serve; give one, e.g. --index_dir {args.index_dir} "
+            '"a red door".'
         )
+    within = Filter(args.folder, args.since, args.until)
 
     if args.serve:
-        parsed.refuse("top_k json", "the page and its API have their own")
+        parsed.refuse("top_k json folder since until", "the page and its API have their own")
     else:
         parsed.refuse("host port" + " token" * parsed.is_given("token"), "--serve is not given")
+    if args.copies:
+        parsed.refuse("top_k rerank_top_k index_factory", "--copies compares the thumbnails of all images")
 
     # 2. The index and its model.
     searcher = Searcher(
@@ -98,26 +112,44 @@ def main(argv: list[str] | None = None) -> None:
 
         serve(searcher, args.host, args.port, args.token)
         return
-    if args.image:
-        hits = searcher.search_file(args.image, args.top_k)
+    searcher = searcher.within(within)
+    if not searcher.searched:
+        raise ValueError(f"{within} lets no {searcher.info.medium} of {args.index_dir} through. Widen it.")
+    found: Any
+    if args.copies:
+        found = searcher.copies(within)
+    elif args.image:
+        found = searcher.search_file(args.image, args.top_k)
     else:
-        hits = searcher.search_text(args.query or "", args.top_k)
+        found = searcher.search_text(args.query or "", args.top_k)
 
     # 4. Print.
     if args.json:
-        lines = [json.dumps(vars(hit)) for hit in hits]
+        lines = [json.dumps(each if args.copies else vars(each)) for each in found]
     else:
-        lines = [f"rank   score{'  re-ranked' if searcher.reranks else ''}  {searcher.info.medium}"]
-        for hit in hits:
-            again = "" if not searcher.reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
-            caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
-            lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
+        lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
     lost = getattr(sys.stdout, "lost", None)  # of `run_script`
     if lost and lost.errno != errno.EPIPE:  # a reader that has gone, such as head, has what it wanted
         raise ValueError(f"The hits cannot be written to the standard output: {lost.strerror}. Let it lead somewhere.")
+
+
+def table_of_hits(hits: list[Hit], searcher: Searcher) -> list[str]:
+    """Return a head and a line for each hit."""
+    lines = [f"rank   score{'  re-ranked' if searcher.reranks else ''}  {searcher.info.medium}"]
+    for hit in hits:
+        again = "" if not searcher.reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
+        caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
+        lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
+    return lines
+
+
+def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
+    """Return a line for each image, groups apart, and how many there are."""
+    lines = [line for group in groups for line in (*(printable(each["path"] or each["id"]) for each in group), "")]
+    return [*lines, f"{len(groups):,} pictures occur {sum(map(len, groups)):,} times"]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,15 @@ try:
 except ImportError:  # optional: it yields Pillow's pixels, and refuses inner damage that Pillow skips over
     simplejpeg = None
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" in features.modules else ())
+try:
+    from pillow_heif import register_heif_opener
+except ImportError:  # optional: the photographs of telephones (HEIC); Pillow reads none
+    _HEIF: tuple[str, ...] = ()
+else:
+    register_heif_opener()
+    _HEIF = ("HEIF",)
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" in features.modules else ()) + _HEIF
 # At the scale of decoding: 9000 x 9000 white pixels are a file of 10 kB and take 1.5 GB to decode.
 MOST_PIXELS = 40_000_000
 MOST_BYTES = 64 << 20  # of an image file

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, features
 
+from mm_utils.model.reading import FORMATS
+
 AVIF = "avif" in features.modules and features.check("avif")
 Make = Callable[[Image.Image], bytes]
 Change = Callable[[Image.Image], Image.Image]
@@ -215,7 +217,12 @@ BROKEN = [
     ),
     Broken("plain text", "image_unknown_format", ".png", _exactly(b"there is no image here\n" * 9)),
     Broken("an SVG", "image_unknown_format", ".svg", _exactly(b'<svg xmlns="http://www.w3.org/2000/svg"/>')),
-    Broken("a HEIC", "image_unknown_format", ".heic", _exactly(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))),
+    Broken(
+        "a HEIC",
+        "image_unreadable" if "HEIF" in FORMATS else "image_unknown_format",
+        ".heic",
+        _exactly(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)),
+    ),
     Broken("a PDF", "image_unknown_format", ".pdf", saved("PDF")),
     Broken("an EPS", "image_unknown_format", ".eps", saved("EPS")),
     Broken("a video", "image_unknown_format", ".jpg", _exactly(b"\0\0\0\x18ftypmp42" + bytes(99))),

@@ -174,7 +174,7 @@ class Image(_Pictures):
     kind, column, feature, lasts = "image", "image", datasets.Image(decode=False), False
     suffixes = (
         *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
-        *(".ppm", ".pgm", ".avif", ".heic", ".jp2"),
+        *(".ppm", ".pgm", ".avif", ".heic", ".heif", ".jp2"),
     )
     names: ClassVar[list[str]] = [
         *("image", "image_path", "image_file", "filepath", "file_path", "file_name", "filename", "path"),

@@ -76,7 +76,8 @@ class CheckedImage:
 _EXTENSIONS = {
     **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), "JPEG"),
     **dict.fromkeys((".tif", ".tiff"), "TIFF"),
-    **{f".{form}": form.upper() for form in ("png", "gif", "webp", "bmp", "avif", "svg", "heic", "pdf")},
+    **{f".{form}": form.upper() for form in ("png", "gif", "webp", "bmp", "avif", "svg", "heif", "pdf")},
+    ".heic": "HEIF",
 }
 
 
@@ -146,6 +147,8 @@ def _header_fault(data: bytes, error: Exception) -> Fault:
         return Fault("image_unknown_format", kind or f"it begins with {data[:8].hex(' ')}")
     if kind == "AVIF" and "AVIF" not in FORMATS:
         return Fault("image_unknown_format", "AVIF, which this Pillow cannot read")
+    if kind == "HEIC" and "HEIF" not in FORMATS:
+        return Fault("image_unknown_format", "HEIC, which is read after pip install pillow-heif")
     if kind == "PNG" and 0 in struct.unpack(">II", data[16:24].ljust(8, b"\1")):
         return Fault("zero_size", "a PNG header that says so")
     return Fault("image_unreadable", f"{kind}: {decoder_message(error)}")
@@ -172,6 +175,7 @@ _KINDS = {
     "BMP": re.compile(rb"BM"),
     "TIFF": re.compile(rb"II[*+]\0|MM\0[*+]"),
     "AVIF": re.compile(rb"....ftypavi[fs]", re.DOTALL),
+    "HEIC": re.compile(rb"....ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL),
 }
 _OTHER_KINDS = {
     "SVG": re.compile(rb"\s*(<\?xml.{0,400})?<(!--.{0,400}-->|!DOCTYPE svg|svg)", re.DOTALL | re.IGNORECASE),
@@ -179,7 +183,6 @@ _OTHER_KINDS = {
     "XML": re.compile(rb"\s*<\?xml"),
     "JSON": re.compile(rb"\s*\{\s*\""),
     "a Git LFS pointer": re.compile(rb"version https://git-lfs"),
-    "HEIC": re.compile(rb"....ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL),
     "a video": re.compile(rb"....ftyp|\x1aE\xdf\xa3", re.DOTALL),
     "PDF": re.compile(rb"%PDF"),
     "PostScript (EPS)": re.compile(rb"%!PS|\xc5\xd0\xd3\xc6"),

@@ -131,6 +131,18 @@ def exact(vectors: StoredVectors) -> Find:
     return find
 
 
+def among(vectors: StoredVectors, mask_N: np.ndarray) -> Find:
+    """Return an exact search of the rows of a mask, which are read from the stored embeddings for every query."""
+    rows_n, begins = np.flatnonzero(mask_N), np.cumsum([0, *map(len, vectors.blocks)])
+
+    def find(query_QE: Tensor, count: int) -> list[Hits]:
+        parts = zip(vectors.blocks, begins, strict=False)
+        chosen: Any = ((torch.from_numpy(part[mask_N[at : at + len(part)]]), None) for part, at in parts)
+        return [[(int(rows_n[row]), score) for row, score in hits] for hits in _highest(chosen, query_QE, count)]
+
+    return find
+
+
 def rescored(vectors: StoredVectors, first_pass: FirstPass, candidates: int) -> Find:
     """Return a search that scores what a first pass finds, `candidates` for each wanted image."""
 

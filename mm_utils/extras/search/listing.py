@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ _FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.
 _ROWS = 1000
 THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
 _QUALITY = 85  # of the JPEG of a thumbnail: about 25 kB
+_FRAMES = 8  # of a clip among images
+_SECONDS = 60.0  # of it that are looked at
 
 
 @dataclass
@@ -55,17 +58,22 @@ class Listing:
     raw: bool = False
 
 
-def list_folder(folder: str, allow_outside: bool = False, medium: str = "image") -> tuple[list[str], list[Skip]]:
+def list_folder(
+    folder: str, allow_outside: bool = False, medium: str = "image", with_clips: bool = False
+) -> tuple[list[str], list[Skip]]:
     """Return the sorted relative paths of a folder's media, and files not to be taken.
 
     A file counts by its ending; hidden files and folders are passed over, and links to folders are not followed.
+
+    Args:
+        with_clips: clips count among images, too.
 
     Raises:
         ValueError: if there is no such folder, or no such medium in it.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of {medium}s.")
-    suffixes = SUFFIXES[medium]
+    suffixes = (*SUFFIXES[medium], *(SUFFIXES["clip"] if with_clips else ()))
     jail, found, skipped = Jail(folder, allow_outside), [], []
 
     def set_aside(error: OSError) -> None:
@@ -205,6 +213,25 @@ def _stamp(image: Mapping[str, Any], captions: list[str]) -> dict[str, Any]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+def is_clip_among_images(path: str, medium: Medium) -> bool:
+    """Return whether a file is a clip, where the model embeds images."""
+    name = path.lower()
+    return medium.kind == "image" and name.endswith(SUFFIXES["clip"]) and not name.endswith(SUFFIXES["image"])
+
+
+def frames_of(content: bytes, side: int) -> list[Image.Image]:
+    """Return eight moments, evenly spread over the first minute of a clip; raise Fault if there are none."""
+    try:
+        clip = read_clip(content, CLIP_FPS, side)
+    except Fault as fault:
+        if fault.reason != "too_long":
+            raise
+        clip = read_clip(content, CLIP_FPS, side, end=_SECONDS)
+    shown: list[bytes] = list(accumulate(clip.jpegs, lambda before, own: own or before))
+    places = [int((at + 0.5) / _FRAMES * len(shown)) for at in range(_FRAMES)]
+    return [open_image({"bytes": shown[place], "path": None}) for place in places]
+
+
 def stock_file(content: bytes, medium: Medium) -> bytes:
     """Return a medium's file as prepared sets store it, for `Medium.read`, or raise Fault."""
     if isinstance(medium, Sound):
@@ -226,7 +253,7 @@ class Reader(Dataset):
         return len(self.places)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return a row without embedding, with the `square` to embed; or a `skipped.jsonl` line."""
+        """Return a row without embedding, with the `square`, or squares, to embed; or a `skipped.jsonl` line."""
         place = self.places[number]
         name, row = self.listing.ids[place], self.listing.rows[place]
         try:
@@ -243,12 +270,14 @@ class Reader(Dataset):
                 own = {"path": path, "size": status.st_size, "mtime_ns": changed_ns(status)}
             except OSError:
                 pass  # `read_file` says what is wrong
-            content = read_file(path, self.limits)
+            content = read_file(path, MEDIA_LIMITS if is_clip_among_images(path, self.medium) else self.limits)
             image = {"bytes": content, "path": path}
         own["content_hash"] = stored_hash(content)
         if self.medium.lasts:
             stored = stock_file(content, self.medium) if own["path"] or self.listing.raw else content
             return own | self._show_timed({"bytes": stored, "path": None})
+        if own["path"] and is_clip_among_images(path, self.medium):
+            return own | self._show_frames(content)
         square, thumbnail = self._show(image)
         return {**own, "square": square, "thumbnail": thumbnail}
 
@@ -260,6 +289,13 @@ class Reader(Dataset):
             raise Fault("medium_unreadable", str(error)) from error
         thumbnail = encode(shrink(shown, THUMBNAIL), "jpeg", _QUALITY)
         return {"square": square, "thumbnail": thumbnail, "content": stored["bytes"]}
+
+    def _show_frames(self, content: bytes) -> dict[str, Any]:
+        """Return the squares of a clip's moments, and the middle one as its picture."""
+        side = max(THUMBNAIL, self.side)
+        frames = frames_of(content, side)
+        squares = torch.stack([center_square(frame, self.side) for frame in frames])
+        return {"square": squares, "thumbnail": encode(shrink(frames[_FRAMES // 2], side), "jpeg", _QUALITY)}
 
     def _show(self, image: dict[str, Any]) -> tuple[torch.Tensor, bytes]:
         """Return the square, as evaluations cut it, and the thumbnail."""

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.medium import read_by
-from mm_utils.extras.search.first_pass import StoredVectors, open_find
+from mm_utils.extras.search.first_pass import StoredVectors, among, open_find
 from mm_utils.extras.search.index import STAMPS, IndexInfo, check_same_model, open_index, stamp
+from mm_utils.extras.search.narrowed import Filter, copies
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
@@ -107,13 +108,33 @@ class Searcher:
         """Search these rows from now on."""
         self.info, self._vectors = info, StoredVectors(rows)
         self._states = None if info.states is None else StoredVectors(rows, "states")
-        self._find = open_find(self._factory, self._folder, rows)
+        self._find = self._find_everywhere = open_find(self._factory, self._folder, rows)
         # Without the vectors: a row of them would become thousands of Python numbers.
         self._rows = rows.select_columns([*STAMPS.names, "thumbnail"])
         self._reading, self._waiting = threading.Lock(), SimpleQueue[tuple[Tensor, int, Future]]()
         self._texts = rows.select_columns(["id", "path", "captions"])
         self._contents = None if info.medium == "image" else rows.select_columns(["content"])
+        self.searched = len(rows)
         self.__dict__.pop("floor", None)
+
+    def within(self, given: Filter) -> "Searcher":
+        """Return a searcher that finds the rows of a filter alone, `searched` of them, exactly; this one without a filter.
+
+        Rows keep their numbers, and the floor is that of the whole index.
+        """
+        if not given:
+            return self
+        new, mask_N = copy.copy(self), given.mask(self._rows)
+        new._find, new.searched = among(self._vectors, mask_N), int(mask_N.sum())
+        new._reading, new._waiting = threading.Lock(), SimpleQueue[tuple[Tensor, int, Future]]()
+        return new
+
+    def copies(self, given: Filter) -> list[list[dict[str, Any]]]:
+        """Return groups of images that show the same picture, of those that a filter lets through: row, id and path."""
+        rows = given.mask(self._rows).nonzero()[0].tolist()
+        return [
+            [{"row": rows[at], **self._texts[rows[at]]} for at in group] for group in copies(self._rows.select(rows))
+        ]
 
     def renewed(self) -> "Searcher":
         """Return a searcher of the index as it is now, with the same model in memory; this one if it has not changed.
@@ -148,7 +169,7 @@ class Searcher:
         query_E, states, ids, mask = self._read(text)
         found = self._best(query_E, max(top_k, self.rerank_top_k))
         reranked: dict[int, float] = {}
-        if rerank and self.reranks:
+        if rerank and self.reranks and found:
             first = found[: self.rerank_top_k]
             with self._lock, torch.no_grad():
                 reranked = self._head(first, states, mask, ids)
@@ -172,7 +193,7 @@ class Searcher:
             query_QE, _ = self._model.encode_text(*self._model.text_inputs(texts), with_states=False)
         queries = torch.nn.functional.normalize(query_QE.float().cpu(), dim=1)
         with self._reading:
-            best = [hits[0][1] for hits in self._find(queries, 1)] if len(self) else [0.0]
+            best = [hits[0][1] for hits in self._find_everywhere(queries, 1)] if len(self) else [0.0]
         return float(torch.tensor(best).quantile(_FLOOR))
 
     def embed_text(self, text: str) -> list[float]:

@@ -2,12 +2,12 @@
 
 ====================  =================================================================================================
 GET /                 the page, which loads nothing from elsewhere
-GET /search           hits of a text: q, and optionally k, offset and rerank (0 or 1)
-POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset
+GET /search           hits of a text: q, and optionally k, offset, rerank (0 or 1), and folder, since and until of `Filter`
+POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset, and the filter
 GET /start            a few images of the index, and captions to try
 GET /embed            the unit vector of a text: q
 POST /embed           that of a file, whose bytes are the body
-GET /similar/ROW      hits of an image of the index: k, offset
+GET /similar/ROW      hits of an image of the index: k, offset, and the filter
 GET /image/ROW        its thumbnail
 GET /large/ROW        the image in at most 1,600 pixels: its file if that is unchanged, decoded and encoded anew, else the thumbnail
 GET /content/ROW      a sound as a WAV file, or a clip as an animated WebP
@@ -44,6 +44,7 @@ from PIL import UnidentifiedImageError
 
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.distributed import RunError
+from mm_utils.extras.search.narrowed import Filter
 from mm_utils.extras.search.searcher import Hit, Searcher
 from mm_utils.files import allow_open_files
 from mm_utils.reports.pictures import animation
@@ -204,6 +205,11 @@ class _Api:
         self.texts = functools.lru_cache(maxsize=32)(
             lambda searcher, text, rerank, count: searcher.search_text(text, count, rerank)
         )
+        self.narrowed = functools.lru_cache(maxsize=8)(lambda searcher, given: searcher.within(given))
+
+    def within(self, request: Request) -> Searcher:
+        """Return a searcher of what the request's filter lets through."""
+        return self.narrowed(self.now(), _filter(request))
 
     def now(self) -> Searcher:
         """Return the searcher; an update of the index is looked for from time to time, and taken up in a thread."""
@@ -217,6 +223,7 @@ class _Api:
             self.searcher, old = self.searcher.renewed(), self.searcher
             if self.searcher is not old:
                 self.texts.cache_clear()
+                self.narrowed.cache_clear()
                 logger.info("The index has changed: %s %ss.", f"{len(self.searcher):,}", self.searcher.info.medium)
         except (ValueError, OSError) as error:
             logger.warning("The former rows are searched: %s", error)
@@ -233,9 +240,9 @@ class _Api:
         return JSONResponse({"total": len(searcher), "examples": examples, "hits": some})
 
     def text(self, request: Request) -> Response:
-        searcher, rerank = self.now(), request.query_params.get("rerank", "1") != "0"
+        searcher, rerank = self.within(request), request.query_params.get("rerank", "1") != "0"
         hits = self.texts(searcher, _query(request), rerank, _wanted(request))
-        return _page(request, searcher, hits, searcher.floor)
+        return _page(request, searcher, hits, self.searcher.floor)
 
     async def file(self, request: Request) -> Response:
         return await self._decoded(request, self._file)
@@ -270,7 +277,7 @@ class _Api:
             body.cancel()
 
     def similar(self, request: Request) -> Response:
-        searcher = self.now()
+        searcher = self.within(request)
         return _page(request, searcher, searcher.similar(_row(request, searcher), _wanted(request)))
 
     def thumbnail(self, request: Request) -> Response:
@@ -297,7 +304,7 @@ class _Api:
             raise HTTPException(404, f"{error}.") from error
 
     def _file(self, request: Request, content: bytes) -> Response:
-        searcher = self.now()
+        searcher = self.within(request)
         return _page(request, searcher, searcher.search_file(content, _wanted(request)))
 
     def _embedding(self, request: Request, content: bytes) -> Response:
@@ -325,7 +332,7 @@ def _page(request: Request, searcher: Searcher, hits: list[Hit], floor: float = 
     ]
     return JSONResponse(
         {
-            "total": len(searcher),
+            "total": searcher.searched,
             "reranks": searcher.reranks,
             "more": offset + count < len(hits),
             "hits": shown[offset : offset + count],
@@ -399,6 +406,14 @@ def _query(request: Request) -> str:
     if not 0 < len(query) <= MOST_LETTERS:
         raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
     return query
+
+
+def _filter(request: Request) -> Filter:
+    given = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
+    try:
+        return Filter(**given)
+    except ValueError as error:
+        raise HTTPException(400, str(error).removeprefix("--")) from error
 
 
 def _row(request: Request, searcher: Searcher) -> int:

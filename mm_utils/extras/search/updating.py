@@ -416,17 +416,22 @@ def embed_share(
 
 @torch.no_grad()
 def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator: Accelerator) -> list[dict[str, Any]]:
-    """Return the rows of read images, with their embeddings."""
+    """Return the rows of read images, with their embeddings; a clip among them has the mean of those of its frames."""
     if not examples:
         return []
-    squares = torch.stack([each.pop("square") for each in examples])
+    shown = [each.pop("square") for each in examples]
+    parts = [each if each.dim() > len(embedder.medium.shape) else each[None] for each in shown]
+    counts, squares = list(map(len, parts)), torch.cat(parts)
     pixels_b = embedder.medium.features(squares.to(embedder.model.device))
     with accelerator.autocast():
         pooled, taps = embedder.model.vision_features(pixels_b, with_taps=embedder.states is not None)
         embeds_bE, _ = embedder.model.project_image(pooled, ())
-    columns = {"embedding": normalize(embeds_bE.float(), dim=-1).half().cpu()}
+    units = normalize(embeds_bE.float(), dim=-1).split(counts)
+    means = [part[0] if len(part) == 1 else normalize(part.mean(0), dim=0) for part in units]
+    columns = {"embedding": torch.stack(means).half().cpu()}
     if taps:
-        columns["states"] = torch.cat([tap.flatten(1) for tap in taps], 1).half().cpu()
+        middle = [sum(counts[:at]) + count // 2 for at, count in enumerate(counts)]
+        columns["states"] = torch.cat([tap.flatten(1) for tap in taps], 1)[middle].half().cpu()
     if not all(values.isfinite().all() for values in columns.values()):
         raise RunError(
             "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision or "

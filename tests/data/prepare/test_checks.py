@@ -65,6 +65,21 @@ def test_an_unknown_format_is_recognised(kind: str, named: str) -> None:
     assert named in caught.value.detail
 
 
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_photograph_of_a_telephone_is_read_and_its_damage_is_found(orientation: int) -> None:
+    """Its turn is a property of the format, which its decoder applies; that of EXIF, which repeats it, is not applied again."""
+    pytest.importorskip("pillow_heif")
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = save(corner_mark(), "HEIF", exif=exif, quality=100)
+    found = check_image(content, LIMITS, "a.heic")
+    assert (found.format, found.width, found.height, found.notes) == ("HEIF", 96, 64, ())
+    assert images.psnr(found.image, corner_mark()) > 25
+    with pytest.raises(Fault) as caught:
+        check_image(content[: len(content) // 2], LIMITS)
+    assert caught.value.reason in ("image_unreadable", "image_truncated")
+
+
 def test_a_transparent_animation_is_laid_on_white() -> None:
     frames = [Image.new("RGBA", (32, 32), (*RED, 0)), Image.new("RGBA", (32, 32), "blue")]
     checked = check_image(save(frames[0], "PNG", save_all=True, append_images=frames[1:]), LIMITS)

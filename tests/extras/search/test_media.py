@@ -27,6 +27,7 @@ from mm_utils.extras.search.searcher import Searcher
 from mm_utils.extras.search.updating import update_index
 from mm_utils.model.build import load_model
 from mm_utils.reports.pictures import picture
+from scripts import embed
 from tests.extras.search.conftest import make_embedder
 from tests.extras.search.serving import Served, served
 from tests.kit.media_files import clip, damaged, media_rows, tone
@@ -244,3 +245,66 @@ def test_a_file_as_large_as_preparing_takes_is_embedded(indexed: tuple[str, Path
     assert update(index, model, listing).embedded == 1
     os.utime(tmp_path / "large.wav")
     assert update(index, model, listing).kept == 1
+
+
+# -- clips among images ------------------------------------------------------------------------------------------------
+
+
+def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: Path) -> None:
+    """Of a model of images: found by text, by image and by what is similar; shown by its middle; kept by an update."""
+    (tmp_path / "library").mkdir()
+    colours = ["red", "red", "lime", "lime", "blue", "blue", "white", "white"]
+    (tmp_path / "library/one.mp4").write_bytes(clip(colours, (64, 48)))  # AVI inside: files are read by content
+    (tmp_path / "library/two.AVI").write_bytes(clip(["red"] * 300, (64, 48)))  # 75 s
+    (tmp_path / "library/bad.mov").write_bytes(b"no video")
+    for colour in colours[::2]:
+        Image.new("RGB", (64, 48), colour).save(tmp_path / f"library/{colour}.png")
+    flags = ["--model_name_or_path", str(model), "--images", str(tmp_path / "library")]
+    embed.main([*flags, "--index_dir", str(tmp_path / "images")])
+    done = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
+    assert (done["images"], done["skipped"]) == (6, 1)
+    images, both = (datasets.load_from_disk(str(tmp_path / name)).with_format("torch") for name in ("images", "all"))
+    rows = dict(zip(both["id"][:], both["embedding"][:].float(), strict=True))
+    plain = dict(zip(images["id"][:], images["embedding"][:].float(), strict=True))
+    assert rows.keys() - plain.keys() == {"one.mp4", "two.AVI"}
+    assert all(torch.equal(rows[name], value) for name, value in plain.items())
+    mean = torch.nn.functional.normalize(sum(plain.values()), dim=0)
+    torch.testing.assert_close(rows["one.mp4"], mean, rtol=0, atol=0.02)  # frames are stored as JPEG
+    torch.testing.assert_close(rows["two.AVI"], plain["red.png"], rtol=0, atol=0.02)
+    again = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
+    assert (again["embedded"], again["kept"]) == (0, 6)
+    searcher = Searcher(tmp_path / "all", device="cpu")
+    assert "two.AVI" in [hit.id for hit in searcher.search_image(Image.new("RGB", (64, 48), "red"), 2)]
+    shown = Image.open(io.BytesIO(searcher.large(both["id"][:].index("one.mp4")))).convert("RGB")
+    assert shown.getpixel((32, 24))[2] > 200 > 60 > shown.getpixel((32, 24))[1]  # blue
+
+
+def test_the_head_reads_the_middle_of_a_clip_among_images(reranking_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/one.avi").write_bytes(clip(["red"] * 4 + ["blue"] * 4, (64, 48)))
+    Image.new("RGB", (64, 48), "blue").save(tmp_path / "library/blue.png")
+    flags = ["--model_name_or_path", str(reranking_model), "--images", str(tmp_path / "library"), "--with_clips"]
+    scores = []
+    for more in ([], ["--keep_fusion_states"]):
+        embed.main([*flags, "--index_dir", str(tmp_path / f"index{len(more)}"), *more])
+        hits = Searcher(tmp_path / f"index{len(more)}", device="cpu").search_text("a blue circle", 2)
+        scores.append({hit.id: hit.reranked for hit in hits})
+    assert scores[0] == pytest.approx(scores[1], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--images", "x.tar"], "--images is no folder"),
+        (["--dataset_name", "x"], "--images is no folder"),
+    ],
+)
+def test_clips_among_images_need_a_folder(more: list[str], reason: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--with_clips is True; {reason}"):
+        embed.main(["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "i"), "--with_clips", *more])
+
+
+def test_a_model_of_clips_needs_no_flag_for_them(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    medium, model, _ = indexed
+    with pytest.raises(ValueError, match=f"--with_clips is True; the model embeds {medium}s"):
+        embed.main(["--model_name_or_path", str(model), "--index_dir", str(tmp_path), "--images", "x", "--with_clips"])

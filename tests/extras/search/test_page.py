@@ -1,6 +1,7 @@
 """The page in a browser: text, images, similar ones, re-ranking; by mouse and keyboard, seen and read aloud; and no attack."""
 
 import base64
+import copy
 import io
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from mm_utils.data.images import open_image
+from mm_utils.extras.search.narrowed import Filter
 from mm_utils.extras.search.searcher import Hit
 from tests.extras.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, served
 from tests.kit.corpora import COLOURS, SHAPES, draw
@@ -32,7 +34,7 @@ class ColourSearcher:
     caption and a hostile name.
     """
 
-    info, reranks, floor = SimpleNamespace(medium="image"), True, -0.2
+    info, reranks, floor, folder = SimpleNamespace(medium="image"), True, -0.2, ""
 
     def __init__(self) -> None:
         self.kinds = [kind for kind in KINDS for _ in range(5)]
@@ -73,6 +75,15 @@ class ColourSearcher:
     def renewed(self) -> "ColourSearcher":
         return self
 
+    def within(self, given: Filter) -> "ColourSearcher":
+        new = copy.copy(self)
+        new.folder = given.folder
+        return new
+
+    @property
+    def searched(self) -> int:
+        return sum(name.startswith(self.folder) for name in self.ids)
+
     def large(self, row: int) -> bytes:
         return encoded(*self.kinds[row], "JPEG", 480)
 
@@ -80,7 +91,8 @@ class ColourSearcher:
         return encoded(*self.kinds[row], "JPEG")
 
     def _order(self, colour: str) -> list[tuple[int, float]]:
-        scores = [(row, 0.9 * (kind[0] == colour) - 0.01 * row) for row, kind in enumerate(self.kinds)]
+        rows = [row for row, name in enumerate(self.ids) if name.startswith(self.folder)]
+        scores = [(row, 0.9 * (self.kinds[row][0] == colour) - 0.01 * row) for row in rows]
         return sorted(scores, key=lambda each: -each[1])
 
     def _hits(self, order: list[tuple[int, float]], head: dict[int, float] | None = None) -> list[Hit]:
@@ -325,6 +337,28 @@ def test_what_is_no_answer_is_set_apart(visit: Visit) -> None:
     assert order == [""] * first + ["note"] + ["weak"] * (40 - first)
 
 
+def test_a_filter_narrows_every_query_and_stays_in_the_address(visit: Visit) -> None:
+    visit.find("a blue square")
+    visit.tab.get_by_role("button", name="Filter").click()
+    visit.tab.get_by_label("Folder").press_sequentially("green/")  # a slash elsewhere leads to the text
+    visit.tab.get_by_label("Folder").press("Enter")
+    visit.finds("10 of 10 images, best first.")
+    assert set(visit.titles(10)) == {"a green circle", "a green square"}
+    visit.tab.get_by_role("button", name="Similar to number 1,").click()
+    visit.finds("9 of 10 images, best first.")
+    visit.tab.reload()
+    visit.finds("9 of 10 images, best first.")
+    expect(visit.tab.get_by_label("Folder")).to_have_value("green/")
+    visit.tab.get_by_label("Changed from").fill("2024-05-31")
+    visit.finds("9 of 10 images, best first.")
+    assert "folder=green%2F&since=2024-05-31" in visit.tab.url
+    visit.tab.go_back()
+    expect(visit.tab.get_by_label("Changed from")).to_have_value("")
+    visit.tab.get_by_label("Folder").fill("")
+    visit.tab.get_by_label("Folder").press("Enter")
+    visit.finds("24 of 40 images, best first.")
+
+
 # -- without a mouse, in the dark, on a phone ---------------------------------------------------------------------------
 
 
@@ -344,6 +378,7 @@ def test_keys_alone(visit: Visit) -> None:
     for name in (
         "Search",
         "Search by image…",
+        "Filter",
         "re-ranked",
         "Open number 1, a green square",
         "Similar to number 1, a green square",

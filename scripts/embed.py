@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         given.refuse(unread, "--images are media without captions")
     is_folder = args.images and not args.images.lower().endswith(".tar")
     if not is_folder:
-        given.refuse("with_clips", "--images is no folder")
+        given.refuse("with_clips", "--images does not name a folder")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
     check_model(model_name)
     accelerator = make_accelerator()

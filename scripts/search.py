@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.extras.search.narrowed import Filter
-from mm_utils.extras.search.searcher import Hit, Searcher
+from mm_utils.extras.search.narrowed import Filter, table_of_copies, table_of_hits
+from mm_utils.extras.search.searcher import Searcher
 from mm_utils.files import read_regular_file
 from mm_utils.run.script import run_script, set_up_logging
-from mm_utils.text import printable, shortened
 
 
 @dataclass
@@ -127,29 +126,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         lines = [json.dumps(each if args.copies else vars(each)) for each in found]
     else:
-        lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher)
+        lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher.reranks, searcher.info.medium)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
     lost = getattr(sys.stdout, "lost", None)  # of `run_script`
     if lost and lost.errno != errno.EPIPE:  # a reader that has gone, such as head, has what it wanted
         raise ValueError(f"The hits cannot be written to the standard output: {lost.strerror}. Let it lead somewhere.")
-
-
-def table_of_hits(hits: list[Hit], searcher: Searcher) -> list[str]:
-    """Return a head and a line for each hit."""
-    lines = [f"rank   score{'  re-ranked' if searcher.reranks else ''}  {searcher.info.medium}"]
-    for hit in hits:
-        again = "" if not searcher.reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
-        caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
-        lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
-    return lines
-
-
-def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
-    """Return a line for each image, groups apart, and how many there are."""
-    lines = [line for group in groups for line in (*(printable(each["path"] or each["id"]) for each in group), "")]
-    return [*lines, f"{len(groups):,} pictures occur {sum(map(len, groups)):,} times"]
 
 
 if __name__ == "__main__":

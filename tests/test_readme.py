@@ -82,7 +82,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outputs/mine/config.yaml").write_text("max_steps: 1\n")
     for name in ("pairs.jsonl", "b32.json"):
         (tmp_path / name).touch()
-    (tmp_path / "photos").mkdir()
+    for folder in ("photos", "words"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "words/lines.tsv").write_text("a cup\teine Tasse\n")
     (tmp_path / "my_terms.py").write_text(
         next(block for _, block in blocks(ROOT / "README.md") if "EmbeddingTerm" in block)
     )

@@ -227,9 +227,13 @@ def frames_of(content: bytes, side: int) -> list[Image.Image]:
         if fault.reason != "too_long":
             raise
         clip = read_clip(content, CLIP_FPS, side, end=_SECONDS)
-    shown: list[bytes] = list(accumulate(clip.jpegs, lambda before, own: own or before))
+    shown = list(accumulate(clip.jpegs, _own_or_before))
     places = [int((at + 0.5) / _FRAMES * len(shown)) for at in range(_FRAMES)]
     return [open_image({"bytes": shown[place], "path": None}) for place in places]
+
+
+def _own_or_before(before: bytes, own: bytes) -> bytes:
+    return own or before
 
 
 def stock_file(content: bytes, medium: Medium) -> bytes:

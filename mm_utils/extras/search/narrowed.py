@@ -1,10 +1,12 @@
-"""Search a part of an index, by folder and date; and list the images of it that occur more than once."""
+"""Search a part of an index, by folder and date; find the images that occur more than once; and print what was found."""
 
 import datetime
 import io
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,6 +16,7 @@ from tqdm.auto import tqdm
 
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, groups, near_pairs
 from mm_utils.distributed import available_cores
+from mm_utils.text import printable, shortened
 
 _DAY = re.compile(r"(\d{4})(?:-(\d\d))?(?:-(\d\d))?")
 _ROWS = 1000  # whose thumbnails are in memory at a time
@@ -96,3 +99,19 @@ def copies(rows: datasets.Dataset) -> list[list[int]]:
     for row, group in enumerate(groups(len(rows), pairs).tolist()):
         found.setdefault(group, []).append(row)
     return [each for each in found.values() if len(each) > 1]
+
+
+def table_of_hits(hits: Sequence[Any], reranks: bool, medium: str) -> list[str]:
+    """Return a head, and a line for each hit."""
+    lines = [f"rank   score{'  re-ranked' if reranks else ''}  {medium}"]
+    for hit in hits:
+        again = "" if not reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
+        caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
+        lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
+    return lines
+
+
+def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
+    """Return a line for each image, groups apart, and how many there are."""
+    lines = [line for group in groups for line in (*(printable(each["path"] or each["id"]) for each in group), "")]
+    return [*lines, f"{len(groups):,} pictures occur {sum(map(len, groups)):,} times"]

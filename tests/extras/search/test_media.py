@@ -251,7 +251,7 @@ def test_a_file_as_large_as_preparing_takes_is_embedded(indexed: tuple[str, Path
 
 
 def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: Path) -> None:
-    """Of a model of images: found by text, by image and by what is similar; shown by its middle; kept by an update."""
+    """With a model of images: found by text, by image and by what is similar; shown by its middle; kept by an update."""
     (tmp_path / "library").mkdir()
     colours = ["red", "red", "lime", "lime", "blue", "blue", "white", "white"]
     (tmp_path / "library/one.mp4").write_bytes(clip(colours, (64, 48)))  # AVI inside: files are read by content
@@ -295,8 +295,8 @@ def test_the_head_reads_the_middle_of_a_clip_among_images(reranking_model: Path,
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (["--images", "x.tar"], "--images is no folder"),
-        (["--dataset_name", "x"], "--images is no folder"),
+        (["--images", "x.tar"], "--images does not name a folder"),
+        (["--dataset_name", "x"], "--images does not name a folder"),
     ],
 )
 def test_clips_among_images_need_a_folder(more: list[str], reason: str, model: Path, tmp_path: Path) -> None:

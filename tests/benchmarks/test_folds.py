@@ -15,7 +15,12 @@ def test_rows_of_a_recording_are_one_draw() -> None:
     rows = [{"fold": 1 + place % 2, "recording": place // 4} for place in range(8)]
     results = [
         {"fold": fold, "seed": seed, "right": right}
-        for fold, seed, right in ((1, 0, [1, 1, 0, 0]), (1, 1, [1, 1, 0, 1]), (2, 0, [1, 1, 0, 0]), (2, 1, [1, 1, 0, 0]))
+        for fold, seed, right in (
+            (1, 0, [1, 1, 0, 0]),
+            (1, 1, [1, 1, 0, 1]),
+            (2, 0, [1, 1, 0, 0]),
+            (2, 1, [1, 1, 0, 0]),
+        )
     ]
     grouped = report(results, rows, FoldsArguments(group_column="recording"))
     alone = report(results, rows, FoldsArguments())

@@ -3,21 +3,13 @@
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from mm_utils.data.faults import Fault
-from mm_utils.data.paths import Jail, walk
+from mm_utils.data.paths import walk
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
-from mm_utils.data.rows.folders import (
-    CAPTION_SUFFIXES,
-    SUBTITLE_SUFFIXES,
-    own_caption,
-    read_caption_files,
-)
-from mm_utils.data.rows.records import IMAGE_SUFFIXES, BadRow, Record
+from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source, known_formats
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import read_datasets, read_metadata, read_parquet, read_text
@@ -30,7 +22,6 @@ _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets")
 _OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
-_PHOTOS_LOOKED_AT = 50  # in which a caption is looked for
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
     **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
     "parquet": read_parquet,
@@ -58,8 +49,8 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         )
     if source.format in _OF_FILES and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
-    if source.format == "imagefolder":
-        return read_metadata(source, safety, files) if files else read_caption_files(source, safety)
+    if files:
+        return read_metadata(source, safety, files)
     is_named = source.format in ("datasets", "webdataset") or source.format not in known_formats()
     if not is_named and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
@@ -199,37 +190,17 @@ def kinds_of_folder(folder: Path) -> dict[str, int]:
 
 def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -> str | None:
     """Return the format of the folder `path` by the folders and names of files in it."""
-    split = [(place, *os.path.splitext(name)) for place, name in files]
-    suffixes = {suffix.lower() for _, _, suffix in split}
-    images = {(place, stem) for place, stem, suffix in split if suffix.lower() in SUFFIXES[medium]}
-    beside = CAPTION_SUFFIXES if medium == "image" else (*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
-    captions = {(place, stem) for place, stem, suffix in split if suffix.lower() in beside}
+    suffixes = {os.path.splitext(name)[1].lower() for _, name in files}
     if ".tar" in suffixes:
         return "webdataset"
-    if images & captions:
+    if any(load(found)(path, files, medium) for found in entries("CAPTIONED").values()):
         return "imagefolder"
-    places = {os.path.relpath(place, path).lower() for place, _ in images}
-    if (
-        places <= {".", *SPLIT_NAMES}
-        and not suffixes & {*TEXT_SUFFIXES, ".parquet", ".arrow"}
-        and _is_captioned(files, path)
-    ):
-        return "imagefolder"
-    if places - {"."}:
+    media = (place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium])
+    if any(os.path.relpath(place, path) != "." for place in media):
         return "classes"
     if ".parquet" in suffixes and not (path / "README.md").is_file():
         return "parquet"
     return "datasets" if suffixes & {".parquet", ".arrow", ".jsonl", ".csv"} else None
-
-
-def _is_captioned(files: list[tuple[str, str]], path: Path) -> bool:
-    """Return whether one of the first photos has a caption in its metadata."""
-    jail = Jail(str(path), False)
-    for place, name in [each for each in files if each[1].lower().endswith(IMAGE_SUFFIXES)][:_PHOTOS_LOOKED_AT]:
-        with suppress(Fault):
-            if own_caption(jail.resolve(os.path.relpath(os.path.join(place, name), path))) is not None:
-                return True
-    return False
 
 
 def _of_file(path: Path, source: Source) -> str:

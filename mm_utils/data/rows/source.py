@@ -208,7 +208,7 @@ class Source:
 
 def known_formats() -> list[str]:
     """Return the names of all formats, those of extras too."""
-    return [*FORMATS, *entries("SOURCES")]
+    return [*FORMATS, *(name for name in entries("SOURCES") if name not in FORMATS)]
 
 
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:

@@ -1,11 +1,11 @@
-"""Rows of JSONL, JSON, CSV and TSV by line number, unreadable ones; cues of subtitles."""
+"""Rows of JSONL, JSON, CSV and TSV by line number, unreadable ones."""
 
 import csv
 import json
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -20,9 +20,6 @@ DEEPEST = 32  # lists and objects in each other in a row; other processes get it
 LONGEST_LINE = 16 << 20  # characters
 LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's captions have 0.1 GB
 _LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
-_TIME = r"(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})[.,](\d{1,9})"  # bounded, so that the search is linear in the file
-_CUE = re.compile(rf"{_TIME}[ \t]{{0,99}}-->[ \t]{{0,99}}{_TIME}[^\n]*(?:\n|$)((?:[^\n]*\S[^\n]*(?:\n|$))*)")
-_MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
 
 
@@ -285,19 +282,3 @@ def _as_dict(names: list[str], cells: list[str]) -> dict[Any, Any]:
     if len(cells) > len(names):
         row[None] = cells[len(names) :]
     return row
-
-
-def read_cues(text: str) -> list[dict[str, Any]]:
-    """Return subtitles' cues, SubRip or WebVTT, as moments; those without text are left out."""
-    found = []
-    for cue in _CUE.finditer(text.replace("\r\n", "\n").replace("\r", "\n")):
-        *times, words = cue.groups()
-        phrase = " ".join(_MARKUP.sub("", words).split())
-        if phrase:
-            found.append({"span": [_seconds(times[:4]), _seconds(times[4:])], "phrase": phrase})
-    return found
-
-
-def _seconds(parts: Sequence[str | None]) -> float:
-    hours, minutes, seconds, fraction = parts
-    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(f"{seconds}.{fraction}")

@@ -2,6 +2,7 @@
 
 _HERE = "mm_utils.extras.formats"
 SOURCES = {
+    "imagefolder": f"{_HERE}.caption_files.read_caption_files",
     "classes": f"{_HERE}.classes.read_classes",
     "coco": f"{_HERE}.annotations.read_coco",
     "karpathy": f"{_HERE}.annotations.read_karpathy",
@@ -12,7 +13,7 @@ TEXT_FORMATS = {"annotations": f"{_HERE}.annotations.format_of"}
 """What returns the format of a text file by its suffix and its beginning, or None."""
 TABLES = {"known": f"{_HERE}.known_tables.known_table"}
 """What returns the usual columns of a table whose columns it knows, and what makes rows of such."""
-OWN_CAPTIONS = {"photos": f"{_HERE}.photo_captions.photo_caption"}
-"""What returns the caption that an image file has in its metadata, with a note, or None."""
+CAPTIONED = {"files": f"{_HERE}.caption_files.is_captioned"}
+"""What tells whether the media of a folder have captions beside or in them, so that it is an `imagefolder`."""
 ADDRESSES = dict.fromkeys(("http", "https"), f"{_HERE}.downloads.UrlImage")
 """By scheme, the `ImageRef` of an address."""

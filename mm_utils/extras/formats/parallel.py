@@ -11,9 +11,10 @@ from pathlib import Path
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail
 from mm_utils.data.rows.columns import SUFFIXES
-from mm_utils.data.rows.folders import CAPTION_SUFFIXES, Caption, files_below, join_captions, unread_rows
+from mm_utils.data.rows.folders import files_below, unread_rows
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.extras.formats.caption_files import CAPTION_SUFFIXES, Caption, join_captions
 
 
 def read_parallel(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:

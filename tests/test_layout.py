@@ -14,6 +14,20 @@ DATA_FLOOR_OF = {name: floor for floor, names in enumerate(DATA_FLOORS) for name
 METRICS = {"retrieval_recall", "classification_scores"}  # folders of `evaluate.load`, which import nothing of ours
 MODELLING = PACKAGE / "model/modeling_fusion_dual_encoder.py"  # travels with every model, and so does `READING`
 READING = PACKAGE / "model/reading.py"
+STANDS_ON = {
+    "benchmarks": "formats",
+    "classes": "formats lora tars",
+    "data_reports": "languages",
+    "dry_run": "several_media",
+    "export": "families",
+    "launch": "data_reports",
+    "measured": "flops",
+    "placement": "micro_batch",
+    "search": "measured tars",
+    "streams": "tars",
+    "tars": "formats",
+}
+"""Which extras an extra imports; all others can be deleted alone."""
 MAX_ARGUMENTS, MAX_FUNCTION = 8, 80
 MAX_CHAIN = 19
 
@@ -96,6 +110,17 @@ def test_imports_go_down() -> None:
                 if here != there and DATA_FLOOR_OF[there] >= DATA_FLOOR_OF[here]:
                     wrong.append(f"{name} imports {other}")
     assert not wrong
+
+
+def test_extras_import_few_others() -> None:
+    """What is deleted with an extra: its tests, and the extras that stand on it."""
+    found: dict[str, set[str]] = {}
+    for name, path in modules().items():
+        others = {other.split(".")[1] for other in own_imports(path) if other.startswith("extras.")}
+        if others:
+            assert name.startswith("extras."), f"{name} of the core imports the extras {others}"
+            found.setdefault(name.split(".")[1], set()).update(others - {name.split(".")[1]})
+    assert {name: " ".join(sorted(others)) for name, others in found.items() if others} == STANDS_ON
 
 
 def test_there_is_no_circle_and_no_long_chain() -> None:

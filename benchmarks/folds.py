@@ -4,29 +4,30 @@
         --flags "max_steps=300 global_batch_size=48 objectives=contrastive:1 fusion_layers=0"
 
 A row's class is its captions, which the rows of a class have in common; its guess is the class whose captions, embedded, have the
-nearest mean. Each fold is left out once and never looked at: the weights are the last ones. Results are added to the file as they
+nearest mean, among the classes of its fold. Each fold is left out once and never looked at: the weights are the last ones. Results are added to the file as they
 come; started again, it goes on with what is missing. At the end it writes one accuracy over all rows, each the mean of its seeds, with a
 95 % interval over groups of rows.
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.ablations.report import with_interval
 from benchmarks.harness import machine
 from mm_utils.arguments import arg, parse_args
+from mm_utils.evaluation.embeddings import embed_split
 from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.files import append_rows
-from mm_utils.model.build import load_model
 from mm_utils.run.start import run_script
 from mm_utils.text import markdown_table
 from scripts import pretrain
@@ -39,7 +40,6 @@ class FoldsArguments:
     """The folds of a file, and how a run learns from the others."""
 
     train_file: str = arg("captions.jsonl", "Rows with captions and a fold each, as JSON lines.")
-    medium_column: str = arg("audio", "Column of the images, clips or sounds.")
     fold_column: str = arg("fold", "Column of the fold.")
     group_column: str | None = arg(None, "Column of what is drawn at random, e.g. the recording; default: the row.")
     seeds: str = arg("0,1,2", "Seeds of the runs.")
@@ -58,28 +58,47 @@ def nearest_class(medium_ME: Tensor, caption_TE: Tensor, class_T: Tensor) -> Ten
     return (F.normalize(medium_ME, dim=-1) @ F.normalize(mean_CE, dim=-1).T).argmax(1)
 
 
+class Guesses:
+    """An evaluator that keeps, for each row of the fold that is left out, whether its class is found.
+
+    Args:
+        classes: the class of each row.
+
+    Attributes:
+        right: of the last evaluation.
+    """
+
+    def __init__(self, classes: Sequence[int]):
+        self.class_M, self.right = torch.tensor(classes), [False] * len(classes)
+
+    def __call__(self, model: Any, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Guess the class of every row."""
+        split = embed_split(model, loader, accelerator)
+        if len(split.rows_M) != len(self.class_M):
+            raise ValueError(
+                f"--train_file has {len(self.class_M)} rows of a fold, and {len(split.rows_M)} can be read."
+            )
+        class_M = self.class_M[split.rows_M]
+        owner_T = (split.caption_key_T[:, None] == split.image_key_M).int().argmax(1)
+        found_M = nearest_class(split.image_ME, split.text_TE, class_M[owner_T]) == class_M
+        self.right = found_M[split.rows_M.argsort()].tolist()
+        return {"class_accuracy": found_M.double().mean().item()}
+
+
 def learn(rows: Sequence[dict[str, Any]], fold: Any, seed: int, args: FoldsArguments) -> list[bool]:
     """Train on the other folds; return for each row of this one whether its class is found."""
-    root = Path(args.train_file).resolve().parent
-    classes = {captions: place for place, captions in enumerate(dict.fromkeys(map(captions_of, rows)))}
+    held_out = [tuple(row["captions"]) for row in rows if row[args.fold_column] == fold]
+    classes = {captions: place for place, captions in enumerate(dict.fromkeys(held_out))}
+    guesses = Guesses([classes[captions] for captions in held_out])
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         split = {True: "validation", False: "train"}
         append_rows(path, [{**row, "split": split[row[args.fold_column] == fold]} for row in rows])
         settings = [f"--set={each}" for each in (*_LAST.split(), *args.flags.split(), f"seed={seed}")]
-        pretrain.main([*settings, f"--train_file={path}", f"--image_root={root}", f"--output_dir={folder}/run"])
-        model = load_model(f"{folder}/run").eval()
-        held_out = [row for row in rows if row[args.fold_column] == fold]
-        texts = [(text, place) for captions, place in classes.items() for text in captions]
-        media = [str(root / row[args.medium_column]) for row in held_out]
-        embeds = model.encode(images=media, texts=[text for text, _ in texts])
-    guess_M = nearest_class(*embeds, torch.tensor([place for _, place in texts]))
-    return [int(guess) == classes[captions_of(row)] for guess, row in zip(guess_M, held_out, strict=True)]
-
-
-def captions_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the captions of a row, which are its class."""
-    return tuple(row["captions"])
+        root = Path(args.train_file).resolve().parent
+        settings += [f"--train_file={path}", f"--image_root={root}", f"--output_dir={folder}/run"]
+        pretrain.main(settings, evaluators=[guesses])
+    return guesses.right
 
 
 def report(results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], args: FoldsArguments) -> str:

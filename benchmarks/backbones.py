@@ -25,6 +25,8 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoConfig, AutoModel, P
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from mm_utils.arguments import arg, parse_args
+from mm_utils.distributed import RunError
+from mm_utils.extras.export.graphs import tower_graphs, trace
 from mm_utils.extras.families.image_size import resize
 from mm_utils.extras.families.text_tower import with_text_tower
 from mm_utils.model.adapt import switch_off_dropout
@@ -35,6 +37,7 @@ from mm_utils.text import markdown_table, markdown_text, one_line
 
 MOST_PARAMETERS = 20_000_000
 TOLERANCE = 2e-4
+OPSET = 18
 SIDES = (32, 64, 224)  # of images, tried in turn
 # Fields of configurations that make a model small; a list keeps its length.
 NUMBERS = {
@@ -96,10 +99,21 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # o
     "tipsv2": ({}, {}, {}),
     "align": ({}, {"image_size": 64, "width_coefficient": 0.25, "depth_coefficient": 0.25}, {}),
     "owlvit": ({}, {}, {}),
+    "owlv2": ({}, {}, {}),
     "groupvit": ({}, {}, {}),
     "flava": ({}, {}, {}),
 }
 """Whole models, besides SigLIP's, which read padding; those that fit are found by their parts, not by this list."""
+TESTED = [  # further rows of that table, whose cells are those of tests
+    ["siglip, siglip2", "right", "yes", "yes", "its own", "yes", "families/test_stock, test_image_size, test_text_tower; export/test_folder"],
+    ["vision-text-dual-encoder", "right", "yes", "yes", "its own", "yes", "an own run is one: families/test_stock_doors; export/test_folder"],
+    ["clap", "right, with one temperature", "sounds have none", "yes", "its own", "not tried", "families/test_stock_media, test_text_tower"],
+    ["xclip", "right, without its prompts", "yes", "yes", "none: the stock class makes a text depend on the clip", "not tried", "the same"],
+    ["open_clip, its own two towers", "right, equal to open_clip 3.3", "as clip", "as clip", "clip", "yes, and as `--layout open_clip`", "families/test_open_clip"],
+    ["open_clip, towers of timm (`timm_model_name`)", "refused by name: weights of timm have other names for every family", "", "", "", "", "the same"],
+    ["open_clip, text towers of transformers (`hf_model_name`)", "refused by name: its two-layer projection and pooling are not ours", "", "", "", "", "the same"],
+    ["blip_2, clvp, pe_video, sam3, videoprism", "not tried", "", "", "", "", ""],
+]  # fmt: skip
 LISTS: dict[str, Callable[[int], list[int]]] = {
     "depths": lambda count: [1] * count,
     "hidden_sizes": lambda count: [16 * 2**place for place in range(count)],
@@ -313,7 +327,7 @@ def build_whole(kind: str) -> Any:
 
 
 def survey_whole(kinds: list[str]) -> list[list[str]]:
-    """Return a row for each whole model: whether it starts a run, at another size, with another text tower, and its class again."""
+    """Return a row for each whole model: start, another size, another text tower, its class again, ONNX."""
     return [[kind, *check_whole(kind)] for kind in kinds]
 
 
@@ -329,7 +343,7 @@ def check_whole(kind: str) -> list[str]:
             reason = (
                 str(error).removeprefix(folder).removeprefix(f" holds a {kind}, which cannot be taken as a whole; ")
             )
-            return ["refused: " + reason.partition(". Choose")[0][:120], "", "", ""]
+            return ["refused: " + reason.partition(". Choose")[0][:120], "", "", "", ""]
     inputs = {**inputs_of(model.vision_model, "vision", 4), **inputs_of(model.text_model, "text", 4)}
     inputs["input_ids"][inputs["attention_mask"].cumsum(1) == inputs["attention_mask"].sum(1, keepdim=True)] = (
         2  # the end
@@ -352,7 +366,29 @@ def check_whole(kind: str) -> list[str]:
         size = "yes"
     except ValueError as error:
         size = "refused: " + str(error)[:60]
-    return [cells[0], size, "yes" if same else "WRONG", cells[1]]
+    return [cells[0], size, "yes" if same else "WRONG", cells[1], exported(model, inputs)]
+
+
+def exported(model: Any, inputs: dict[str, Tensor]) -> str:
+    """Return whether the towers' ONNX graphs embed as the model does."""
+    import onnxruntime
+
+    right = (
+        model.encode_image(inputs["pixel_values"])[0],
+        model.encode_text(inputs["input_ids"], inputs["attention_mask"])[0],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for (name, graph), expected in zip(tower_graphs(model).items(), right, strict=True):
+            path = Path(folder, f"{name}.onnx")
+            try:
+                trace(graph, path, OPSET)
+            except RunError as error:
+                return "refused: " + one_line(error)[:60]
+            session = onnxruntime.InferenceSession(path)
+            given = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
+            if not _alike(torch.from_numpy(session.run(None, given)[0]), expected):
+                return "WRONG"
+    return "yes"
 
 
 def _alike(found: Tensor, right: Tensor) -> bool:
@@ -380,17 +416,15 @@ def report(found: list[dict[str, str]], whole: list[list[str]]) -> str:
         parts += [markdown_table(header, cells)]
     if whole:
         header = [
-            "family",
-            "start: logits equal to its class",
-            "`--image_size`",
-            "other text tower, images equal",
-            "`dual_encoder/`",
+            *("family", "start: logits equal to its class", "`--image_size`", "other text tower, images equal"),
+            *("`dual_encoder/`", "ONNX", "by"),
         ]
         parts += [
             "## Whole models",
-            "What `--model_name_or_path` takes besides SigLIP, Siglip2, `VisionTextDualEncoderModel`, CLAP and X-CLIP, whose tests are in "
-            "`tests/model`: two towers, projections of one matrix each or none, and a temperature.",
-            markdown_table(header, whole),
+            "What `--model_name_or_path` takes: two towers that are models by themselves, projections of one matrix each or none, and a "
+            f"temperature. Tried here with tiny random weights (transformers {transformers.__version__}); the last rows are those of tests, "
+            "which lie in `tests/extras`.",
+            markdown_table(header, [*([*row, "this survey"] for row in whole), *TESTED]),
         ]
     return "\n\n".join(parts) + "\n"
 

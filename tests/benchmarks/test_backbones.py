@@ -25,8 +25,8 @@ def test_families_are_right_or_refused_with_a_reason(tmp_path: Path, capsys: pyt
 def test_whole_models_are_taken_by_their_parts_and_others_refused_by_name() -> None:
     """Logits against their own class; another size, another text tower, and their class again."""
     for kind in ("metaclip_2", "altclip", "clipseg"):
-        assert backbones.check_whole(kind) == ["right", "yes", "yes", "its own"], kind
-    assert backbones.check_whole("tipsv2") == ["right", "yes", "yes", "VisionTextDualEncoderModel"]
+        assert backbones.check_whole(kind) == ["right", "yes", "yes", "its own", "yes"], kind
+    assert backbones.check_whole("tipsv2") == ["right", "yes", "yes", "VisionTextDualEncoderModel", "yes"]
     reasons = {"align": "its text_projection is more than one matrix", "flava": "it has no vision_model"}
     for kind, reason in {
         **reasons,

@@ -39,7 +39,7 @@ from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import center_square, open_picture
 
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
-_RANDOM_TEXTS, _RANDOM_TOKENS, _FLOOR = 100, 4, 0.95
+_RANDOM_TEXTS, _RANDOM_TOKENS, _FLOOR = 100, 4, 0.5
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Searcher:
 
     @cached_property
     def floor(self) -> float:
-        """The cosine that a text's hits have to exceed: 19 of 20 random sequences of four tokens find nothing above it."""
+        """The cosine that a text's hits have to exceed: half of 100 random sequences of four tokens find nothing above it."""
         draw, size = torch.Generator().manual_seed(0), len(self._tokenizer)
         drawn = torch.randint(size, (_RANDOM_TEXTS, _RANDOM_TOKENS), generator=draw).tolist()
         texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -68,6 +69,16 @@ def test_text_is_scored_as_by_the_model(searcher: Searcher, model: Path, photos:
     assert all(hit.reranked is None for hit in hits)
     assert not searcher.reranks
     assert searcher.search_text(QUERY, 7) == hits[:7]
+
+
+def test_the_floor_is_what_half_of_random_texts_find(searcher: Searcher) -> None:
+    draw, size = torch.Generator().manual_seed(0), len(searcher._tokenizer)
+    texts = [
+        searcher._tokenizer.decode(ids, skip_special_tokens=True)
+        for ids in torch.randint(size, (100, 4), generator=draw).tolist()
+    ]
+    best = [searcher.search_text(text, 1)[0].score for text in texts]
+    assert searcher.floor == pytest.approx(statistics.median(best), abs=1e-5)
 
 
 def test_blocks_change_nothing(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,8 @@ TESTED = [  # further rows of that table, whose cells are those of tests
     ["clap", "right, with one temperature", "sounds have none", "yes", "its own", "not tried", "families/test_stock_media, test_text_tower"],
     ["xclip", "right, without its prompts", "yes", "yes", "none: the stock class makes a text depend on the clip", "not tried", "the same"],
     ["open_clip, its own two towers", "right, equal to open_clip 3.3", "as clip", "as clip", "clip", "yes, and as `--layout open_clip`", "families/test_open_clip"],
-    ["open_clip, towers of timm (`timm_model_name`)", "refused by name: weights of timm have other names for every family", "", "", "", "", "the same"],
-    ["open_clip, text towers of transformers (`hf_model_name`)", "refused by name: its two-layer projection and pooling are not ours", "", "", "", "", "the same"],
+    ["open_clip, towers of timm (`timm_model_name`)", "refused by name: each of its families has weights of other names", "", "", "", "", "the same"],
+    ["open_clip, text towers of transformers (`hf_model_name`)", "refused by name: mostly with a projection of two layers, which no stock class has", "", "", "", "", "the same"],
     ["blip_2, clvp, pe_video, sam3, videoprism", "not tried", "", "", "", "", ""],
 ]  # fmt: skip
 LISTS: dict[str, Callable[[int], list[int]]] = {

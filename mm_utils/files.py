@@ -62,9 +62,8 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
-@contextmanager
-def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file for reading, and yield it with its size in bytes.
+def regular_file(path: str) -> BinaryIO:
+    """Open a file for reading.
 
     The file is judged once it is open, so that nothing can take its place between the check and the reading.
 
@@ -72,12 +71,18 @@ def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
         OSError: errno EINVAL if it is not a regular file; otherwise as the system says.
     """
     # O_NONBLOCK: else opening a pipe waits for its writer forever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-        yield file, status.st_size
+    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return file
+
+
+@contextmanager
+def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file as `regular_file`, and yield it with its size in bytes."""
+    with regular_file(path) as file:
+        yield file, os.fstat(file.fileno()).st_size
 
 
 def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | None = None) -> bytes:

@@ -53,6 +53,7 @@ from mm_utils.extras.tars.webdataset import (
     medium_of_samples,
     read_samples,
 )
+from mm_utils.files import regular_file
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def open_shard(url: str) -> BinaryIO:
     """Open a file for reading with seeks; remote files by ranges of some megabytes."""
     files, path = store_of(url)
     if "file" in files.protocol:
-        return open(path, "rb")
+        return regular_file(path)
     ahead = "none" if shard_kind(url) == "parquet" else "readahead"  # pyarrow has its own buffers
     file: BinaryIO = files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead)
     if not file.seekable():

@@ -24,7 +24,7 @@ from mm_utils.data.paths import shard_kind
 from mm_utils.data.rows.source import Source
 from mm_utils.extras.streams.rows import Row, count_rows, read_rows, store_of
 from mm_utils.extras.tars.patterns import files_of_pattern
-from mm_utils.files import is_passing, retry
+from mm_utils.files import is_passing, regular_file, retry
 from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line
 
@@ -117,7 +117,8 @@ def _content(url: str) -> str:
     size = int(_info(url).get("size") or 0)
     digest = hashlib.blake2b(f"{size} ".encode(), digest_size=8)
     files, path = store_of(url)
-    with files.open(path, "rb", **({"cache_type": "none"} if "://" in url else {})) as file:  # not megabytes ahead
+    is_remote = "file" not in files.protocol
+    with files.open(path, "rb", cache_type="none") if is_remote else regular_file(path) as file:  # not megabytes ahead
         digest.update(file.read(_SAMPLE))
         if size > 2 * _SAMPLE:
             file.seek(size - _SAMPLE)

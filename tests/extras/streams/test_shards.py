@@ -1,5 +1,6 @@
 """Find shards on disk and on a server, count their rows, and read runs of them, damaged files included."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,20 @@ def test_mostly_damaged_shards_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"{name}.parquet").write_bytes(b"not at all")
     with pytest.raises(ValueError, match="3 of 3 shards cannot be read"):
         count_shards(expand(str(tmp_path / "*.parquet")))
+
+
+@pytest.mark.parametrize("suffix", ["tar", "parquet"])
+def test_a_pipe_is_no_shard(suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would be waited for without end, at the start and where it takes the place of a shard during the run."""
+    good = [write_tar(tmp_path / f"{name}.tar", range(3)) for name in "ab"]
+    os.mkfifo(tmp_path / f"c.{suffix}")
+    shards = count_shards([*map(str, good), str(tmp_path / f"c.{suffix}")])
+    assert [shard.rows for shard in shards] == [3, 3]
+    assert "it is not a regular file" in caplog.text
+    good[0].unlink()
+    os.mkfifo(good[0])
+    [lost, *_] = ShardReader(shards, SOURCE).read(0, 0, 3)
+    assert "it is not a regular file" in str(lost)
 
 
 def test_a_shard_that_vanishes_stops_the_run(tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ class LaunchArguments:
             raise ValueError(f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.")
         if self.max_failures < -1:
             raise ValueError(f"--max_failures is {self.max_failures}; give -1 (any number), 0 or more.")
+        place = Path(self.storage_path)
+        if "://" not in self.storage_path and any(each.is_file() for each in (place, *place.parents)):
+            raise ValueError(
+                f"--storage_path is {self.storage_path}; it is a file, or in one. Give a folder, or the name of a new one."
+            )
         if self.tune is not None and least is not None:
             raise ValueError(
                 f"--tune is {self.tune}; elastic trials would take each other's machines. Give --num_workers instead of "

@@ -45,6 +45,8 @@ def test_workers(given: dict, workers: tuple[int, int]) -> None:
         ({"gpus_per_worker": -1.0}, "--gpus_per_worker is -1"),
         ({"mixed_precision": "int8"}, "--mixed_precision is int8; choose from no, fp16, bf16"),
         ({"max_failures": -2}, "--max_failures is -2"),
+        ({"storage_path": __file__}, "--storage_path is .*; it is a file, or in one"),
+        ({"storage_path": f"{__file__}/new"}, "--storage_path is .*; it is a file, or in one"),
         ({"tune": "seed=1,2", "min_workers": 1, "max_workers": 2}, "--tune is seed=1,2; elastic"),
         ({"tune": "seed"}, "--tune is seed"),
     ],

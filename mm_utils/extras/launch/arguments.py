@@ -69,17 +69,13 @@ class LaunchArguments:
             raise ValueError(f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.")
         if self.max_failures < -1:
             raise ValueError(f"--max_failures is {self.max_failures}; give -1 (any number), 0 or more.")
-        place = Path(self.storage_path)
-        if "://" not in self.storage_path and any(each.is_file() for each in (place, *place.parents)):
-            raise ValueError(
-                f"--storage_path is {self.storage_path}; it is a file, or in one. Give a folder, or the name of a new one."
-            )
         if self.tune is not None and least is not None:
             raise ValueError(
                 f"--tune is {self.tune}; elastic trials would take each other's machines. Give --num_workers instead of "
                 "--min_workers and --max_workers."
             )
         parse_grid(self.tune)
+        _check_place(self.storage_path)
 
     @property
     def workers(self) -> tuple[int, int]:
@@ -87,6 +83,13 @@ class LaunchArguments:
         if self.min_workers is not None and self.max_workers is not None:
             return self.min_workers, self.max_workers
         return self.num_workers or 1, self.num_workers or 1
+
+
+def _check_place(path: str) -> None:
+    if "://" not in path and any(each.is_file() for each in (Path(path), *Path(path).parents)):
+        raise ValueError(
+            f"--storage_path is {path}; it is a file, or in one. Give a folder, or the name of a new one."
+        )
 
 
 @dataclass(frozen=True)

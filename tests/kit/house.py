@@ -38,18 +38,18 @@ DATA_FLOORS = [
     {"training_data"},
 ]
 BUDGETS = {
-    "core": 24_650,
-    "data": 9_150,
-    "model": 3_850,
-    "objectives": 1_900,
-    "training": 2_150,
+    "core": 24_000,
+    "data": 9_000,
+    "model": 3_750,
+    "objectives": 1_850,
+    "training": 1_900,
     "checkpointing": 900,
-    "reliability": 1_000,
+    "reliability": 900,
     "evaluation": 1_400,
     "reports": 750,
-    "run": 1_770,
-    "extras": 19_700,
-    "tests": 49_820,
+    "run": 1_820,
+    "extras": 20_950,
+    "tests": 50_550,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 
@@ -71,7 +71,7 @@ def totals() -> dict[str, int]:
 
 
 ROAD = {
-    "step": (18, 1_000),
-    "run": (90, 8_200),
+    "step": (18, 1_020),
+    "run": (75, 7_900),
 }  # files and lines of functions that a default run enters (`make road`)
-SEARCH_MODULES = 38
+SEARCH_MODULES = 39

@@ -122,10 +122,16 @@ class _Log:
         return getattr(self._stream, name)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    from mm_utils.objectives.grad_cache import is_out_of_memory  # only who has loaded torch has such an error
+
+    return is_out_of_memory(error)
+
+
 def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
     """Log a user's mistake or a full disk in one line, and anything else with its traceback."""
-    from mm_utils.objectives.grad_cache import is_out_of_memory
-
     logger, line = logging.getLogger("mm_utils"), ""
     if isinstance(error, (RunError, ValueError, FloatingPointError)):
         line = str(error)
@@ -133,7 +139,7 @@ def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
         place = getattr(error, "filename", None) or "A file of this run, or of a cache"
         remedy = _REMEDIES.get(number, "Free some space there, or give a folder that can be written")
         line = f"{place}: {os.strerror(number)}. {remedy}."
-    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_out_of_memory(error)):
+    elif _is_out_of_memory(error):
         line = f"The memory is full; {one_line(error)}. Give smaller batches, images or models."
     elif monitor.is_alone:
         raise error

@@ -74,7 +74,7 @@ def write_index(folder: Path, images: int, width: int, queries: int) -> Tensor:
     def tables() -> Iterator[pa.Table]:
         for start in tqdm(range(0, images, _ROWS), desc=f"Drawing {images:,}"):
             image_NE, text_NE = draw(min(_ROWS, images - start), width, start + 1, axes_EE)
-            texts.append(text_NE[: max(0, queries - start)])
+            texts.append(text_NE[: max(0, queries - start)].clone())  # a view would keep them all
             count = len(image_NE)
             known = {"embedding": to_arrow(image_NE.half()), "id": pa.array(map(str, range(start, start + count)))}
             columns = [known.get(each.name, pa.nulls(count, each.type)) for each in schema(width)]

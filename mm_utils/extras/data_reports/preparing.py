@@ -91,7 +91,7 @@ class PrepareArguments:
             raise ValueError("--output_dir is empty; the prepared data set needs a place. Give a folder.")
         if is_url(self.output_dir):
             raise ValueError(
-                f"--output_dir is {redact(self.output_dir)}; the result is a folder of this machine. Give one, and copy it there."
+                f"--output_dir is {redact(self.output_dir)}; the result is a folder of this machine. Give a folder, and copy it there at the end."
             )
         if self.output_dir != storable(self.output_dir):
             raise ValueError(

@@ -88,7 +88,7 @@ class LaunchArguments:
 def _check_place(path: str) -> None:
     if "://" not in path and any(each.is_file() for each in (Path(path), *Path(path).parents)):
         raise ValueError(
-            f"--storage_path is {path}; it is a file, or in one. Give a folder, or the name of a new one."
+            f"--storage_path is {path}; it is a file, or lies in one. Give a folder, or the name of a new one."
         )
 
 

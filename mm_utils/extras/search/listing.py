@@ -219,7 +219,7 @@ def is_clip_among_images(path: str, medium: Medium) -> bool:
     return medium.kind == "image" and name.endswith(SUFFIXES["clip"]) and not name.endswith(SUFFIXES["image"])
 
 
-def frames_of(content: bytes, side: int) -> list[Image.Image]:
+def moments_of(content: bytes, side: int) -> list[Image.Image]:
     """Return eight moments, evenly spread over the first minute of a clip; raise Fault if there are none."""
     try:
         clip = read_clip(content, CLIP_FPS, side)
@@ -297,7 +297,7 @@ class Reader(Dataset):
     def _show_frames(self, content: bytes) -> dict[str, Any]:
         """Return the squares of a clip's moments, and the middle one as its picture."""
         side = max(THUMBNAIL, self.side)
-        frames = frames_of(content, side)
+        frames = moments_of(content, side)
         squares = torch.stack([center_square(frame, self.side) for frame in frames])
         return {"square": squares, "thumbnail": encode(shrink(frames[_FRAMES // 2], side), "jpeg", _QUALITY)}
 

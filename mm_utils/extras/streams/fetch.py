@@ -70,10 +70,13 @@ def _files_of(source: Source) -> tuple[list[str], str]:
     else:
         top = address[: address.rindex("/", 0, first) + 1]
         urls = expand(address)
+    urls = [url for url in urls if not url.endswith("/")]  # folders are objects for some stores
+    if not urls:
+        raise ValueError(f"{source.title}; there is no file below it. Check the address.")
     odd = next((url for url in urls if not url.startswith(top) or ".." in url.split("/")), None)
-    if odd is not None or not urls:
-        raise ValueError(f"{source.title}; {odd or 'there is no file'} cannot be copied from it. Check the address.")
-    return [url for url in urls if not url.endswith("/")], top  # folders are objects for some stores
+    if odd is not None:
+        raise ValueError(f"{source.title}; {odd} cannot be copied from it. Check the address.")
+    return urls, top
 
 
 def _copy(source: Source, lacking: dict[str, Path], sizes: dict[str, int]) -> None:

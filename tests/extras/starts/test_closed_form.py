@@ -111,6 +111,10 @@ def test_pairs_left_out_tell_signal_from_noise() -> None:
     assert signal.candidates == 100
 
 
+def test_pairs_with_more_noise_are_shrunk_more() -> None:
+    assert [fit(pairs(100, noise=noise), 4).shrinkage for noise in (0.03, 0.3, 1.0, 3.0)] == [0.03, 0.1, 0.3, 30]
+
+
 def test_names_weigh_as_much_as_they_tell() -> None:
     few = pairs(40, noise=2.0, names=True)
     truth = pairs(40, noise=0.0, names=True).names_MB

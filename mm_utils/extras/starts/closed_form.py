@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 FOLDS = 4
-SHRINKAGES = (30.0, 10.0, 3.0, 2.0, 1.0, 0.3, 0.1, 0.03)  # in units of the mean variance of a feature; in the order of trial
+SHRINKAGES = (30.0, 10.0, 3.0, 2.0, 1.0, 0.3, 0.1, 0.03)  # in mean variances of a feature, in the order of trial
 NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
 SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
 

@@ -28,6 +28,10 @@ Find captions that are not of their image, by a model that was trained on other 
 On the machines of a Ray cluster, with the same result; sources and result are on a drive that all share:
     python scripts/launch_ray.py --num_workers 32 scripts/prepare_data.py --sources "web-{000..999}.tar" --output_dir data/web
 
+From a store to a store; rows are kept in --work_dir meanwhile, by default in the datasets cache:
+    python scripts/prepare_data.py --sources "s3://bucket/web-{000..999}.tar" --output_dir s3://bucket/set
+    accelerate launch scripts/pretrain.py --streaming --dataset_name s3://bucket/set --max_steps 20000
+
 Push it to a private repository of the Hub, with its report and a card:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --push_to_hub --license cc-by-4.0
 
@@ -41,6 +45,7 @@ import logging
 import time
 
 from mm_utils.arguments import parse_args
+from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import write_findings, write_pairs
@@ -79,6 +84,10 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
         return {"rows": rows}
 
     check_model(scoring.score_with, "--score_with")  # before the rows are read
+    if hub_args.push_to_hub and is_url(args.output_dir):
+        raise ValueError(
+            f"--push_to_hub is set; --output_dir is {args.output_dir}, and a folder is pushed. Give a folder."
+        )
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.

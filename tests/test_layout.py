@@ -17,7 +17,7 @@ READING = PACKAGE / "model/reading.py"
 STANDS_ON = {
     "benchmarks": "formats",
     "classes": "formats lora tars",
-    "data_reports": "languages",
+    "data_reports": "languages streams",
     "dry_run": "several_media",
     "export": "families",
     "launch": "data_reports",

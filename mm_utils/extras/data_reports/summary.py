@@ -10,6 +10,7 @@ from datasets import DatasetDict
 
 from mm_utils.arguments import launch_command
 from mm_utils.data.faults import REASONS
+from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.prepare.pipeline import Ingested
@@ -76,7 +77,7 @@ def describe(summary: dict[str, Any], folder: str) -> str:
             f"{folder}:",
             *lines,
             f"Look at {folder}/report.md",
-            f"Train on it: {launch_command('pretrain', ['--dataset_name', folder])}",
+            f"Train on it: {launch_command('pretrain', ['--dataset_name', folder, *(['--streaming'] if is_url(folder) else [])])}",
         ]
     )
 

@@ -20,7 +20,7 @@ from mm_utils.files import write_atomic
 from mm_utils.stored import key_of
 from mm_utils.text import one_line
 
-_AT_ONCE = 8  # files that are fetched at a time
+AT_ONCE = 8  # files that are copied at a time
 _ROOM = 1 << 30  # bytes that stay free
 
 
@@ -41,7 +41,7 @@ def fetched(source: Source, folder: Path) -> Source:
     copies = {url: place / url[len(top) :] for url in urls}
     noted = place.with_suffix(".json")
     known = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         stamps = dict(zip(urls, pool.map(stamp_of, urls), strict=True))
     for path in {each for each in place.rglob("*") if each.is_file()} - {*copies.values()}:
         path.unlink()  # no longer at the store, or not whole
@@ -93,7 +93,7 @@ def _copy(source: Source, lacking: dict[str, Path], sizes: dict[str, int]) -> No
     total = sum(sizes.values())
     with (
         tqdm(total=total, desc=f"Fetching {source.name}", unit="B", unit_scale=True, disable=not lacking) as bar,
-        ThreadPoolExecutor(_AT_ONCE) as pool,
+        ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         for url, done in {url: pool.submit(copy, url) for url in lacking}.items():
             try:

@@ -4,7 +4,8 @@
 format     rows are counted by                              a reader that starts at row r reads again
 =========  ===============================================  =====================================================
 Parquet    the footer                                       the rows before r in its row group
-Arrow      the record batches' headers, memory-mapped       nothing
+Arrow      the record batches' headers, memory-mapped       nothing; from a server, the rows before r in their batch
+           or, on a server, fetched
 tar        walking the headers, once; on a remote server    on disk, the headers before r; from a server, the file
            a file beside it (`noted_rows`), else one pass   from its beginning
            over the file
@@ -29,6 +30,7 @@ from typing import Any, BinaryIO
 
 import datasets
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mm_utils.data import media
@@ -79,6 +81,8 @@ _CHECKS = CheckArguments()
 _BATCH = 64  # rows read at a time, with their images
 _LOOKED_AT = 20  # rows that decide whether a tar, or sounds or clips, can be used
 _READ_AHEAD = 8 << 20  # bytes per request to a remote server
+_HEADER = 4096  # bytes of an Arrow file that are read at a time to find its batches
+_MARKER, _RECORD_BATCH = -1, 3  # begins a message; the kind of its header
 _BUFFER = 1 << 20  # bytes of a column of a local file; without, whole row groups are held
 
 
@@ -112,7 +116,7 @@ def open_shard(url: str) -> BinaryIO:
     files, path = store_of(url)
     if "file" in files.protocol:
         return regular_file(path)
-    ahead = "none" if shard_kind(url) == "parquet" else "readahead"  # pyarrow has its own buffers
+    ahead = "readahead" if shard_kind(url) == "tar" else "none"  # pyarrow reads whole buffers
     file: BinaryIO = files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead)
     if not file.seekable():
         raise ValueError(f"shard {url} comes from a server that does not serve ranges. Download it first.")
@@ -159,9 +163,11 @@ def count_rows(url: str) -> int:
         return noted
     if kind in entries("COUNTS"):
         return int(load(entries("COUNTS")[kind])(Source(url)))
-    if kind == "arrow":
+    if kind == "arrow" and "://" not in url:
         return len(datasets.Dataset.from_file(url))
     with open_shard(url) as file:
+        if kind == "arrow":
+            return sum(rows for rows, _ in _record_batches(file))
         if kind == "parquet":
             return int(pq.read_metadata(file).num_rows)
         with tarfile.open(fileobj=file, mode="r:*", tarinfo=BoundedHeader) as archive:
@@ -178,8 +184,7 @@ def check_columns(url: str, source: Source) -> str:
         records = (item for item in _open_rows(url, 0, source) if isinstance(item, Record))
         medium = next((record.medium for record in records), "image")
     elif shard_kind(url) == "arrow":
-        schema = datasets.Dataset.from_file(url).data.schema
-        medium = _medium_of_table(schema, source)
+        medium = _medium_of_table(_open_arrow(url, 0)[0], source)
     else:
         with open_shard(url) as file:
             if shard_kind(url) == "parquet":
@@ -235,10 +240,61 @@ def _parquet_rows(url: str, first: int, source: Source) -> Iterator[Record | Bad
 
 
 def _arrow_rows(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:
-    table = datasets.Dataset.from_file(url).data
-    columns = find_table_columns(table.schema, source.title, source.columns)
-    batches = table.select(_names(columns, table.column_names)).slice(first).to_batches(_BATCH)
-    yield from _records((values for batch in batches for values in cells_of(batch)), columns, source)
+    schema, batches = _open_arrow(url, first)
+    columns = find_table_columns(schema, source.title, source.columns)
+    named = (batch.select(_names(columns, schema.names)) for batch in batches)
+    parts = (batch.slice(start, _BATCH) for batch in named for start in range(0, len(batch), _BATCH))
+    yield from _records((values for part in parts for values in cells_of(part)), columns, source)
+
+
+def _open_arrow(url: str, first: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Return the schema of a file, and its rows from `first` on: memory-mapped, or from a server a batch at a time."""
+    if "://" not in url:
+        table = datasets.Dataset.from_file(url).data.table
+        return table.schema, iter(table.slice(first).to_batches())
+    with open_shard(url) as file:
+        schema = pa.ipc.read_schema(pa.PythonFile(file, "r"))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        begin = 0
+        with open_shard(url) as file:
+            for rows, place in _record_batches(file):
+                if begin + rows > first:
+                    file.seek(place)
+                    batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.PythonFile(file, "r")), schema)
+                    yield batch.slice(max(0, first - begin))
+                begin += rows
+
+    return schema, batches()
+
+
+def _record_batches(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Yield rows and place of each record batch of an Arrow stream, from the headers alone (Arrow's `Message.fbs`)."""
+
+    def number(place: int, size: int = 4) -> int:
+        return int.from_bytes(head[place : place + size], "little", signed=size > 2)
+
+    def field(table: int, field: int) -> int:
+        """Return the place of a field of a FlatBuffers table; of one that is left out, that of the 0 behind all."""
+        types, at = table - number(table), 4 + 2 * field
+        offset = number(types + at, 2) if at < number(types, 2) else 0
+        return table + offset if offset else len(head) - 8
+
+    begin = 0
+    while True:
+        file.seek(begin)
+        head = file.read(_HEADER)
+        size = number(4)
+        if size == 0:
+            return
+        head += file.read(max(0, 8 + size - len(head))) + bytes(8)
+        root = 8 + number(8)
+        content, length = field(root, 2), number(field(root, 3), 8)
+        if number(0) != _MARKER or min(size, length) < 0:
+            raise ValueError(f"at byte {begin:,} is no message of an Arrow stream")
+        if number(field(root, 1), 1) == _RECORD_BATCH:
+            yield number(field(content + number(content), 0), 8), begin
+        begin += 8 + size + length
 
 
 def _tar_rows(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:

@@ -104,7 +104,7 @@ def _cached_count(url: str) -> tuple[int, str] | None:
     """Return the number of rows, and a hash of the content; None for a damaged file."""
     key = key_of(_VERSION, pa.__version__, stamp_of(url))
     try:
-        count, content = stored_value("shards", key, lambda: [patiently(count_rows, url), patiently(_content, url)])
+        count, content = stored_value("shards", key, lambda: [patiently(count_rows, url), patiently(content_of, url)])
     except damage() as error:
         stamp_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
@@ -112,7 +112,7 @@ def _cached_count(url: str) -> tuple[int, str] | None:
     return count, content
 
 
-def _content(url: str) -> str:
+def content_of(url: str) -> str:
     """Hash a file's size, first and last 64 KiB: pairs there, and others' lengths in a footer."""
     size = int(_info(url).get("size") or 0)
     digest = hashlib.blake2b(f"{size} ".encode(), digest_size=8)

@@ -37,13 +37,14 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import cached_rows
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import SPLIT_NAMES
+from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.extras.streams.flags import GROUPS, StreamingArguments
 from mm_utils.extras.streams.order import InterleavedOrder
 from mm_utils.extras.streams.rows import Row, check_columns, features_of
-from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards, damage, expand
+from mm_utils.extras.streams.send import LAST
+from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards, damage, expand, stamp_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,9 @@ def _find_urls(data: DataArguments, need_validation: bool) -> tuple[str, dict[st
 
 
 def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, list[str]]:
+    if "://" in name and not name.startswith("hf://"):
+        stamp_of(f"{name}/{LAST}")  # raises if what is there is not complete
+        return {split: expand(f"{name}/{split}/*.arrow") for split in SPLITS}
     if is_saved(Path(name)):
         splits = load_splits(name, data.dataset_config_name, None, title, data.allow_outside_root)
         return {

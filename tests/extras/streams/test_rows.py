@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.rows.source import Source
-from mm_utils.extras.streams.rows import FEATURES, check_columns, read_rows
+from mm_utils.extras.streams.rows import FEATURES, check_columns, count_rows, read_rows
+from tests.kit import numbered_shards
 from tests.kit.reading import write_tar
 
 GOOD = {"image": b"bytes", "caption": "a picture", "id": 7, "languages": "en"}
@@ -107,3 +109,23 @@ def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path) -> 
         assert isinstance(row, str)
         assert row.startswith(f"shard {path}, row {number}: {reason}")
     assert list(read_rows(path, 1, Source("shards"))) == [both, *bad]
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(7, 3), (300, 64), (1, 5)])
+def test_an_arrow_file_of_a_server_is_read_from_any_row(rows: int, batch: int, tmp_path: Path) -> None:
+    """Counted by the headers of its batches; one that is damaged is named."""
+    table = pa.Table.from_pylist(numbered_shards.rows_of(range(rows)), numbered_shards.FEATURES.arrow_schema)
+    local, there, files = tmp_path / "a.arrow", "memory://arrow/a.arrow", fsspec.filesystem("memory")
+    with pa.OSFile(str(local), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch)
+    files.put(str(local), "/arrow/a.arrow")
+    assert count_rows(there) == rows
+    assert check_columns(there, Source("shards")) == "image"
+    for first in (0, 1, rows // 2, rows - 1, rows):
+        found = list(read_rows(there, first, Source("shards")))
+        assert found == list(read_rows(str(local), first, Source("shards")))
+        assert len(found) == rows - first
+    files.pipe("/arrow/a.arrow", b"no arrow" + local.read_bytes()[8:])
+    with pytest.raises(ValueError, match="at byte 0 is no message of an Arrow stream"):
+        count_rows(there)
+    files.rm("/arrow", recursive=True)
